@@ -1,0 +1,43 @@
+# Shardyard: `make` lists the targets.
+
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup protos protos-check check test clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## create .venv and install everything
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a minute or two the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,examples,dev]'
+	@touch $(STAMP)
+
+protos: $(STAMP) ## generate shardyard/wire/v1 from protos/
+	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+protos-check: $(STAMP) ## fail if the generated code is not fresh
+	@rm -rf $(VENV)/protos-check && mkdir -p $(VENV)/protos-check
+	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(VENV)/protos-check --pyi_out=$(VENV)/protos-check \
+		--grpc_python_out=$(VENV)/protos-check $(PROTOS)
+	@for f in $$(cd $(VENV)/protos-check && find . -type f); do cmp "$(VENV)/protos-check/$$f" "$$f" || \
+		{ echo "$$f is not what protos/ generates: run make protos"; exit 1; }; done
+
+check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated code fresh
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-timing
+
+test: $(STAMP) ## unit, property, simulation and integration tests
+	@$(BIN)/python -m pytest tests --ignore=tests/containers
+
+clean: ## remove .venv and caches
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

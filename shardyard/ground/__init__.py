@@ -1,0 +1,1 @@
+"""What every role stands on: types, errors, limits. No I/O, no torch, no numpy beyond dtypes."""

@@ -1,0 +1,241 @@
+"""The errors of a yard, one tree, each with what happened, why that is an error, and what to do.
+
+    ShardyardError
+    |-- InvalidRequest              what was asked cannot be done, now or later; nothing changed
+    |   |-- ConfigurationError      a settings file, an environment variable or a flag
+    |   |-- ShapeMismatch  DTypeMismatch  UnknownVariable  VariableConflict  RateMismatch
+    |   |-- MalformedPayload  TooLarge  UnsupportedOptimizer  UnsupportedModel
+    |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  LaunchRefused
+    |-- Refused                     the sender is behind the times; it must learn, then may go on
+    |   |-- StaleIncarnation  StaleToken  StaleGeneration  StaleTerm
+    |   |-- SequenceGap  StraddlingRange
+    |-- NotFound                    no such job, partition, launch, version
+    |-- NotReady                    ask again later
+    |-- Unavailable                 a peer does not answer
+    |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
+    |-- JobFailed                   the job has ended by an error
+    |   |-- ServerLost  CoordinatorLost  WorkerFailed
+    |-- AddressInUse
+    |-- Internal                    a defect of ours
+
+Owns: the tree and its registry by code. Must not know: gRPC (shardyard.transport.status maps codes to it).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ShardyardError(Exception):
+    """Base of all errors that a yard raises. `code` is the class's name, also on the wire."""
+
+    why: ClassVar[str] = ""
+    todo: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        why: str | None = None,
+        todo: str | None = None,
+        facts: dict[str, str] | None = None,
+    ) -> None:
+        self.what = what
+        self.why_text = type(self).why if why is None else why
+        self.todo_text = type(self).todo if todo is None else todo
+        self.facts = dict(facts or {})
+        super().__init__(self.message)
+
+    @property
+    def code(self) -> str:
+        return type(self).__name__
+
+    @property
+    def message(self) -> str:
+        parts = [self.what]
+        if self.why_text:
+            parts.append(f"Why: {self.why_text}")
+        if self.todo_text:
+            parts.append(f"What to do: {self.todo_text}")
+        return " ".join(part if part.endswith((".", "!", "?")) else part + "." for part in parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.why_text, self.todo_text, self.facts))
+
+
+def _rebuild(kind: type[ShardyardError], what: str, why: str, todo: str, facts: dict[str, str]) -> ShardyardError:
+    return kind(what, why=why, todo=todo, facts=facts)
+
+
+class InvalidRequest(ShardyardError):
+    why = "the request cannot be carried out; nothing was changed"
+
+
+class ConfigurationError(InvalidRequest):
+    why = "the settings do not make sense"
+
+
+class ShapeMismatch(InvalidRequest):
+    why = "a gradient or value must have its variable's shape"
+    todo = "check that all workers build the same model"
+
+
+class DTypeMismatch(InvalidRequest):
+    why = "a gradient or value must have its variable's dtype"
+    todo = "check that all workers build the same model with the same dtypes"
+
+
+class UnknownVariable(InvalidRequest):
+    why = "the job has no variable of that name"
+    todo = "use the names given to job.prepare or job.register"
+
+
+class VariableConflict(InvalidRequest):
+    why = "the first registration of a job's variables wins; all workers must register the same"
+    todo = "run the same script and settings on all workers, or give the job another name"
+
+
+class RateMismatch(InvalidRequest):
+    why = "all logical ranks of a step must use the same optimizer settings, else the step has no meaning"
+    todo = "pass the learning-rate scheduler to job.prepare, which makes the rate a function of the job's step"
+
+
+class MalformedPayload(InvalidRequest):
+    why = "the bytes do not follow the protocol"
+    todo = "compare the client with docs/protocol.md"
+
+
+class TooLarge(InvalidRequest):
+    why = "the request is beyond a limit (shardyard/ground/limits.py)"
+
+
+class UnsupportedOptimizer(InvalidRequest):
+    why = "the servers have no kernel for it, and running something else in silence would train something else"
+
+
+class UnsupportedModel(InvalidRequest):
+    why = "the model has something that cannot be moved to the servers"
+
+
+class FeedConflict(InvalidRequest):
+    why = "all workers must read the same data set in the same way, or samples would be lost or doubled"
+    todo = "check that all workers see the same data set, and make the same calls of job.batches in the same order"
+
+
+class UnseekableDataset(InvalidRequest):
+    why = "each sample counts once an epoch, so any worker must be able to read any sample again by its index"
+    todo = (
+        "give a map-style dataset (with __len__ and __getitem__), or use a DataLoader of your own, without the promise"
+    )
+
+
+class ProtocolMismatch(InvalidRequest):
+    why = "both ends must speak the same protocol"
+    todo = "install the same release of shardyard on all machines"
+
+
+class LaunchRefused(InvalidRequest):
+    why = "the agent does not start programs for this caller"
+
+
+class Refused(ShardyardError):
+    """The sender is behind the times. Nothing was changed."""
+
+
+class StaleIncarnation(Refused):
+    why = "this member was declared dead, or is not the one that was meant; what it does now must not count"
+    todo = "register again; a restarted process does so by itself"
+
+
+class StaleToken(Refused):
+    why = "another worker has taken over this work"
+    todo = "drop the work and ask for new work; job.batches does so by itself"
+
+
+class StaleGeneration(Refused):
+    why = "partitions have moved since"
+    todo = "fetch the partition map and send again"
+
+
+class StaleTerm(Refused):
+    why = "a newer coordinator is in charge"
+
+
+class SequenceGap(Refused):
+    why = "a partition applies the work of a source in order"
+    todo = "go on from the watermark given"
+
+
+class StraddlingRange(Refused):
+    why = "a part of this range has been applied already; applying it whole would count that part twice"
+    todo = "send the remainder as a range of its own"
+
+
+class NotFound(ShardyardError):
+    why = "there is no such thing here"
+
+
+class NotReady(ShardyardError):
+    why = "something else must happen first"
+    todo = "ask again in a moment"
+
+
+class Unavailable(ShardyardError):
+    why = "a peer does not answer"
+
+
+class CoordinatorUnavailable(Unavailable):
+    todo = "check the address, and that `shardyard coordinator` (or `make up`) is running there"
+
+
+class ServerUnavailable(Unavailable):
+    todo = "see `shardyard status` for the state of the servers"
+
+
+class DeadlineExceeded(Unavailable):
+    why = "the answer did not come in time"
+
+
+class JobFailed(ShardyardError):
+    why = "the job has ended by an error"
+    todo = "see the first error above it in the logs; start the script again for a new run"
+
+
+class ServerLost(JobFailed):
+    why = "a server has died, and with it the only copy of its partitions"
+    todo = "start the server again, then start the script again"
+
+
+class CoordinatorLost(JobFailed):
+    why = "without a coordinator nobody can join, lease data or notice a death"
+    todo = "start the coordinator again (`make up`), then the script"
+
+
+class WorkerFailed(JobFailed):
+    why = "a training script has raised"
+    todo = "see its traceback"
+
+
+class AddressInUse(ShardyardError):
+    why = "another process listens on this address, and two must not share it in silence"
+    todo = "stop the other process, or choose another port with --bind (port 0 takes a free one)"
+
+
+class Internal(ShardyardError):
+    why = "a defect of this software"
+    todo = "please report it with the log of that process"
+
+
+def _tree(kind: type[ShardyardError]) -> dict[str, type[ShardyardError]]:
+    found = {kind.__name__: kind}
+    for child in kind.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+BY_CODE: dict[str, type[ShardyardError]] = _tree(ShardyardError)
+
+
+def rebuild(code: str, what: str, why: str, todo: str, facts: dict[str, str]) -> ShardyardError:
+    """The error that a peer sent; an unknown code (of a newer peer) becomes the plain base class."""
+    return BY_CODE.get(code, ShardyardError)(what, why=why, todo=todo, facts=facts)

@@ -1,0 +1,51 @@
+"""Bounds. Whatever a peer sends is held against these before memory is allocated for it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+PROTOCOL: Final = 1
+
+FRAME_BYTES: Final = 1 * MIB
+"""Payload of a frame that we send."""
+FRAME_BYTES_MAX: Final = 8 * MIB
+"""Payload of a frame that we take."""
+MESSAGE_BYTES_MAX: Final = 16 * MIB
+"""Any gRPC message, both directions."""
+PUSH_BYTES_MAX: Final = 16 * GIB
+"""One push to one server, all parts."""
+
+VARIABLES_MAX: Final = 100_000
+DIMENSIONS_MAX: Final = 32
+VARIABLE_NAME_CHARACTERS_MAX: Final = 512
+VARIABLE_BYTES_MAX: Final = 64 * GIB
+JOB_BYTES_MAX: Final = 1024 * GIB
+GROUPS_MAX: Final = 10_000
+PARTITIONS_MAX: Final = 4_096
+LOGICAL_RANKS_MAX: Final = 4_096
+SOURCES_PER_REQUEST_MAX: Final = 65_536
+BLOCK_ALIGN_BYTES: Final = 64
+
+JOB_NAME_CHARACTERS_MAX: Final = 128
+JOBS_MAX: Final = 1_024
+MEMBERS_MAX: Final = 16_384
+METRICS_MAX: Final = 64
+METRIC_NAME_CHARACTERS_MAX: Final = 128
+TEXT_CHARACTERS_MAX: Final = 4_096
+SETTINGS_BYTES_MAX: Final = 64 * KIB
+SAMPLES_MAX: Final = 1 << 48
+EPOCHS_MAX: Final = 1_000_000
+BATCH_SIZE_MAX: Final = 1 << 24
+
+PULL_WAIT_MS_MAX: Final = 1_000
+"""How long a server holds a pull; then it answers NotYet (rule C6)."""
+EXPLAIN_WAIT_MS: Final = 5_000
+"""A wait longer than this says what it waits for (promise 7)."""
+
+LAUNCH_WORKERS_MAX: Final = 1_024
+LAUNCH_EVENTS_MAX: Final = 100_000
+OUTPUT_LINE_CHARACTERS_MAX: Final = 16_384

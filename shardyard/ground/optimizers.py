@@ -1,0 +1,131 @@
+"""The optimizers that servers know: their settings, in the order of the wire, with defaults and ranges.
+
+Owns: names and checks, used by workers (which translate `torch.optim` objects) and servers (which have the kernels).
+Defaults are those of `torch.optim`. Flags are 0 or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.types import OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A number in [low, high), or a flag."""
+
+    name: str
+    default: float
+    low: float = 0.0
+    high: float = math.inf
+    flag: bool = False
+    fixed: bool = False
+    """May not change while the job runs, since it decides which state there is."""
+
+
+def _flag(name: str) -> Setting:
+    return Setting(name, 0.0, flag=True, fixed=True)
+
+
+_LR = 1e-3
+_DECAY = Setting("weight_decay", 0.0)
+_MAXIMIZE = _flag("maximize")
+_BETAS = (Setting("beta1", 0.9, high=1.0), Setting("beta2", 0.999, high=1.0))
+
+KINDS: dict[str, tuple[Setting, ...]] = {
+    "sgd": (
+        Setting("lr", _LR),
+        Setting("momentum", 0.0),
+        Setting("dampening", 0.0, low=-math.inf),
+        _DECAY,
+        _flag("nesterov"),
+        _MAXIMIZE,
+    ),
+    "adam": (Setting("lr", _LR), *_BETAS, Setting("eps", 1e-8), _DECAY, _flag("amsgrad"), _MAXIMIZE),
+    "adamw": (
+        Setting("lr", _LR),
+        *_BETAS,
+        Setting("eps", 1e-8),
+        Setting("weight_decay", 1e-2),
+        _flag("amsgrad"),
+        _MAXIMIZE,
+    ),
+    "adagrad": (
+        Setting("lr", 1e-2),
+        Setting("lr_decay", 0.0),
+        _DECAY,
+        Setting("initial_accumulator_value", 0.0, fixed=True),
+        Setting("eps", 1e-10),
+        _MAXIMIZE,
+    ),
+    "rmsprop": (
+        Setting("lr", 1e-2),
+        Setting("alpha", 0.99),
+        Setting("eps", 1e-8),
+        _DECAY,
+        Setting("momentum", 0.0),
+        _flag("centered"),
+        _MAXIMIZE,
+    ),
+}
+
+
+def setting_names(kind: str) -> tuple[str, ...]:
+    return tuple(setting.name for setting in KINDS[kind])
+
+
+def make_group(kind: str, given: Mapping[str, float]) -> tuple[float, ...]:
+    """One group's values in wire order, defaults filled in. Raises InvalidRequest for an unknown name."""
+    unknown = sorted(set(given) - set(setting_names(kind)))
+    if unknown:
+        raise InvalidRequest(
+            f"optimizer {kind!r} has no setting {unknown[0]!r}; it has {', '.join(setting_names(kind))}"
+        )
+    return tuple(float(given.get(setting.name, setting.default)) for setting in KINDS[kind])
+
+
+def check_spec(spec: OptimizerSpec) -> None:
+    """Raises InvalidRequest for an unknown kind or a value out of range."""
+    if spec.kind not in KINDS:
+        raise InvalidRequest(f"unknown optimizer {spec.kind!r}; the servers know {', '.join(sorted(KINDS))}")
+    for index, values in enumerate(spec.groups):
+        check_group(spec.kind, index, values)
+
+
+def check_group(kind: str, index: int, values: Sequence[float]) -> None:
+    """Raises InvalidRequest unless `values` are one group's settings of the kind, each in its range."""
+    settings = KINDS[kind]
+    if len(values) != len(settings):
+        raise InvalidRequest(
+            f"parameter group {index} of {kind!r} has {len(values)} values; expected {len(settings)}: "
+            + ", ".join(setting_names(kind))
+        )
+    for setting, value in zip(settings, values, strict=True):
+        good = value in (0.0, 1.0) if setting.flag else setting.low <= value < setting.high
+        if not good:
+            allowed = "0 or 1" if setting.flag else f"at least {setting.low:g} and below {setting.high:g}"
+            raise InvalidRequest(
+                f"parameter group {index} of {kind!r}: {setting.name} is {value!r}; expected {allowed}"
+            )
+
+
+def check_update(spec: OptimizerSpec, groups: Sequence[Sequence[float]]) -> None:
+    """Raises InvalidRequest unless `groups` may replace the registered groups for one update."""
+    if len(groups) != len(spec.groups):
+        raise InvalidRequest(
+            f"the push has settings for {len(groups)} parameter groups; the job has {len(spec.groups)}"
+        )
+    for index, (values, registered) in enumerate(zip(groups, spec.groups, strict=True)):
+        check_group(spec.kind, index, values)
+        for setting, value, first in zip(KINDS[spec.kind], values, registered, strict=True):
+            momentum_appears = setting.name == "momentum" and (value == 0.0) != (first == 0.0)
+            if (setting.fixed and value != first) or momentum_appears:
+                raise InvalidRequest(
+                    f"parameter group {index}: {setting.name} was {first:g} when the job began and is {value:g} now",
+                    why="it decides which state the servers keep, so it may not change in a running job",
+                    todo="start a job of another name",
+                )

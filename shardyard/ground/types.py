@@ -1,0 +1,330 @@
+"""The domain's values: ids, names of work, layouts.
+
+Owns: the words of docs/architecture.md as types. Invariants: all are immutable and hashable where they are keys.
+Must not know: protobuf, sockets, torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, field
+from typing import NewType
+
+JobId = NewType("JobId", int)
+Incarnation = NewType("Incarnation", int)
+Generation = NewType("Generation", int)
+Term = NewType("Term", int)
+Token = NewType("Token", int)
+PartitionId = NewType("PartitionId", int)
+Rank = NewType("Rank", int)
+
+
+class DType(enum.Enum):
+    """Element types that a variable may have. The value is numpy's (and torch's) name."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    INT64 = "int64"
+    INT32 = "int32"
+    UINT8 = "uint8"
+    BOOL = "bool"
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self]
+
+    @property
+    def is_floating(self) -> bool:
+        return self in (DType.FLOAT32, DType.FLOAT64)
+
+
+_ITEM_BYTES = {
+    DType.FLOAT32: 4,
+    DType.FLOAT64: 8,
+    DType.INT64: 8,
+    DType.INT32: 4,
+    DType.UINT8: 1,
+    DType.BOOL: 1,
+}
+
+
+class VariableKind(enum.Enum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+
+
+class UpdateMode(enum.Enum):
+    SYNC = "sync"
+    ASYNC = "async"
+
+
+class MemberRole(enum.Enum):
+    SERVER = "server"
+    WORKER = "worker"
+    AGENT = "agent"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DataShardSource:
+    """A data shard of one epoch of one feed; its sequence counts its batches."""
+
+    feed: int
+    epoch: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"data shard {self.feed}.{self.epoch}.{self.index}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankSource:
+    """A logical rank; its sequence is the step."""
+
+    rank: Rank
+
+    def __str__(self) -> str:
+        return f"logical rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkerSource:
+    """A worker's incarnation, for work without leased data; its sequence counts its pushes."""
+
+    incarnation: Incarnation
+
+    def __str__(self) -> str:
+        return f"worker {self.incarnation}"
+
+
+Source = DataShardSource | RankSource | WorkerSource
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKey:
+    """Key of a ledger: a source and a lane (rule A1)."""
+
+    source: Source
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PushName:
+    """The name of a push: the work that it did. `first == last` unless gradients were accumulated."""
+
+    key: SourceKey
+    token: Token
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        span = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{self.key.source} #{span}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """(life, number of updates applied); each restore raises the life (rule A10)."""
+
+    life: int
+    number: int
+
+
+class PushKind(enum.Enum):
+    GRADIENT = "gradient"
+    EMPTY = "empty"
+    VALUES = "values"
+
+
+class Outcome(enum.Enum):
+    APPLIED = "applied"
+    RECORDED = "recorded"
+    DUPLICATE = "duplicate"
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """A dense tensor. `group` is the index of its parameter group, 0 for buffers."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: VariableKind = VariableKind.PARAMETER
+    group: int = 0
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.elements * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """`kind` is a key of `shardyard.ground.optimizers.KINDS`; each group has one value per setting of the kind."""
+
+    kind: str
+    groups: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements [offset, offset + length) of a variable, at byte `position` of its partition's payload."""
+
+    variable: int
+    offset: int
+    length: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionLayout:
+    partition: PartitionId
+    payload_bytes: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """Everything a server or worker must know to cut variables into partitions' payloads."""
+
+    variables: tuple[VariableSpec, ...]
+    optimizer: OptimizerSpec
+    partitions: tuple[PartitionLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionOwner:
+    partition: PartitionId
+    server: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionMap:
+    """Who owns which partition; `owners[i].partition == i`."""
+
+    generation: Generation
+    owners: tuple[PartitionOwner, ...]
+
+    def by_server(self) -> dict[Incarnation, tuple[PartitionOwner, ...]]:
+        found: dict[Incarnation, list[PartitionOwner]] = {}
+        for owner in self.owners:
+            found.setdefault(owner.server, []).append(owner)
+        return {server: tuple(owners) for server, owners in sorted(found.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request that changes state."""
+
+    job: JobId = JobId(0)
+    incarnation: Incarnation = Incarnation(0)
+    term: Term = Term(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """Where a source stands in one partition: the next sequence it will apply, and the partition's version."""
+
+    partition: PartitionId
+    next: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class RankLease:
+    rank: Rank
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class DataLease:
+    """Indices [begin, end) of the epoch's permutation, under a token."""
+
+    source: DataShardSource
+    token: Token
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushPart:
+    partition: PartitionId
+    payload_bytes: int
+    absent_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PartPull:
+    partition: PartitionId
+    number: int
+    exactly: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PullWish:
+    """What a pull asks of one server."""
+
+    caller: Caller
+    server: Incarnation
+    generation: Generation
+    parts: tuple[PartPull, ...]
+    wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushOrder:
+    """A push as its header describes it; its payload follows in frames."""
+
+    caller: Caller
+    server: Incarnation
+    generation: Generation
+    name: PushName
+    kind: PushKind
+    parts: tuple[PushPart, ...]
+    weight: float
+    groups: tuple[tuple[float, ...], ...]
+    pull: PullWish | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(part.payload_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """What became of one partition's part of a push."""
+
+    partition: PartitionId
+    outcome: Outcome
+    next: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class PulledPart:
+    partition: PartitionId
+    version: Version
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A part of a pull that was not there in time, and what it waits for (promise 7)."""
+
+    partition: PartitionId
+    have: Version
+    want: int
+    waiting_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """The head of a pull's answer. With `missing` set no payload follows."""
+
+    parts: tuple[PulledPart, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    push: tuple[PartResult, ...] = field(default=())

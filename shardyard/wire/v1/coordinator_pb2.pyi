@@ -1,0 +1,389 @@
+from shardyard.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_SERVER: _ClassVar[Role]
+    ROLE_WORKER: _ClassVar[Role]
+    ROLE_AGENT: _ClassVar[Role]
+
+class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOB_STATE_UNSPECIFIED: _ClassVar[JobState]
+    JOB_STATE_STARTING: _ClassVar[JobState]
+    JOB_STATE_RUNNING: _ClassVar[JobState]
+    JOB_STATE_FINISHED: _ClassVar[JobState]
+    JOB_STATE_FAILED: _ClassVar[JobState]
+ROLE_UNSPECIFIED: Role
+ROLE_SERVER: Role
+ROLE_WORKER: Role
+ROLE_AGENT: Role
+JOB_STATE_UNSPECIFIED: JobState
+JOB_STATE_STARTING: JobState
+JOB_STATE_RUNNING: JobState
+JOB_STATE_FINISHED: JobState
+JOB_STATE_FAILED: JobState
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    address: str
+    protocol: int
+    release: str
+    host: str
+    pid: int
+    agent: int
+    local_index: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., agent: _Optional[int] = ..., local_index: _Optional[int] = ...) -> None: ...
+
+class RegisterReply(_message.Message):
+    __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    term: int
+    heartbeat_ms: int
+    lease_ms: int
+    def __init__(self, incarnation: _Optional[int] = ..., term: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class Metric(_message.Message):
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    value: float
+    def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    step: int
+    samples: int
+    metrics: _containers.RepeatedCompositeFieldContainer[Metric]
+    waiting_for: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class RankLease(_message.Message):
+    __slots__ = ("rank", "token")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    token: int
+    def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
+
+class HeartbeatReply(_message.Message):
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    JOB_STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    CHIEF_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    job_state: JobState
+    failure: _common_pb2.ErrorDetail
+    generation: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankLease]
+    chief: bool
+    workers: int
+    fenced: _containers.RepeatedScalarFieldContainer[int]
+    initializer: bool
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("caller", "error")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    error: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class LeaveReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReportExitRequest(_message.Message):
+    __slots__ = ("caller", "pid", "exit_code")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    pid: int
+    exit_code: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., pid: _Optional[int] = ..., exit_code: _Optional[int] = ...) -> None: ...
+
+class ReportExitReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JoinJobRequest(_message.Message):
+    __slots__ = ("caller", "name", "settings_json")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    name: str
+    settings_json: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
+
+class JoinJobReply(_message.Message):
+    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CHIEF_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    settings_json: str
+    started: bool
+    seed: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankLease]
+    logical_ranks: int
+    chief: bool
+    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ...) -> None: ...
+
+class RegisterVariablesRequest(_message.Message):
+    __slots__ = ("caller", "variables", "optimizer")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    VARIABLES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    variables: _containers.RepeatedCompositeFieldContainer[_common_pb2.VariableSpec]
+    optimizer: _common_pb2.OptimizerSpec
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., variables: _Optional[_Iterable[_Union[_common_pb2.VariableSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ...) -> None: ...
+
+class RegisterVariablesReply(_message.Message):
+    __slots__ = ("layout", "map", "initializer")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    layout: _common_pb2.JobLayout
+    map: _common_pb2.PartitionMap
+    initializer: bool
+    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ...) -> None: ...
+
+class CommitVariablesRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ...) -> None: ...
+
+class CommitVariablesReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OpenFeedRequest(_message.Message):
+    __slots__ = ("caller", "feed", "samples", "fingerprint", "batch_size", "epochs", "shuffle", "drop_last")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    DROP_LAST_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    feed: int
+    samples: int
+    fingerprint: str
+    batch_size: int
+    epochs: int
+    shuffle: bool
+    drop_last: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., samples: _Optional[int] = ..., fingerprint: _Optional[str] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., shuffle: bool = ..., drop_last: bool = ...) -> None: ...
+
+class OpenFeedReply(_message.Message):
+    __slots__ = ("batches_per_data_shard", "units_per_epoch", "first_step", "done")
+    BATCHES_PER_DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
+    UNITS_PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    batches_per_data_shard: int
+    units_per_epoch: int
+    first_step: int
+    done: bool
+    def __init__(self, batches_per_data_shard: _Optional[int] = ..., units_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ..., done: bool = ...) -> None: ...
+
+class LeaseDataRequest(_message.Message):
+    __slots__ = ("caller", "feed")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    feed: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ...) -> None: ...
+
+class DataLease(_message.Message):
+    __slots__ = ("data_shard", "token", "begin", "end")
+    DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    data_shard: _common_pb2.DataShardName
+    token: int
+    begin: int
+    end: int
+    def __init__(self, data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., token: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class LeaseWait(_message.Message):
+    __slots__ = ("retry_ms", "waiting_for")
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    retry_ms: int
+    waiting_for: str
+    def __init__(self, retry_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class FeedDone(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaseDataReply(_message.Message):
+    __slots__ = ("lease", "wait", "done")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    lease: DataLease
+    wait: LeaseWait
+    done: FeedDone
+    def __init__(self, lease: _Optional[_Union[DataLease, _Mapping]] = ..., wait: _Optional[_Union[LeaseWait, _Mapping]] = ..., done: _Optional[_Union[FeedDone, _Mapping]] = ...) -> None: ...
+
+class CloseLeaseRequest(_message.Message):
+    __slots__ = ("caller", "data_shard", "feed", "token")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    data_shard: _common_pb2.DataShardName
+    feed: int
+    token: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., feed: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
+
+class CloseLeaseReply(_message.Message):
+    __slots__ = ("done",)
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    def __init__(self, done: bool = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MemberStatus(_message.Message):
+    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_MS_AGO_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    role: Role
+    address: str
+    host: str
+    pid: int
+    release: str
+    last_seen_ms_ago: int
+    job: int
+    step: int
+    samples: int
+    waiting_for: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FeedStatus(_message.Message):
+    __slots__ = ("feed", "samples", "epochs", "free", "leased", "done", "finished")
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    feed: int
+    samples: int
+    epochs: int
+    free: int
+    leased: int
+    done: int
+    finished: bool
+    def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    FEEDS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    name: str
+    state: JobState
+    failure: _common_pb2.ErrorDetail
+    mode: _common_pb2.UpdateMode
+    logical_ranks: int
+    workers: int
+    step: int
+    samples: int
+    samples_per_s: float
+    metrics: _containers.RepeatedCompositeFieldContainer[Metric]
+    map: _common_pb2.PartitionMap
+    feeds: _containers.RepeatedCompositeFieldContainer[FeedStatus]
+    parameters: int
+    payload_bytes: int
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("term", "members", "jobs", "uptime_ms")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    uptime_ms: int
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,325 @@
+from shardyard.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUSH_KIND_UNSPECIFIED: _ClassVar[PushKind]
+    PUSH_KIND_GRADIENT: _ClassVar[PushKind]
+    PUSH_KIND_EMPTY: _ClassVar[PushKind]
+    PUSH_KIND_VALUES: _ClassVar[PushKind]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_APPLIED: _ClassVar[Outcome]
+    OUTCOME_RECORDED: _ClassVar[Outcome]
+    OUTCOME_DUPLICATE: _ClassVar[Outcome]
+PUSH_KIND_UNSPECIFIED: PushKind
+PUSH_KIND_GRADIENT: PushKind
+PUSH_KIND_EMPTY: PushKind
+PUSH_KIND_VALUES: PushKind
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_APPLIED: Outcome
+OUTCOME_RECORDED: Outcome
+OUTCOME_DUPLICATE: Outcome
+
+class CreatePartitionsRequest(_message.Message):
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    generation: int
+    layout: _common_pb2.JobLayout
+    partitions: _containers.RepeatedScalarFieldContainer[int]
+    mode: _common_pb2.UpdateMode
+    logical_ranks: int
+    server: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ...) -> None: ...
+
+class CreatePartitionsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InitializeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OpenPartitionsRequest(_message.Message):
+    __slots__ = ("caller", "generation")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    generation: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class OpenPartitionsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropJobRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ...) -> None: ...
+
+class DropJobReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FenceRequest(_message.Message):
+    __slots__ = ("caller", "incarnations")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    incarnations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., incarnations: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FenceReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SourceToken(_message.Message):
+    __slots__ = ("source", "lane", "token")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    source: _common_pb2.Source
+    lane: int
+    token: int
+    def __init__(self, source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., lane: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
+
+class OpenSourcesRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "sources")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    sources: _containers.RepeatedCompositeFieldContainer[SourceToken]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceToken, _Mapping]]] = ...) -> None: ...
+
+class Watermark(_message.Message):
+    __slots__ = ("partition", "next", "version")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    next: int
+    version: _common_pb2.Version
+    def __init__(self, partition: _Optional[int] = ..., next: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+
+class SourceWatermarks(_message.Message):
+    __slots__ = ("source", "lane", "watermarks")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    WATERMARKS_FIELD_NUMBER: _ClassVar[int]
+    source: _common_pb2.Source
+    lane: int
+    watermarks: _containers.RepeatedCompositeFieldContainer[Watermark]
+    def __init__(self, source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., lane: _Optional[int] = ..., watermarks: _Optional[_Iterable[_Union[Watermark, _Mapping]]] = ...) -> None: ...
+
+class OpenSourcesReply(_message.Message):
+    __slots__ = ("sources",)
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[SourceWatermarks]
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceWatermarks, _Mapping]]] = ...) -> None: ...
+
+class ReadLedgerRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "sources")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    sources: _containers.RepeatedCompositeFieldContainer[SourceToken]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceToken, _Mapping]]] = ...) -> None: ...
+
+class ReadLedgerReply(_message.Message):
+    __slots__ = ("sources",)
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[SourceWatermarks]
+    def __init__(self, sources: _Optional[_Iterable[_Union[SourceWatermarks, _Mapping]]] = ...) -> None: ...
+
+class PushPart(_message.Message):
+    __slots__ = ("partition", "payload_bytes", "absent_blocks")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    payload_bytes: int
+    absent_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, partition: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., absent_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    name: _common_pb2.PushName
+    kind: PushKind
+    parts: _containers.RepeatedCompositeFieldContainer[PushPart]
+    weight: float
+    groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
+    pull: PullRequest
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+
+class PushFrame(_message.Message):
+    __slots__ = ("header", "offset", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    offset: int
+    data: bytes
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PartReply(_message.Message):
+    __slots__ = ("partition", "outcome", "next", "version")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    outcome: Outcome
+    next: int
+    version: _common_pb2.Version
+    def __init__(self, partition: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., next: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+
+class PushReply(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[PartReply]
+    def __init__(self, parts: _Optional[_Iterable[_Union[PartReply, _Mapping]]] = ...) -> None: ...
+
+class PartPull(_message.Message):
+    __slots__ = ("partition", "number", "exactly")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EXACTLY_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    number: int
+    exactly: bool
+    def __init__(self, partition: _Optional[int] = ..., number: _Optional[int] = ..., exactly: bool = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "parts", "wait_ms")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    parts: _containers.RepeatedCompositeFieldContainer[PartPull]
+    wait_ms: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartPull, _Mapping]]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class PulledPart(_message.Message):
+    __slots__ = ("partition", "version", "payload_bytes")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    version: _common_pb2.Version
+    payload_bytes: int
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+
+class Missing(_message.Message):
+    __slots__ = ("partition", "have", "want", "waiting_for")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    have: _common_pb2.Version
+    want: int
+    waiting_for: str
+    def __init__(self, partition: _Optional[int] = ..., have: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., want: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class NotYet(_message.Message):
+    __slots__ = ("missing",)
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    missing: _containers.RepeatedCompositeFieldContainer[Missing]
+    def __init__(self, missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("push", "parts", "not_yet")
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    NOT_YET_FIELD_NUMBER: _ClassVar[int]
+    push: PushReply
+    parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
+    not_yet: NotYet
+    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ...) -> None: ...
+
+class PullFrame(_message.Message):
+    __slots__ = ("header", "offset", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: PullHeader
+    offset: int
+    data: bytes
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class DescribeServerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribedPartition(_message.Message):
+    __slots__ = ("job", "partition", "version", "payload_bytes", "sources", "open")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    partition: int
+    version: _common_pb2.Version
+    payload_bytes: int
+    sources: int
+    open: bool
+    def __init__(self, job: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., sources: _Optional[int] = ..., open: bool = ...) -> None: ...
+
+class DescribeServerReply(_message.Message):
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
+    pushes_applied: int
+    pushes_duplicate: int
+    bytes_received: int
+    bytes_sent: int
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
