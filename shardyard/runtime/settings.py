@@ -1,0 +1,324 @@
+"""The settings of a yard: names, defaults, bounds and what each is for.
+
+Owns: the models, and the catalogue that documents and checks each setting by its dotted path. Invariants: a model is
+frozen, unknown names are refused, values are never coerced (no "3" for 3), every setting has a description, a default
+and bounds, and a relation that cannot hold is refused with the names of the settings in it.
+Must not know: where values come from (shardyard.runtime.configuration does), torch, sockets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
+
+import annotated_types
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from shardyard.ground import limits
+from shardyard.ground.types import UpdateMode
+
+PARTITIONS_AUTO: Final = 8
+PORT_MAX: Final = 65_535
+HEARTBEATS_PER_LEASE_MIN: Final = 3
+DURATION_MS_MAX: Final = 3_600_000
+IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
+SEED_MAX: Final = (1 << 63) - 1
+IMPOSSIBLE_RELATION: Final = "impossible_relation"
+
+_JOB_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
+_DEVICE = re.compile(r"auto|cpu|cuda|cuda:(0|[1-9][0-9]{0,3})")
+_PORT = re.compile(r"[0-9]{1,5}")
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.%a-z]{2,64}\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Says in words what a text setting takes; error messages and documentation quote it."""
+
+    words: str
+
+
+def _matching(pattern: re.Pattern[str]) -> AfterValidator:
+    def check(text: str) -> str:
+        if not pattern.fullmatch(text):
+            raise ValueError("not of the expected form")
+        return text
+
+    return AfterValidator(check)
+
+
+def _check_address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if text and not (_HOST.fullmatch(host) and _PORT.fullmatch(port) and 1 <= int(port) <= PORT_MAX):
+        raise ValueError("not HOST:PORT")
+    return text
+
+
+Address = Annotated[
+    str,
+    AfterValidator(_check_address),
+    Expected(f'HOST:PORT with a port from 1 to {PORT_MAX}, or "" for none'),
+]
+Host = Annotated[str, _matching(_HOST), Expected("a host name or IP address, without a port (IPv6 in brackets)")]
+Folder = Annotated[str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX), Expected("the path of a folder")]
+JobName = Annotated[
+    str,
+    _matching(_JOB_NAME),
+    Expected(
+        f'1 to {limits.JOB_NAME_CHARACTERS_MAX} letters, digits, ".", "_" or "-", beginning with a letter or digit'
+    ),
+]
+Device = Annotated[str, _matching(_DEVICE), Expected("auto, cpu, cuda, or cuda:N")]
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict, closed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+def impossible(names: tuple[str, ...], expected: str, got: str) -> PydanticCustomError:
+    """The error for values that are right one by one but not together; `names` are fields of the raising section."""
+    message = f"{' and '.join(names)}: expected {expected}, got {got}"
+    context = {"names": names, "expected": expected, "got": got, "message": message}
+    return PydanticCustomError(IMPOSSIBLE_RELATION, "{message}", context)
+
+
+class YardSettings(Section):
+    servers: int = Field(
+        default=2, ge=1, le=limits.LAUNCH_WORKERS_MAX, description="How many servers the launcher starts."
+    )
+    workers: int = Field(
+        default=2, ge=1, le=limits.LAUNCH_WORKERS_MAX, description="How many training processes the launcher starts."
+    )
+    bind: Host = Field(default="127.0.0.1", description="The host that the yard's services listen on.")
+    coordinator_port: int = Field(
+        default=7070, ge=0, le=PORT_MAX, description="The coordinator's port; 0 takes a free one."
+    )
+    state: Folder = Field(
+        default=".shardyard", description="The folder for process id files, logs and the coordinator's journal."
+    )
+    restarts_max: int = Field(
+        default=1, ge=0, le=1_000, description="How often the agent restarts a training process killed by a signal."
+    )
+
+
+class ConsistencySettings(Section):
+    mode: UpdateMode = Field(
+        default=UpdateMode.ASYNC,
+        strict=False,
+        description="sync: a step is the sum over all logical ranks. async: each worker's push is applied as it comes.",
+    )
+    logical_ranks: Annotated[int, Field(ge=1, le=limits.LOGICAL_RANKS_MAX)] | Auto = Field(
+        default="auto",
+        description="Equal parts into which a sync step is cut; auto: the workers expected at the job's start.",
+    )
+
+
+class DataSettings(Section):
+    batches_per_data_shard: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
+        default="auto", description="Batches leased to a worker at a time; auto: the coordinator chooses."
+    )
+
+
+class JobSettings(Section):
+    """The settings of one job. They travel to the coordinator as JSON; those of the job's first worker are in force."""
+
+    name: JobName = Field(default="default", description="The job's name; workers of one name train together.")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=SEED_MAX,
+        description="The seed of first values, of the order of samples, of all randomness.",
+    )
+    partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | Auto = Field(
+        default="auto", description=f"Partitions, fixed for the job's life; auto: {PARTITIONS_AUTO}."
+    )
+    block_bytes: int = Field(
+        default=limits.MIB,
+        ge=limits.BLOCK_ALIGN_BYTES,
+        le=limits.GIB,
+        multiple_of=limits.BLOCK_ALIGN_BYTES,
+        description="A variable larger than this is cut into blocks of this size.",
+    )
+    consistency: ConsistencySettings = Field(
+        default_factory=ConsistencySettings, description="How pushes become updates."
+    )
+    workers_expected: int = Field(
+        default=1, ge=1, le=limits.MEMBERS_MAX, description="Workers at the job's start; the launcher sets it."
+    )
+    rank_grace_ms: int = Field(
+        default=2_000,
+        ge=0,
+        le=DURATION_MS_MAX,
+        description="How long a dead worker's logical ranks wait for a joining worker before the living take them.",
+    )
+    data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased.")
+    idle_ms: int = Field(
+        default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for so long is ended."
+    )
+
+    @property
+    def partition_count(self) -> int:
+        return PARTITIONS_AUTO if self.partitions == "auto" else self.partitions
+
+    @property
+    def logical_rank_count(self) -> int:
+        ranks = self.consistency.logical_ranks
+        return self.workers_expected if ranks == "auto" else ranks
+
+    @model_validator(mode="after")
+    def _ranks_within_limit(self) -> Self:
+        sync = self.consistency.mode is UpdateMode.SYNC
+        if sync and self.logical_rank_count > limits.LOGICAL_RANKS_MAX:
+            raise impossible(
+                ("workers_expected", "consistency.logical_ranks"),
+                f"at most {limits.LOGICAL_RANKS_MAX} logical ranks in sync mode; set job.consistency.logical_ranks",
+                f"{self.logical_rank_count} (auto: one for each expected worker)",
+            )
+        return self
+
+
+class WorkerSettings(Section):
+    device: Device = Field(default="auto", description="Where the model is; auto: a GPU if there is one, else the CPU.")
+    threads: int = Field(
+        default=1, ge=0, le=1_024, description="torch's threads per training process; 0 leaves torch's own choice."
+    )
+    rpc_deadline_ms: int = Field(
+        default=30_000, ge=100, le=DURATION_MS_MAX, description="The deadline of one call to a peer."
+    )
+    retry_budget_ms: int = Field(
+        default=8_000,
+        ge=0,
+        le=DURATION_MS_MAX,
+        description="How long a worker goes on trying a peer that does not answer before it is called lost.",
+    )
+
+
+class MembershipSettings(Section):
+    heartbeat_ms: int = Field(default=500, ge=10, le=60_000, description="The time between a member's signs of life.")
+    lease_ms: int = Field(
+        default=4_000, ge=30, le=DURATION_MS_MAX, description="A member silent for so long is declared dead."
+    )
+
+    @model_validator(mode="after")
+    def _lease_outlasts_heartbeats(self) -> Self:
+        least_ms = HEARTBEATS_PER_LEASE_MIN * self.heartbeat_ms
+        if self.lease_ms < least_ms:
+            raise impossible(
+                ("lease_ms", "heartbeat_ms"),
+                f"lease_ms >= {HEARTBEATS_PER_LEASE_MIN} * heartbeat_ms = {least_ms}, so that one lost sign of life"
+                " is no death",
+                f"lease_ms {self.lease_ms} with heartbeat_ms {self.heartbeat_ms}",
+            )
+        return self
+
+
+class LogSettings(Section):
+    format: Literal["auto", "human", "json"] = Field(
+        default="auto", description="human: lines to read; json: one object a line; auto: human."
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least severe level that is logged."
+    )
+
+
+class Settings(Section):
+    """All settings of a process."""
+
+    coordinator: Address = Field(
+        default="", description="The coordinator's address; without one the script runs alone, in its own process."
+    )
+    yard: YardSettings = Field(default_factory=YardSettings, description="What the launcher starts, and where.")
+    job: JobSettings = Field(default_factory=JobSettings, description="The training run.")
+    worker: WorkerSettings = Field(default_factory=WorkerSettings, description="A training process.")
+    membership: MembershipSettings = Field(default_factory=MembershipSettings, description="Who is alive.")
+    log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as the documentation and the error messages show it. `adapter` checks a value, strictly."""
+
+    path: str
+    description: str
+    default: object
+    expected: str
+    is_text: bool
+    adapter: TypeAdapter[object]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """All settings by dotted path, in the order of the models; `sections` holds the dotted paths of the groups."""
+
+    settings: Mapping[str, Setting]
+    sections: tuple[str, ...]
+
+
+def catalogue() -> Catalogue:
+    settings: dict[str, Setting] = {}
+    sections: list[str] = []
+    _collect(Settings, "", settings, sections)
+    return Catalogue(settings, tuple(sections))
+
+
+def _collect(model: type[BaseModel], prefix: str, settings: dict[str, Setting], sections: list[str]) -> None:
+    for name, info in model.model_fields.items():
+        path = prefix + name
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            sections.append(path)
+            _collect(info.annotation, path + ".", settings, sections)
+        else:
+            settings[path] = _setting(path, info)
+
+
+def _setting(path: str, info: FieldInfo) -> Setting:
+    kind: Any = info.annotation
+    checked: Any = Annotated[(kind, *info.metadata)] if info.metadata else kind
+    return Setting(
+        path=path,
+        description=info.description or "",
+        default=info.get_default(call_default_factory=True),
+        expected=_expected(kind, info.metadata),
+        is_text=kind is str,
+        adapter=TypeAdapter(checked, config=ConfigDict(strict=True)),
+    )
+
+
+def _expected(kind: Any, metadata: list[Any]) -> str:
+    for item in metadata:
+        if isinstance(item, Expected):
+            return item.words
+    if get_origin(kind) is Annotated:
+        bare, *inner = get_args(kind)
+        return _expected(bare, [each for info in inner for each in info.metadata])
+    if get_origin(kind) is Literal:
+        return _one_of([str(choice) for choice in get_args(kind)])
+    if isinstance(kind, type) and issubclass(kind, UpdateMode):
+        return _one_of([mode.value for mode in kind])
+    if kind is int:
+        return _whole_number(metadata)
+    return " or ".join(_expected(choice, []) for choice in get_args(kind))
+
+
+def _one_of(choices: list[str]) -> str:
+    return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+
+
+def _whole_number(metadata: list[Any]) -> str:
+    words = "a whole number"
+    for item in metadata:
+        match item:
+            case annotated_types.Ge(ge=low):
+                words += f" from {low}"
+            case annotated_types.Le(le=high):
+                words += f" to {high}"
+            case annotated_types.MultipleOf(multiple_of=unit):
+                words += f", a multiple of {unit}"
+    return words

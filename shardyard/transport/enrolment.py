@@ -1,0 +1,156 @@
+"""Being a member of a yard: register, then heartbeats from a thread of its own, until leaving or being lost.
+
+Owns: the incarnation, the heartbeat thread, the decision that the coordinator is lost. Invariants: `on_reply` is called
+from the heartbeat thread only, never after `leave`; `on_lost` at most once. Must not know: what a role does with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from shardyard.ground import errors
+from shardyard.ground.limits import PROTOCOL
+from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.transport.peers import Peer
+from shardyard.wire import convert, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+log = logging.getLogger("shardyard.enrolment")
+
+REGISTER_RETRY_MS = 250
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a member says of itself when it registers."""
+
+    role: MemberRole
+    address: str = ""
+    agent: Incarnation | None = None
+    local_index: int = 0
+
+
+class Enrolment:
+    """A member's standing with the coordinator.
+
+    `report` fills a heartbeat with what the role measured; `on_reply` takes the coordinator's answer; `on_lost` is told
+    when the member was fenced (StaleIncarnation) or the coordinator is gone for `lost_after_ms` (CoordinatorLost).
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        membership: Membership,
+        *,
+        on_reply: Callable[[wire.HeartbeatReply], None],
+        on_lost: Callable[[errors.ShardyardError], None],
+        report: Callable[[wire.HeartbeatRequest], None] | None = None,
+        deadline_ms: int = 3_000,
+        lost_after_ms: int = 6_000,
+    ) -> None:
+        self._peer = peer
+        self._membership = membership
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._report = report
+        self._deadline_ms = deadline_ms
+        self._lost_after_ms = lost_after_ms
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._beat = threading.Lock()
+        self.incarnation = Incarnation(0)
+        self.term = Term(0)
+        self.job = JobId(0)
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.job, self.incarnation, self.term)
+
+    def register(self, *, patience_ms: int) -> None:
+        """Registers, trying for `patience_ms` while the coordinator does not answer. Raises what it answers, or
+        CoordinatorUnavailable."""
+        member = self._membership
+        request = wire.RegisterRequest(
+            role=convert.role_to_wire(member.role),
+            address=member.address,
+            protocol=PROTOCOL,
+            release=version("shardyard"),
+            host=platform.node(),
+            pid=os.getpid(),
+            agent=member.agent or 0,
+            local_index=member.local_index,
+        )
+        give_up = time.monotonic() + patience_ms / 1000
+        while True:
+            try:
+                reply = self._peer.call(methods.REGISTER, request, timeout_ms=self._deadline_ms)
+                break
+            except errors.Unavailable as error:
+                if time.monotonic() >= give_up:
+                    raise
+                log.debug("not registered yet: %s", error)
+                self._stop.wait(REGISTER_RETRY_MS / 1000)
+        self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
+        self._heartbeat_ms = reply.heartbeat_ms
+
+    def start(self) -> None:
+        """Begins to send heartbeats."""
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """One heartbeat, now, from the caller's thread. Raises what the coordinator answers."""
+        with self._beat:
+            request = wire.HeartbeatRequest(caller=convert.caller_to_wire(self.caller))
+            if self._report is not None:
+                self._report(request)
+            reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=self._deadline_ms)
+            self.term = Term(max(self.term, reply.term))
+            if not self._stop.is_set():
+                self._on_reply(reply)
+
+    def stop(self) -> None:
+        """Sends no more heartbeats; says nothing to the coordinator."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=self._deadline_ms / 1000 + 1)
+
+    def leave(self, error: str = "") -> None:
+        """Stops, and tells the coordinator, if it answers within a second."""
+        self.stop()
+        request = wire.LeaveRequest(caller=convert.caller_to_wire(self.caller), error=error[:1000])
+        try:
+            self._peer.call(methods.LEAVE, request, timeout_ms=1_000)
+        except errors.ShardyardError as refused:
+            log.debug("left without a word: %s", refused)
+
+    def _run(self) -> None:
+        heard = time.monotonic()
+        while not self._stop.wait(self._heartbeat_ms / 1000):
+            try:
+                self.beat()
+                heard = time.monotonic()
+            except errors.Unavailable as error:
+                silent_ms = (time.monotonic() - heard) * 1000
+                if silent_ms >= self._lost_after_ms:
+                    self._lose(
+                        errors.CoordinatorLost(
+                            f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s ({error.what})"
+                        )
+                    )
+                    return
+            except errors.ShardyardError as error:
+                self._lose(error)
+                return
+
+    def _lose(self, error: errors.ShardyardError) -> None:
+        if not self._stop.is_set():
+            self._on_lost(error)

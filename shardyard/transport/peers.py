@@ -1,0 +1,87 @@
+"""The seam: how a role calls another one, and how it is called, whatever lies between.
+
+Owns: `Peer` and `Network` (the caller's side), `Service` and `Context` (the other side). Two implementations, grpc
+(shardyard.transport.channel, .listener) and in process (.in_process), pass the same contract tests.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from shardyard.ground import errors
+from shardyard.wire.methods import Method
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+REQUEST_ID_KEY = "shardyard-request-id"
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("shardyard_request_id", default="")
+"""Id of the request being served, passed on to the calls made for it; logs show it."""
+
+_numbers = itertools.count(1)
+
+
+def next_request_id() -> str:
+    """The id for an outgoing request: that of the request being served, else a new one."""
+    return request_id.get() or f"{os.getpid():x}-{next(_numbers):x}"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a handler may know of the call it serves."""
+
+    peer: str
+    """The caller's address, for logs; "in-process" where there is none."""
+    is_active: Callable[[], bool]
+    """False once the caller has gone or its deadline has passed."""
+
+
+class Peer(Protocol):
+    """Somebody who can be called. Every call has a deadline; a failed one raises the error that the peer raised, or a
+    subclass of Unavailable where there was no answer."""
+
+    @property
+    def name(self) -> str: ...
+
+    def call(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Response: ...
+
+    def send(self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int) -> Response: ...
+
+    def receive(
+        self, method: Method[Request, Response], request: Request, *, timeout_ms: int
+    ) -> Iterator[Response]: ...
+
+    def exchange(
+        self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
+    ) -> Iterator[Response]: ...
+
+    def close(self) -> None: ...
+
+
+class Network(Protocol):
+    def connect(
+        self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
+    ) -> Peer:
+        """A peer at HOST:PORT. Connects at the first call. `name` says who it is, in errors."""
+        ...
+
+
+Handler = Callable[[Any, Context], Any]
+
+
+@dataclass
+class Service:
+    """Handlers by method. A handler takes the request (or an iterator of requests) and a Context, and gives the answer
+    (or an iterator of answers); it raises ShardyardError for what it refuses."""
+
+    name: str
+    handlers: dict[Method[Any, Any], Handler] = field(default_factory=dict)
+
+    def on(self, method: Method[Any, Any], handler: Handler) -> None:
+        assert method.service.endswith("." + self.name), (method.path, self.name)
+        self.handlers[method] = handler

@@ -1,0 +1,61 @@
+"""From bytes to a handler and back: what a call goes through on the called side, over gRPC and in process alike.
+
+Invariants: a handler's ShardyardError reaches the caller as it is; anything else is logged with its traceback and
+reaches the caller as Internal; bytes that are no message are MalformedPayload. The only `except Exception` of serving
+stands here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shardyard.ground import errors
+from shardyard.transport.peers import Context, Handler, request_id
+from shardyard.wire.methods import Method
+
+log = logging.getLogger("shardyard.serving")
+
+
+def serve(
+    method: Method[Any, Any], handler: Handler, sent: bytes | Iterable[bytes], context: Context, id_: str
+) -> Iterator[bytes]:
+    """Runs one call. Yields the answers, one or many, as bytes. Raises only ShardyardError."""
+    token = request_id.set(id_)
+    try:
+        given: object
+        if method.streams_in:
+            assert not isinstance(sent, bytes)
+            given = map(method.request.decode, sent)
+        else:
+            assert isinstance(sent, bytes)
+            given = method.request.decode(sent)
+        answer = handler(given, context)
+        if method.streams_out:
+            for item in answer:
+                yield method.response.encode(item)
+        else:
+            yield method.response.encode(answer)
+    except errors.Internal:
+        log.exception("%s failed", method.path)
+        raise
+    except errors.ShardyardError as error:
+        log.debug("%s refused: %s", method.path, error)
+        raise
+    except Exception as error:
+        if not context.is_active():
+            log.debug("%s: the caller has gone", method.path)
+            raise errors.Unavailable(f"the caller of {method.path} has gone") from error
+        log.exception("%s failed", method.path)
+        raise errors.Internal(f"{method.path} failed: {type(error).__name__}: {error}") from error
+    finally:
+        _reset(token)
+
+
+def _reset(token: Any) -> None:
+    # a stream that is abandoned may be closed by another thread, in another context
+    try:
+        request_id.reset(token)
+    except ValueError:
+        request_id.set("")

@@ -1,0 +1,80 @@
+"""The one table between our errors and gRPC's statuses, both ways.
+
+Invariant: an error that a peer raised comes out as an error of the same class with the same texts and facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from shardyard.ground import errors
+from shardyard.ground.limits import TEXT_CHARACTERS_MAX
+from shardyard.wire.v1 import common_pb2 as wire
+
+DETAIL_KEY = "shardyard-error-bin"
+
+# From the leaves up: the first class that an error is an instance of decides.
+TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
+    (errors.TooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.LaunchRefused, grpc.StatusCode.PERMISSION_DENIED),
+    (errors.ProtocolMismatch, grpc.StatusCode.UNIMPLEMENTED),
+    (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (errors.SequenceGap, grpc.StatusCode.OUT_OF_RANGE),
+    (errors.Refused, grpc.StatusCode.ABORTED),
+    (errors.NotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.JobFailed, grpc.StatusCode.CANCELLED),
+    (errors.AddressInUse, grpc.StatusCode.ALREADY_EXISTS),
+    (errors.Internal, grpc.StatusCode.INTERNAL),
+    (errors.ShardyardError, grpc.StatusCode.UNKNOWN),
+)
+
+
+def status_of(error: errors.ShardyardError) -> grpc.StatusCode:
+    return next(code for kind, code in TABLE if isinstance(error, kind))
+
+
+def to_detail(error: errors.ShardyardError) -> wire.ErrorDetail:
+    """The error as a message, its texts cut so that it fits into a trailer."""
+    return wire.ErrorDetail(
+        code=error.code,
+        what=error.what[:TEXT_CHARACTERS_MAX],
+        why=error.why_text[:512],
+        todo=error.todo_text[:512],
+        facts={key[:64]: value[:256] for key, value in sorted(error.facts.items())[:16]},
+    )
+
+
+def from_detail(detail: wire.ErrorDetail) -> errors.ShardyardError:
+    return errors.rebuild(detail.code, detail.what, detail.why, detail.todo, dict(detail.facts))
+
+
+def from_rpc_error(error: grpc.RpcError, peer: str, unavailable: type[errors.Unavailable]) -> errors.ShardyardError:
+    """What a failed call means. `peer` says who was called, for the message; `unavailable` is the class to raise
+    where nobody answered."""
+    for key, value in _trailers(error):
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            try:
+                return from_detail(wire.ErrorDetail.FromString(value))
+            except DecodeError:
+                break
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    said = (error.details() or "") if isinstance(error, grpc.Call) else str(error)
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return unavailable(f"{peer} does not answer ({said})")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return errors.DeadlineExceeded(f"{peer} did not answer in time ({said})")
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return errors.ProtocolMismatch(f"{peer} does not know this method ({said})")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return errors.TooLarge(f"{peer} refused a message ({said})")
+    return errors.Internal(f"{peer} failed with {code.name} ({said})")
+
+
+def _trailers(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:
+    return (error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else ()

@@ -1,0 +1,163 @@
+"""Payload frames in protobuf's wire bytes, without protobuf objects for the payload.
+
+`PushFrame` and `PullFrame` have one shape: `header = 1` (a message, kept as bytes here), `offset = 2` (fixed64) and
+`data = 15` (bytes, last). A frame is encoded with one copy of its payload and decoded to a view without any; every
+generated client reads and writes the same bytes (tests/unit/test_frames.py holds them against the generated classes).
+
+Invariant: whatever bytes come in, `decode` gives a Frame within the limits or raises MalformedPayload or TooLarge.
+Must not know: what a header says.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.ground.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX
+
+_TAG_HEADER = 1 << 3 | 2
+_TAG_OFFSET = 2 << 3 | 1
+_TAG_DATA = 15 << 3 | 2
+_OFFSET = struct.Struct("<BQ")
+_FIXED64 = struct.Struct("<Q")
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Frame(NamedTuple):
+    """`header`: a serialized PushHeader or PullHeader, in the first frame of a stream, else empty. `offset`: the place
+    of `data` in the stream's payload, in bytes."""
+
+    header: bytes
+    offset: int
+    data: Buffer
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame as protobuf writes it."""
+    parts: list[Buffer] = []
+    if frame.header:
+        parts += (bytes((_TAG_HEADER,)), _varint(len(frame.header)), frame.header)
+    if frame.offset:
+        parts.append(_OFFSET.pack(_TAG_OFFSET, frame.offset))
+    if len(frame.data):
+        parts += (bytes((_TAG_DATA,)), _varint(len(frame.data)), frame.data)
+    return b"".join(parts)
+
+
+def decode(message: bytes) -> Frame:
+    """Reads a frame in any field order, unknown fields skipped. `data` is a view of `message`.
+
+    Raises MalformedPayload where the bytes are no such message, TooLarge where they are beyond the limits.
+    """
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise TooLarge(f"a frame of {len(message)} bytes; at most {MESSAGE_BYTES_MAX} are taken")
+    view = memoryview(message)
+    end = len(view)
+    header, offset, data, at = b"", 0, view[:0], 0
+    while at < end:
+        tag, at = _read_varint(view, at)
+        kind = tag & 7
+        if tag >> 3 == 0:
+            raise MalformedPayload(f"field number 0 at byte {at} of a frame")
+        if kind == 2:
+            length, at = _read_varint(view, at)
+            if length > end - at:
+                raise MalformedPayload(f"a field of {length} bytes at byte {at} of a frame that has {end} bytes")
+            field, at = view[at : at + length], at + length
+            if tag == _TAG_HEADER:
+                header = bytes(field)
+            elif tag == _TAG_DATA:
+                data = field
+        elif kind in (1, 5):
+            width = 8 if kind == 1 else 4
+            if width > end - at:
+                raise MalformedPayload(f"a number cut off at byte {at} of a frame")
+            if tag == _TAG_OFFSET:
+                offset = _FIXED64.unpack_from(view, at)[0]
+            at += width
+        elif kind == 0:
+            _, at = _read_varint(view, at)
+        else:
+            raise MalformedPayload(f"wire type {kind} at byte {at} of a frame")
+    if len(data) > FRAME_BYTES_MAX:
+        raise TooLarge(f"a frame with {len(data)} bytes of payload; at most {FRAME_BYTES_MAX} are taken")
+    return Frame(header, offset, data)
+
+
+def cut(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES) -> Iterator[Frame]:
+    """Frames for a payload given in pieces: the header with the first bytes, then pieces of at most `frame_bytes`.
+
+    A payload of at most `frame_bytes` becomes one frame; frames never hold parts of two pieces beyond that, so that
+    large pieces are copied once.
+    """
+    pieces = [memoryview(piece).cast("B") for piece in payload if len(piece)]
+    total = sum(len(piece) for piece in pieces)
+    if total <= frame_bytes:
+        yield Frame(header, 0, pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        return
+    offset = 0
+    for piece in pieces:
+        for start in range(0, len(piece), frame_bytes):
+            part = piece[start : start + frame_bytes]
+            yield Frame(header if offset == 0 else b"", offset, part)
+            offset += len(part)
+
+
+class Assembler:
+    """Puts the payload of a stream of frames together, into memory that the caller gave, checking every length.
+
+    Invariant: never writes beyond `into`; `complete` only when every byte has come, in order.
+    """
+
+    def __init__(self, into: memoryview) -> None:
+        self._into = into
+        self._filled = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._filled == len(self._into)
+
+    def add(self, frame: Frame) -> None:
+        """Raises MalformedPayload for a frame out of order or beyond the announced length."""
+        length = len(frame.data)
+        if length == 0:
+            return
+        if frame.offset != self._filled:
+            raise MalformedPayload(f"a frame at offset {frame.offset}; expected {self._filled}, the bytes sent so far")
+        if length > len(self._into) - self._filled:
+            raise MalformedPayload(
+                f"a frame of {length} bytes at offset {frame.offset}; the header announced {len(self._into)} in all"
+            )
+        self._into[self._filled : self._filled + length] = frame.data
+        self._filled += length
+
+    def finish(self) -> None:
+        """Raises MalformedPayload unless the whole payload has come."""
+        if not self.complete:
+            raise MalformedPayload(f"the stream ended after {self._filled} of {len(self._into)} bytes of payload")
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        if at >= len(view):
+            raise MalformedPayload("a frame that ends within a number")
+        byte = view[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise MalformedPayload(f"a number of more than 10 bytes before byte {at} of a frame")
