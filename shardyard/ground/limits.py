@@ -29,6 +29,7 @@ PARTITIONS_MAX: Final = 4_096
 LOGICAL_RANKS_MAX: Final = 4_096
 SOURCES_PER_REQUEST_MAX: Final = 65_536
 BLOCK_ALIGN_BYTES: Final = 64
+"""Each block of a partition's payload is filled up to a multiple of this."""
 
 JOB_NAME_CHARACTERS_MAX: Final = 128
 JOBS_MAX: Final = 1_024

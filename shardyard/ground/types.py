@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NewType
 
+from shardyard.ground.limits import BLOCK_ALIGN_BYTES
+
 JobId = NewType("JobId", int)
 Incarnation = NewType("Incarnation", int)
 Generation = NewType("Generation", int)
@@ -184,6 +186,11 @@ class PartitionLayout:
     partition: PartitionId
     payload_bytes: int
     blocks: tuple[Block, ...]
+
+
+def aligned_bytes(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of BLOCK_ALIGN_BYTES: the room that a block takes in a payload."""
+    return -(-nbytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

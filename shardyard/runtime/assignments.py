@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import re
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +19,10 @@ from pydantic import ValidationError
 from shardyard.runtime.settings import Catalogue, Setting
 
 VALUE_CHARACTERS_MAX: Final = 60
+
+_TAGS = frozenset(tag for tag in yaml.constructor.SafeConstructor.yaml_constructors if tag is not None)
+_INTEGER_TAG: Final = "tag:yaml.org,2002:int"
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
 class Layer(enum.IntEnum):
@@ -69,8 +74,16 @@ def scalar(text: str) -> object:
     return construct(node) if isinstance(node, yaml.ScalarNode) else text
 
 
+def is_plain(node: yaml.ScalarNode) -> bool:
+    """Whether the node's tag is one of YAML's own; others name types of a program, which no setting has."""
+    return node.tag in _TAGS
+
+
 def construct(node: yaml.ScalarNode) -> object:
-    """The value of a scalar node; one that its own tag cannot read (2020-13-01) stays text."""
+    """The value of a plain scalar node. What its tag cannot read (2020-13-01) stays text, and so do whole numbers
+    that are not decimal: YAML 1.1 reads 1:30 as 90 and 010 as 8, which nobody means."""
+    if not is_plain(node) or (node.tag == _INTEGER_TAG and not _INTEGER.fullmatch(node.value)):
+        return node.value
     constructor = yaml.constructor.SafeConstructor()
     try:
         value: object = constructor.construct_object(node)
@@ -84,10 +97,13 @@ def problem_of(setting: Setting, assignment: Assignment) -> str | None:
     try:
         setting.adapter.validate_python(assignment.value)
     except ValidationError:
-        hint = "; put it in quotes" if setting.is_text and not isinstance(assignment.value, str) else ""
-        got = shown(assignment.value)
-        return f"{assignment.origin}: {assignment.path}: expected {setting.expected}, got {got}{hint}"
+        return f"{assignment.origin}: {mismatch(setting, assignment.value)}"
     return None
+
+
+def mismatch(setting: Setting, value: object) -> str:
+    hint = "; put it in quotes" if setting.is_text and not isinstance(value, str) else ""
+    return f"{setting.path}: expected {setting.expected}, got {shown(value)}{hint}"
 
 
 def shown(value: object) -> str:

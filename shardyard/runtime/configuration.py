@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from shardyard.ground import limits
 from shardyard.ground.errors import ConfigurationError
-from shardyard.runtime.assignments import Assignment, Layer, Origin, from_text, nearest, problem_of, unknown
+from shardyard.runtime.assignments import Assignment, Layer, Origin, from_text, mismatch, nearest, problem_of, unknown
 from shardyard.runtime.settings import IMPOSSIBLE_RELATION, Catalogue, JobSettings, Settings, catalogue
 from shardyard.runtime.settings_file import read_settings_file
 
@@ -28,6 +29,7 @@ LONG_PREFIX: Final = "SHARDYARD__"
 SHORT_NAMES: Final[Mapping[str, str]] = {
     "SHARDYARD_COORDINATOR": "coordinator",
     "SHARDYARD_JOB": "job.name",
+    "SHARDYARD_WORKERS": "job.workers_expected",
 }
 """Environment variables with a short name, and the setting that each gives."""
 CONFIG_VARIABLE: Final = "SHARDYARD_CONFIG"
@@ -115,11 +117,11 @@ def parse_job_settings(text: str) -> JobSettings:
     try:
         return JobSettings.model_validate_json(text)
     except ValidationError as error:
-        problems = []
-        for detail in error.errors(include_url=False, include_input=False):
-            path = ".".join(("job", *(str(step) for step in detail["loc"])))
-            problems.append(f"job settings (JSON): {path}: {detail['msg']}")
-        raise _configuration_error(problems) from error
+        known = catalogue()
+        problems = [_json_problem(detail, known) for detail in error.errors(include_url=False)]
+        raise _configuration_error(
+            [f"job settings (JSON): {problem}" for problem in dict.fromkeys(problems)]
+        ) from error
 
 
 def environment_name(path: str) -> str:
@@ -179,13 +181,13 @@ def _name_variables(
 
 
 def _nearest_variable(name: str, known: Catalogue) -> str:
-    names = [*SHORT_NAMES, *(environment_name(path) for path in known.settings)]
     if name.startswith(LONG_PREFIX):
         near = nearest(name.removeprefix(LONG_PREFIX).replace("__", ".").lower(), known)
         if near is not None and near in known.settings:
             return f"did you mean {environment_name(near)}?"
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]}?" if close else "docs/configuration.md lists all names"
+    names = {each.removeprefix(PREFIX): each for each in (*SHORT_NAMES, *sorted(PROCESS_VARIABLES))}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX).strip("_"), list(names), n=1)
+    return f"did you mean {names[close[0]]}?" if close else "docs/configuration.md lists all names"
 
 
 def _name_flags(flags: Mapping[str, object], known: Catalogue, problems: list[str]) -> list[Assignment]:
@@ -236,6 +238,16 @@ def _build(winning: Mapping[str, Assignment], origins: Mapping[str, Origin]) -> 
             named = " and ".join(f"{path} ({origins[path]})" for path in paths)
             problems.append(f"{named}: expected {context['expected']}, got {context['got']}")
         raise _configuration_error(problems) from error
+
+
+def _json_problem(detail: ErrorDetails, known: Catalogue) -> str:
+    steps = ["job", *(str(step) for step in detail["loc"])]
+    path = ".".join(steps)
+    if detail["type"] == "extra_forbidden":
+        return unknown(path, known)
+    # pydantic appends the tried member of a union to the place
+    setting = known.settings.get(path) or known.settings.get(".".join(steps[:-1]))
+    return mismatch(setting, detail["input"]) if setting else f"{path}: {detail['msg']}"
 
 
 def _value_at(settings: Settings, path: str) -> object:

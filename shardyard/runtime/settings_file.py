@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from shardyard.ground import limits
-from shardyard.runtime.assignments import Assignment, Layer, Origin, construct, problem_of, unknown
+from shardyard.runtime.assignments import Assignment, Layer, Origin, construct, is_plain, problem_of, unknown
 from shardyard.runtime.settings import Catalogue
 
 
@@ -103,6 +103,9 @@ def _leaf(value: yaml.Node, path: str, place: str, catalogue: Catalogue, reading
     setting = catalogue.settings[path]
     if not isinstance(value, yaml.ScalarNode):
         reading.problems.append(f"{place}: {path}: expected {setting.expected}, got {_node_kind(value)}")
+        return
+    if not is_plain(value):
+        reading.problems.append(f"{place}: {path}: expected {setting.expected}, got a value tagged {value.tag}")
         return
     assignment = Assignment(path, construct(value), Origin(Layer.FILE, place))
     problem = problem_of(setting, assignment)

@@ -8,18 +8,15 @@ Must not know: how one waits. The caller waits in slices and calls `tick` betwee
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from shardyard.ground import limits
+from shardyard.runtime.clock import SystemClock
 
+_CLOCK: Final = SystemClock()
 _logger = logging.getLogger(__name__)
-
-
-def monotonic_ms() -> int:
-    return time.monotonic_ns() // 1_000_000
 
 
 class ExplainedWait:
@@ -37,7 +34,7 @@ class ExplainedWait:
         self,
         describe: Callable[[], str],
         *,
-        clock_ms: Callable[[], int] = monotonic_ms,
+        clock_ms: Callable[[], int] = _CLOCK.now_ms,
         logger: logging.Logger = _logger,
     ) -> None:
         self._describe = describe

@@ -55,6 +55,7 @@ from shardyard.ground.types import (
     Version,
     Watermark,
     WorkerSource,
+    aligned_bytes,
 )
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
@@ -278,7 +279,7 @@ def layout_to_wire(layout: JobLayout) -> common.JobLayout:
 
 
 def layout_from_wire(message: common.JobLayout) -> JobLayout:
-    """Checks that every block lies within its variable and its partition's payload, and that none overlap there."""
+    """Checks that every block lies within its variable and its partition's payload, and that they fill it as the protocol says."""
     optimizer = optimizer_from_wire(message.optimizer)
     variables = variables_from_wire(message.variables, len(optimizer.groups))
     partitions = []
@@ -301,13 +302,13 @@ def _check_blocks(
         spec = variables[block.variable]
         if block.offset + block.length > spec.elements:
             raise MalformedPayload(f"a block of partition {partition} beyond the end of variable {spec.name!r}")
-        if block.position < end or block.position % spec.dtype.item_bytes:
+        if block.position != end:
             raise MalformedPayload(
-                f"a block of variable {spec.name!r} at byte {block.position} of partition {partition}"
+                f"a block of variable {spec.name!r} at byte {block.position} of partition {partition}; expected {end}"
             )
-        end = block.position + block.length * spec.dtype.item_bytes
-    if end > payload_bytes:
-        raise MalformedPayload(f"blocks of partition {partition} reach byte {end} of {payload_bytes}")
+        end = block.position + aligned_bytes(block.length * spec.dtype.item_bytes)
+    if end != payload_bytes:
+        raise MalformedPayload(f"the blocks of partition {partition} take {end} bytes; announced {payload_bytes}")
 
 
 def map_to_wire(map_: PartitionMap) -> common.PartitionMap:

@@ -1,0 +1,352 @@
+"""Which samples are whose, and which are done (promise 2; rules A1, A6).
+
+Owns: a job's feeds. Asynchronous (`DataLedger`): data shards, each free, leased under a token, or done. Synchronous
+(`StepLedger`): each feed is a range of steps. Invariants: a data shard is leased to one worker at a time; tokens only
+grow; a data shard is done only when the servers' watermarks said so, and stays done; memory does not grow with the
+number of epochs or samples. Must not know: servers, members, time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardyard.ground import limits
+from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
+from shardyard.ground.types import DataLease, DataShardSource, Incarnation, Token
+
+FEEDS_MAX: Final = 100_000
+"""Calls of job.batches in one job."""
+DATA_SHARDS_PER_WORKER_MIN: Final = 4
+"""Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
+not spent waiting for one worker."""
+BATCHES_PER_DATA_SHARD_AUTO_MAX: Final = 64
+HOLDERS_NAMED_MAX: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSpec:
+    """How a data set is read. `batch_size` is per worker (asynchronous) or per logical rank (synchronous)."""
+
+    samples: int
+    fingerprint: str
+    batch_size: int
+    epochs: int
+    shuffle: bool
+    drop_last: bool
+
+    def check(self) -> None:
+        """Raises InvalidRequest or TooLarge."""
+        for name, value, value_max in (
+            ("samples", self.samples, limits.SAMPLES_MAX),
+            ("batch_size", self.batch_size, limits.BATCH_SIZE_MAX),
+            ("epochs", self.epochs, limits.EPOCHS_MAX),
+        ):
+            if value < 1:
+                raise InvalidRequest(f"a feed with {name} {value}; expected at least 1", todo="check job.batches' call")
+            if value > value_max:
+                raise TooLarge(f"a feed with {name} {value}; at most {value_max} are taken")
+
+    def units(self, samples_per_unit: int, what: str) -> int:
+        """Batches, or steps, of an epoch. Raises InvalidRequest where drop_last leaves none."""
+        full, rest = divmod(self.samples, samples_per_unit)
+        if self.drop_last and not full:
+            raise InvalidRequest(
+                f"{self.samples} samples are fewer than one {what} of {samples_per_unit}, and drop_last drops it",
+                todo="choose a smaller batch_size, or drop_last=False",
+            )
+        return full if self.drop_last or not rest else full + 1
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOpening:
+    """What a worker must know to read a feed. `units_per_epoch`: data shards, or steps."""
+
+    batches_per_data_shard: int
+    units_per_epoch: int
+    first_step: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWait:
+    """All that is left is held by others."""
+
+    waiting_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class FeedDone:
+    """Every sample of every epoch has been counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedCounts:
+    """Units of all epochs by state."""
+
+    feed: int
+    samples: int
+    epochs: int
+    free: int
+    leased: int
+    done: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    worker: Incarnation
+    token: Token
+
+
+@dataclass(slots=True)
+class _DataShards:
+    """One asynchronous feed. Data shards are numbered through all epochs; those below `begun` have been leased at least
+    once, and are done unless they are held or returned."""
+
+    feed: int
+    spec: FeedSpec
+    batches_per_data_shard: int
+    per_epoch: int
+    begun: int = 0
+    returned: list[int] = field(default_factory=list)
+    held: dict[int, _Held] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.per_epoch * self.spec.epochs
+
+    @property
+    def done(self) -> int:
+        return self.begun - len(self.returned) - len(self.held)
+
+    def source(self, number: int) -> DataShardSource:
+        return DataShardSource(self.feed, number // self.per_epoch, number % self.per_epoch)
+
+    def number(self, source: DataShardSource) -> int:
+        if source.epoch >= self.spec.epochs or source.index >= self.per_epoch:
+            raise NotFound(
+                f"{source} does not exist; feed {self.feed} has {self.spec.epochs} epochs of {self.per_epoch}"
+            )
+        return source.epoch * self.per_epoch + source.index
+
+    def span(self, source: DataShardSource) -> tuple[int, int]:
+        """[begin, end) of the epoch's permutation."""
+        length = self.batches_per_data_shard * self.spec.batch_size
+        whole = self.spec.units(self.spec.batch_size, "batch") * self.spec.batch_size
+        begin = source.index * length
+        return begin, min(begin + length, whole, self.spec.samples)
+
+    def batches(self, source: DataShardSource) -> int:
+        begin, end = self.span(source)
+        return -(-(end - begin) // self.spec.batch_size)
+
+    def lease(self, number: int) -> DataLease:
+        source = self.source(number)
+        begin, end = self.span(source)
+        return DataLease(source, self.held[number].token, begin, end)
+
+    def held_by(self, worker: Incarnation) -> int | None:
+        return next((number for number, held in self.held.items() if held.worker == worker), None)
+
+    def take(self) -> int | None:
+        """The next free data shard: a returned one, else a fresh one."""
+        if self.returned:
+            return self.returned.pop(0)
+        if self.begun == self.total:
+            return None
+        self.begun += 1
+        return self.begun - 1
+
+    def give_back(self, number: int) -> None:
+        del self.held[number]
+        bisect.insort(self.returned, number)
+
+
+class DataLedger:
+    """The data shards of an asynchronous job."""
+
+    def __init__(
+        self, *, batches_per_data_shard: int | None, workers_expected: int, next_token: Callable[[], Token]
+    ) -> None:
+        self._batches = batches_per_data_shard
+        self._workers_expected = workers_expected
+        self._next_token = next_token
+        self._feeds: list[_DataShards] = []
+        self._closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
+        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge."""
+        _check_opening(feed, spec, [each.spec for each in self._feeds])
+        if feed == len(self._feeds):
+            batches = spec.units(spec.batch_size, "batch")
+            per_shard = self._batches or self._choose(batches)
+            self._feeds.append(_DataShards(feed, spec, per_shard, -(-batches // per_shard)))
+        found = self._feeds[feed]
+        return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
+
+    def lease(self, feed: int, worker: Incarnation) -> DataLease | LeaseWait | FeedDone:
+        """A data shard for the worker; the one that it holds already, if any. Raises NotFound."""
+        shards = self._require(feed)
+        number = shards.held_by(worker)
+        if number is None:
+            number = shards.take()
+            if number is None:
+                return LeaseWait(_holders(shards)) if shards.held else FeedDone()
+            shards.held[number] = _Held(worker, self._next_token())
+        return shards.lease(number)
+
+    def release(self, worker: Incarnation) -> list[DataShardSource]:
+        """The worker is gone; what it held is the next to be leased."""
+        freed = []
+        for shards in self._feeds:
+            number = shards.held_by(worker)
+            if number is not None:
+                shards.give_back(number)
+                freed.append(shards.source(number))
+        self._closed.pop(worker, None)
+        return freed
+
+    def is_closed(self, source: DataShardSource, worker: Incarnation, token: Token) -> bool:
+        """True where this lease was closed as done before: the worker asks again. False where it holds the lease.
+        Raises StaleToken where it does not, NotFound."""
+        shards = self._require(source.feed)
+        number = shards.number(source)
+        if self._closed.get(worker) == (source, token):
+            return True
+        held = shards.held.get(number)
+        if held is None or held.worker != worker or held.token != token:
+            now = "nobody" if held is None else f"worker {held.worker} under token {held.token}"
+            raise StaleToken(
+                f"worker {worker} does not hold {source} under token {token}; {now} does",
+                facts={"source": str(source), "token": str(token)},
+            )
+        return False
+
+    def close(self, source: DataShardSource, worker: Incarnation, token: Token, *, next_sequence: int) -> bool:
+        """Ends the lease. `next_sequence` is the lowest next sequence over all partitions. Returns whether the data
+        shard is done; if not, it is free again. Raises StaleToken, NotFound."""
+        if self.is_closed(source, worker, token):
+            return True
+        shards = self._feeds[source.feed]
+        number = shards.number(source)
+        if next_sequence < shards.batches(source):
+            shards.give_back(number)
+            return False
+        del shards.held[number]
+        self._closed[worker] = (source, token)
+        return True
+
+    def counts(self, last: int) -> tuple[FeedCounts, ...]:
+        """Of the `last` feeds opened."""
+        return tuple(
+            FeedCounts(
+                each.feed,
+                each.spec.samples,
+                each.spec.epochs,
+                free=each.total - each.begun + len(each.returned),
+                leased=len(each.held),
+                done=each.done,
+                finished=each.done == each.total,
+            )
+            for each in self._feeds[-last:]
+        )
+
+    def _choose(self, batches: int) -> int:
+        wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
+        return max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
+
+    def _require(self, feed: int) -> _DataShards:
+        if feed >= len(self._feeds):
+            raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
+        return self._feeds[feed]
+
+
+@dataclass(slots=True)
+class _StepRange:
+    spec: FeedSpec
+    first_step: int
+    steps_per_epoch: int
+    done: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.first_step + self.steps_per_epoch * self.spec.epochs
+
+
+class StepLedger:
+    """The feeds of a synchronous job, one after the other: each is a range of steps."""
+
+    def __init__(self, *, logical_ranks: int) -> None:
+        self._logical_ranks = logical_ranks
+        self._feeds: list[_StepRange] = []
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
+        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge."""
+        _check_opening(feed, spec, [each.spec for each in self._feeds])
+        if feed == len(self._feeds):
+            steps = spec.units(self._logical_ranks * spec.batch_size, f"step of {self._logical_ranks} logical ranks")
+            first = self._feeds[-1].end if self._feeds else 0
+            self._feeds.append(_StepRange(spec, first, steps))
+        found = self._feeds[feed]
+        return FeedOpening(0, found.steps_per_epoch, found.first_step, found.done)
+
+    def is_closed(self, feed: int) -> bool:
+        """Raises NotFound."""
+        return self._require(feed).done
+
+    def close(self, feed: int, *, next_sequence: int) -> bool:
+        """`next_sequence`: the lowest next step over all logical ranks and partitions. Raises NotFound."""
+        found = self._require(feed)
+        found.done = found.done or next_sequence >= found.end
+        return found.done
+
+    def counts(self, last: int, *, step: int) -> tuple[FeedCounts, ...]:
+        """Of the `last` feeds opened, in steps, when the job is at `step`."""
+        counts = []
+        for feed in range(max(0, len(self._feeds) - last), len(self._feeds)):
+            each = self._feeds[feed]
+            total = each.end - each.first_step
+            done = total if each.done else max(0, min(step - each.first_step, total))
+            counts.append(FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done))
+        return tuple(counts)
+
+    def _require(self, feed: int) -> _StepRange:
+        if feed >= len(self._feeds):
+            raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
+        return self._feeds[feed]
+
+
+def _check_opening(feed: int, spec: FeedSpec, opened: Sequence[FeedSpec]) -> None:
+    spec.check()
+    if feed >= FEEDS_MAX:
+        raise TooLarge(f"feed {feed}; a job has at most {FEEDS_MAX}", todo="pass epochs to one call of job.batches")
+    if feed > len(opened):
+        raise FeedConflict(f"feed {feed} was opened while {len(opened)} feeds are known; expected feed {len(opened)}")
+    if feed == len(opened):
+        return
+    first = opened[feed]
+    differing = [
+        each.name for each in dataclasses.fields(spec) if getattr(spec, each.name) != getattr(first, each.name)
+    ]
+    if differing:
+        said = ", ".join(
+            f"{name}: expected {getattr(first, name)!r}, got {getattr(spec, name)!r}" for name in differing
+        )
+        raise FeedConflict(f"feed {feed} was opened before in another way ({said})", facts={"differs": differing[0]})
+
+
+def _holders(shards: _DataShards) -> str:
+    held = sorted(shards.held.items())
+    named = [f"{shards.source(number)} (worker {each.worker})" for number, each in held[:HOLDERS_NAMED_MAX]]
+    more = len(held) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")

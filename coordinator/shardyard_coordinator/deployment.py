@@ -1,0 +1,216 @@
+"""A job's variables on their way to the servers: registered, created, given first values, opened.
+
+Owns: the layout, the map, who gives the first values, which stage it is at. Invariants: the first registration wins;
+at most one worker at a time is the initializer, and none once the values are committed; nobody is told a layout before
+all servers have its partitions. Must not know: how servers are called, members' leases.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from shardyard.ground import optimizers
+from shardyard.ground.errors import InvalidRequest, NotReady, VariableConflict
+from shardyard.ground.types import (
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    PartitionMap,
+    VariableSpec,
+)
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator import placement
+from shardyard_coordinator.effects import CreatePartitions, OpenPartitions, Placed
+from shardyard_coordinator.placement import Server
+
+OPEN_RETRY_MS = 1_000
+
+
+class Stage(enum.Enum):
+    """CREATING and OPENING: calls to servers are under way. UNCREATED, COMMITTED: they are due (again)."""
+
+    EMPTY = "no variables"
+    UNCREATED = "uncreated"
+    CREATING = "creating"
+    CREATED = "created"
+    COMMITTED = "committed"
+    OPENING = "opening"
+    OPEN = "open"
+
+
+_BEFORE_COMMIT = (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING, Stage.CREATED)
+
+
+class Deployment:
+    def __init__(self, job: JobId, settings: JobSettings) -> None:
+        self._job = job
+        self._settings = settings
+        self._registered: list[Incarnation] = []
+        self._retry_at_ms = 0
+        self._committer: Incarnation | None = None
+        self.stage = Stage.EMPTY
+        self.layout: JobLayout | None = None
+        self.map: PartitionMap | None = None
+        self.initializer: Incarnation | None = None
+
+    @property
+    def generation(self) -> Generation | None:
+        return None if self.map is None else self.map.generation
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """Those with a partition of the job."""
+        if self.map is None:
+            return ()
+        return tuple(Server(server, owned[0].address) for server, owned in self.map.by_server().items())
+
+    def check(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec) -> None:
+        """Raises VariableConflict unless the registration is equal to the first one."""
+        assert self.layout is not None
+        _check_variables(self.layout.variables, variables)
+        _check_optimizer(self.layout.optimizer, optimizer)
+
+    def place(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, servers: Sequence[Server]) -> None:
+        """Takes the first registration. Raises what placement raises, NotReady without a server."""
+        assert self.stage is Stage.EMPTY
+        if not servers:
+            raise NotReady(
+                "no server has registered yet",
+                why="the variables need a server to lie on",
+                todo="start one with `shardyard server`; the worker asks again by itself",
+            )
+        layout = placement.plan(
+            variables, optimizer, partitions=self._settings.partition_count, block_bytes=self._settings.block_bytes
+        )
+        sizes = [part.payload_bytes for part in layout.partitions]
+        self.map = placement.assign(sizes, servers, generation=Generation(1))
+        self.layout = layout
+        self.stage = Stage.UNCREATED
+
+    def admit(self, worker: Incarnation) -> None:
+        """The worker's model is the job's; it may have to give the first values."""
+        if worker not in self._registered:
+            self._registered = sorted([*self._registered, worker])
+        self._choose_initializer()
+
+    def remove(self, worker: Incarnation) -> None:
+        """The worker is gone and fenced."""
+        self._registered = [each for each in self._registered if each != worker]
+        if self.initializer == worker:
+            self.initializer = None
+        self._choose_initializer()
+
+    def suspend(self, worker: Incarnation) -> None:
+        """The worker is gone but not fenced yet: another one must not begin what it may still be doing."""
+        self._registered = [each for each in self._registered if each != worker]
+
+    def create(self) -> list[CreatePartitions]:
+        """What is to be created now, if anything. Raises NotReady while servers are being asked."""
+        if self.stage is Stage.CREATING:
+            raise NotReady("the servers are being given their partitions", why="a map is shown once it is true")
+        if self.stage is not Stage.UNCREATED:
+            return []
+        assert self.layout is not None
+        assert self.map is not None
+        self.stage = Stage.CREATING
+        return [
+            CreatePartitions(
+                job=self._job,
+                server=Server(server, owned[0].address),
+                generation=self.map.generation,
+                layout=self.layout,
+                partitions=tuple(owner.partition for owner in owned),
+                mode=self._settings.consistency.mode,
+                logical_ranks=self._settings.logical_rank_count,
+            )
+            for server, owned in self.map.by_server().items()
+        ]
+
+    def end_creation(self, *, created: bool) -> None:
+        if self.stage is Stage.CREATING:
+            self.stage = Stage.CREATED if created else Stage.UNCREATED
+
+    def placed(self, worker: Incarnation) -> Placed:
+        assert self.layout is not None
+        assert self.map is not None
+        return Placed(self.layout, self.map, initializer=self.initializer == worker)
+
+    def check_commit(self, worker: Incarnation) -> None:
+        """Raises InvalidRequest, NotReady."""
+        if self.initializer != worker and self._committer != worker:
+            raise InvalidRequest(
+                f"worker {worker} committed first values; expected worker {self.initializer or self._committer}",
+                todo="only the worker that was told to be the initializer commits; the others pull",
+            )
+        if self.stage in (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING):
+            raise NotReady("the servers do not have their partitions yet")
+
+    def commit(self, worker: Incarnation) -> bool:
+        """The first values are on the servers, for good. True the first time."""
+        if self.stage is not Stage.CREATED:
+            return False
+        self.stage, self.initializer, self._committer = Stage.COMMITTED, None, worker
+        return True
+
+    def open(self) -> list[OpenPartitions]:
+        """What is to be opened now, if anything. Raises NotReady while servers are being asked."""
+        if self.stage is Stage.OPENING:
+            raise NotReady("the servers are opening their partitions")
+        if self.stage is not Stage.COMMITTED:
+            return []
+        assert self.map is not None
+        self.stage = Stage.OPENING
+        return [OpenPartitions(self._job, server, self.map.generation) for server in self.servers]
+
+    def reopen(self, now_ms: int) -> list[OpenPartitions]:
+        """As `open`, after a failure and not too soon: once committed, the job needs no worker to go on."""
+        return self.open() if self.stage is Stage.COMMITTED and now_ms >= self._retry_at_ms else []
+
+    def end_opening(self, *, opened: bool, now_ms: int) -> None:
+        if self.stage is Stage.OPENING:
+            self.stage = Stage.OPEN if opened else Stage.COMMITTED
+            self._retry_at_ms = now_ms + OPEN_RETRY_MS
+
+    def _choose_initializer(self) -> None:
+        if self.initializer is None and self.stage in _BEFORE_COMMIT and self._registered:
+            self.initializer = self._registered[0]
+
+
+def _check_variables(first: Sequence[VariableSpec], second: Sequence[VariableSpec]) -> None:
+    for index, (expected, got) in enumerate(zip(first, second, strict=False)):
+        if expected != got:
+            raise VariableConflict(
+                f"variable {index} differs from the job's: expected {_described(expected)}, got {_described(got)}",
+                facts={"variable": expected.name},
+            )
+    if len(first) != len(second):
+        longer = max(first, second, key=len)
+        odd = longer[min(len(first), len(second))].name
+        raise VariableConflict(
+            f"expected the job's {len(first)} variables, got {len(second)}; {odd!r} is on one side only",
+            facts={"variable": odd},
+        )
+
+
+def _check_optimizer(first: OptimizerSpec, second: OptimizerSpec) -> None:
+    if first.kind != second.kind:
+        raise VariableConflict(f"the job's optimizer is {first.kind!r}, this worker's is {second.kind!r}")
+    if len(first.groups) != len(second.groups):
+        raise VariableConflict(
+            f"the job's optimizer has {len(first.groups)} parameter groups, this worker's has {len(second.groups)}"
+        )
+    names = optimizers.setting_names(first.kind)
+    for index, (expected, got) in enumerate(zip(first.groups, second.groups, strict=True)):
+        for name, left, right in zip(names, expected, got, strict=True):
+            if left != right:
+                raise VariableConflict(
+                    f"setting {name} of parameter group {index}: expected {left!r} as the job has it, got {right!r}",
+                    facts={"setting": name},
+                )
+
+
+def _described(spec: VariableSpec) -> str:
+    return f"{spec.kind.value} {spec.name!r} {spec.dtype.value}{list(spec.shape)} in group {spec.group}"

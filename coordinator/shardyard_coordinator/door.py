@@ -1,0 +1,256 @@
+"""Messages to events, answers to messages. What a peer sent is checked here, before the machine sees it.
+
+Invariant: an event that leaves this module is well-formed in itself and bounded (shardyard.ground.limits). Raises
+MalformedPayload, TooLarge, InvalidRequest, ConfigurationError. Must not know: any state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from shardyard.ground import limits
+from shardyard.ground.errors import TooLarge
+from shardyard.ground.types import DataLease, Incarnation, SourceKey, Term, Token, Watermark
+from shardyard.runtime.configuration import parse_job_settings
+from shardyard.runtime.settings import MembershipSettings
+from shardyard.transport.status import to_detail
+from shardyard.wire import convert
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_coordinator import events
+from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.effects import JobState, Joined, Placed, Standing
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+from shardyard_coordinator.standing import JobStanding, MemberStanding, YardStanding
+
+NAME_CHARACTERS_MAX: Final = 512
+"""Of addresses, host names, releases, fingerprints."""
+LEASE_RETRY_MS: Final = 100
+
+_STATES: dict[JobState, wire.JobState] = {
+    JobState.STARTING: wire.JOB_STATE_STARTING,
+    JobState.RUNNING: wire.JOB_STATE_RUNNING,
+    JobState.FINISHED: wire.JOB_STATE_FINISHED,
+    JobState.FAILED: wire.JOB_STATE_FAILED,
+}
+
+
+# ---- in
+
+
+def registered(request: wire.RegisterRequest) -> events.MemberRegistered:
+    return events.MemberRegistered(
+        Registration(
+            role=convert.role_from_wire(request.role),
+            address=convert.text(request.address, "an address", NAME_CHARACTERS_MAX),
+            protocol=request.protocol,
+            release=convert.text(request.release, "a release", NAME_CHARACTERS_MAX),
+            host=convert.text(request.host, "a host name", NAME_CHARACTERS_MAX),
+            pid=request.pid,
+            agent=Incarnation(request.agent) if request.agent else None,
+            local_index=request.local_index,
+        )
+    )
+
+
+def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
+    if len(request.metrics) > limits.METRICS_MAX:
+        raise TooLarge(f"a heartbeat with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
+    report = Report(
+        step=request.step,
+        samples=request.samples,
+        metrics=tuple(
+            (convert.text(metric.name, "a metric's name", limits.METRIC_NAME_CHARACTERS_MAX), metric.value)
+            for metric in request.metrics
+        ),
+        waiting_for=convert.text(request.waiting_for, "what a worker waits for"),
+    )
+    return events.HeartbeatReceived(Incarnation(request.caller.incarnation), report)
+
+
+def left(request: wire.LeaveRequest) -> events.MemberLeft:
+    error = convert.text(request.error, "an error")
+    return events.MemberLeft(Incarnation(request.caller.incarnation), error)
+
+
+def exit_reported(request: wire.ReportExitRequest) -> events.ExitReported:
+    return events.ExitReported(Incarnation(request.caller.incarnation), request.pid, request.exit_code)
+
+
+def joined(request: wire.JoinJobRequest) -> events.JobJoined:
+    settings = parse_job_settings(request.settings_json)
+    return events.JobJoined(Incarnation(request.caller.incarnation), request.name, settings)
+
+
+def variables_registered(request: wire.RegisterVariablesRequest) -> events.VariablesRegistered:
+    optimizer = convert.optimizer_from_wire(request.optimizer)
+    variables = convert.variables_from_wire(request.variables, len(optimizer.groups))
+    return events.VariablesRegistered(convert.caller_from_wire(request.caller), variables, optimizer)
+
+
+def variables_committed(request: wire.CommitVariablesRequest) -> events.VariablesCommitted:
+    return events.VariablesCommitted(convert.caller_from_wire(request.caller))
+
+
+def feed_opened(request: wire.OpenFeedRequest) -> events.FeedOpened:
+    spec = FeedSpec(
+        samples=request.samples,
+        fingerprint=convert.text(request.fingerprint, "a fingerprint", NAME_CHARACTERS_MAX),
+        batch_size=request.batch_size,
+        epochs=request.epochs,
+        shuffle=request.shuffle,
+        drop_last=request.drop_last,
+    )
+    return events.FeedOpened(convert.caller_from_wire(request.caller), request.feed, spec)
+
+
+def lease_requested(request: wire.LeaseDataRequest) -> events.LeaseRequested:
+    return events.LeaseRequested(convert.caller_from_wire(request.caller), request.feed)
+
+
+def lease_returned(request: wire.CloseLeaseRequest) -> events.LeaseReturned:
+    has_shard = request.HasField("data_shard")
+    source = convert.data_shard_from_wire(request.data_shard) if has_shard else None
+    feed = request.feed
+    if source is not None and not feed:
+        # a data shard names its feed; it need not be said twice
+        feed = source.feed
+    return events.LeaseReturned(convert.caller_from_wire(request.caller), feed, source, Token(request.token))
+
+
+def lowest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
+    """The lowest next sequence of the sources over the server's partitions; 0 where one of them is not named."""
+    found: dict[tuple[SourceKey, int], int] = {}
+    marks: tuple[Watermark, ...]
+    for key, marks in convert.watermarks_from_wire(reply.sources):
+        for mark in marks:
+            found[key, mark.partition] = mark.next
+    return min((found.get((key, partition), 0) for key in sources for partition in partitions), default=0)
+
+
+# ---- out
+
+
+def register_reply(incarnation: Incarnation, term: Term, membership: MembershipSettings) -> wire.RegisterReply:
+    return wire.RegisterReply(
+        incarnation=incarnation,
+        term=term,
+        heartbeat_ms=membership.heartbeat_ms,
+        lease_ms=membership.lease_ms,
+    )
+
+
+def heartbeat_reply(standing: Standing, term: Term) -> wire.HeartbeatReply:
+    return wire.HeartbeatReply(
+        term=term,
+        job_state=wire.JOB_STATE_UNSPECIFIED if standing.job_state is None else _STATES[standing.job_state],
+        failure=None if standing.failure is None else to_detail(standing.failure),
+        generation=standing.generation or 0,
+        ranks=convert.rank_leases_to_wire(standing.ranks),
+        chief=standing.chief,
+        workers=standing.workers,
+        fenced=standing.fenced,
+        initializer=standing.initializer,
+    )
+
+
+def join_reply(joined: Joined) -> wire.JoinJobReply:
+    return wire.JoinJobReply(
+        job=joined.job,
+        settings_json=joined.settings.model_dump_json(),
+        started=joined.started,
+        seed=joined.settings.seed,
+        ranks=convert.rank_leases_to_wire(joined.ranks),
+        logical_ranks=joined.logical_ranks,
+        chief=joined.chief,
+    )
+
+
+def placed_reply(placed: Placed) -> wire.RegisterVariablesReply:
+    return wire.RegisterVariablesReply(
+        layout=convert.layout_to_wire(placed.layout),
+        map=convert.map_to_wire(placed.map),
+        initializer=placed.initializer,
+    )
+
+
+def feed_reply(opening: FeedOpening) -> wire.OpenFeedReply:
+    return wire.OpenFeedReply(
+        batches_per_data_shard=opening.batches_per_data_shard,
+        units_per_epoch=opening.units_per_epoch,
+        first_step=opening.first_step,
+        done=opening.done,
+    )
+
+
+def lease_reply(answer: DataLease | LeaseWait | FeedDone) -> wire.LeaseDataReply:
+    match answer:
+        case DataLease():
+            return wire.LeaseDataReply(lease=convert.data_lease_to_wire(answer))
+        case LeaseWait(waiting_for):
+            return wire.LeaseDataReply(wait=wire.LeaseWait(retry_ms=LEASE_RETRY_MS, waiting_for=waiting_for))
+        case FeedDone():
+            return wire.LeaseDataReply(done=wire.FeedDone())
+
+
+def status_reply(yard: YardStanding) -> wire.StatusReply:
+    return wire.StatusReply(
+        term=yard.term,
+        uptime_ms=yard.uptime_ms,
+        members=[_member_status(member) for member in yard.members],
+        jobs=[_job_status(job) for job in yard.jobs],
+    )
+
+
+def _member_status(member: MemberStanding) -> wire.MemberStatus:
+    return wire.MemberStatus(
+        incarnation=member.incarnation,
+        role=convert.role_to_wire(member.role),
+        address=member.address,
+        host=member.host,
+        pid=member.pid,
+        release=member.release,
+        last_seen_ms_ago=member.last_seen_ms_ago,
+        job=member.job or 0,
+        step=member.report.step,
+        samples=member.report.samples,
+        waiting_for=member.report.waiting_for,
+        ranks=member.ranks,
+    )
+
+
+def _job_status(job: JobStanding) -> wire.JobStatus:
+    return wire.JobStatus(
+        job=job.job,
+        name=job.name,
+        state=_STATES[job.state],
+        failure=None if job.failure is None else to_detail(job.failure),
+        mode=convert.mode_to_wire(job.mode),
+        logical_ranks=job.logical_ranks,
+        workers=job.workers,
+        step=job.step,
+        samples=job.samples,
+        samples_per_s=job.samples_per_s,
+        metrics=[wire.Metric(name=name, value=value) for name, value in job.metrics],
+        map=None if job.map is None else convert.map_to_wire(job.map),
+        feeds=[
+            wire.FeedStatus(
+                feed=feed.feed,
+                samples=feed.samples,
+                epochs=feed.epochs,
+                free=_uint32(feed.free),
+                leased=feed.leased,
+                done=_uint32(feed.done),
+                finished=feed.finished,
+            )
+            for feed in job.feeds
+        ],
+        parameters=job.parameters,
+        payload_bytes=job.payload_bytes,
+    )
+
+
+def _uint32(count: int) -> int:
+    return min(count, (1 << 32) - 1)

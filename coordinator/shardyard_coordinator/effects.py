@@ -1,0 +1,180 @@
+"""What the machine wants done: one frozen value per effect, imperative; and its answers to requests.
+
+Invariant: of the effects of one event, all `Persist` come first. A request's effects have exactly one `Reply`, unless
+they have `CreatePartitions` or `OpenPartitions` (ask again once these are done) or `ReadLedger` (LedgerRead brings the
+reply). Must not know: how an effect is carried out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardyard.ground.errors import ShardyardError
+from shardyard.ground.types import (
+    DataLease,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    PartitionId,
+    PartitionMap,
+    RankLease,
+    SourceKey,
+    UpdateMode,
+)
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
+from shardyard_coordinator.placement import Server
+
+
+class JobState(enum.Enum):
+    """STARTING waits for variables and first values; FINISHED and FAILED are ends."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobState.FINISHED, JobState.FAILED)
+
+
+# ---- effects
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Write a record to the journal. `body` is made of what JSON knows."""
+
+    kind: str
+    body: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Say it to the people who read the log."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePartitions:
+    """Then PartitionsCreated, once all servers of the job answered, or PartitionsRefused."""
+
+    job: JobId
+    server: Server
+    generation: Generation
+    layout: JobLayout
+    partitions: tuple[PartitionId, ...]
+    mode: UpdateMode
+    logical_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPartitions:
+    """Then PartitionsOpened, once all servers of the job answered, or OpeningFailed."""
+
+    job: JobId
+    server: Server
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class FenceOnServers:
+    """Then WorkersFenced, whichever servers answered."""
+
+    job: JobId
+    servers: tuple[Server, ...]
+    workers: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLedger:
+    """Then LedgerRead, if all servers answered."""
+
+    job: JobId
+    map: PartitionMap
+    sources: tuple[SourceKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropJob:
+    job: JobId
+    server: Server
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetServer:
+    """The server is gone; close what is open to it."""
+
+    server: Incarnation
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It was done; there is nothing more to say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a heartbeat brings back. `job_state` is None for a member without a job."""
+
+    job_state: JobState | None = None
+    failure: ShardyardError | None = None
+    generation: Generation | None = None
+    ranks: tuple[RankLease, ...] = ()
+    chief: bool = False
+    workers: int = 0
+    fenced: tuple[Incarnation, ...] = ()
+    initializer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    job: JobId
+    settings: JobSettings
+    started: bool
+    ranks: tuple[RankLease, ...]
+    logical_ranks: int
+    chief: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A job's variables lie so. `initializer`: the asking worker sends the first values."""
+
+    layout: JobLayout
+    map: PartitionMap
+    initializer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseClosed:
+    done: bool
+
+
+Answer = Done | Registered | Standing | Joined | Placed | FeedOpening | DataLease | LeaseWait | FeedDone | LeaseClosed
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to the request that the event was."""
+
+    answer: Answer
+
+
+Effect = (
+    Persist | Tell | CreatePartitions | OpenPartitions | FenceOnServers | ReadLedger | DropJob | ForgetServer | Reply
+)

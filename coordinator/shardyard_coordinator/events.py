@@ -1,0 +1,174 @@
+"""What happens to the machine: one frozen value per event, past tense.
+
+Invariant: an event is well-formed in itself (shardyard_coordinator.door saw to it); whether it fits is the machine's
+business. Must not know: messages, threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardyard.ground.types import (
+    Caller,
+    DataShardSource,
+    Incarnation,
+    JobId,
+    OptimizerSpec,
+    Token,
+    VariableSpec,
+)
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+
+# ---- members
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRegistered:
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReceived:
+    incarnation: Incarnation
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    """`error`: type and message of what ended a worker's script, or empty."""
+
+    incarnation: Incarnation
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReported:
+    """An agent saw a training process end."""
+
+    agent: Incarnation
+    pid: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed."""
+
+
+# ---- jobs, asked by a worker
+
+
+@dataclass(frozen=True, slots=True)
+class JobJoined:
+    incarnation: Incarnation
+    name: str
+    settings: JobSettings
+
+
+@dataclass(frozen=True, slots=True)
+class VariablesRegistered:
+    caller: Caller
+    variables: tuple[VariableSpec, ...]
+    optimizer: OptimizerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class VariablesCommitted:
+    """The initializer has sent the first values to all servers."""
+
+    caller: Caller
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOpened:
+    caller: Caller
+    feed: int
+    spec: FeedSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequested:
+    caller: Caller
+    feed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturned:
+    """A worker is at the end of a data shard or, with none, of a synchronous feed; the servers know whether it is
+    done."""
+
+    caller: Caller
+    feed: int
+    data_shard: DataShardSource | None
+    token: Token
+
+
+# ---- what became of effects
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsCreated:
+    """Every server has its partitions."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsRefused:
+    """Some server did not take its partitions; they can be created again."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsOpened:
+    """Every server serves its partitions."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningFailed:
+    """Some server did not answer; the coordinator asks again."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFenced:
+    """Every server that answers in time refuses the workers now; their work may go to others."""
+
+    job: JobId
+    workers: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRead:
+    """The lowest next sequence, over all partitions, of what a LeaseReturned was about."""
+
+    returned: LeaseReturned
+    next_sequence: int
+
+
+Event = (
+    MemberRegistered
+    | HeartbeatReceived
+    | MemberLeft
+    | ExitReported
+    | Ticked
+    | JobJoined
+    | VariablesRegistered
+    | VariablesCommitted
+    | FeedOpened
+    | LeaseRequested
+    | LeaseReturned
+    | PartitionsCreated
+    | PartitionsRefused
+    | PartitionsOpened
+    | OpeningFailed
+    | WorkersFenced
+    | LedgerRead
+)

@@ -1,0 +1,276 @@
+"""The whole coordinator as a state machine: members, and the jobs that they work on.
+
+Owns: all state of a yard that is decided in one place. `handle` is its only mutator; an event that is refused raises a
+typed error and has changed nothing. Invariants: a request counts only if it comes from a living incarnation, and about
+the job that this member is in; a member's end reaches its job in the same step; records come before all other effects.
+Must not know: the clock (`now_ms` is an argument), threads, messages, the network, the disk.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shardyard.ground import errors, limits
+from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator import events
+from shardyard_coordinator.effects import (
+    Done,
+    Effect,
+    ForgetServer,
+    Joined,
+    Persist,
+    Registered,
+    Reply,
+    Standing,
+    Tell,
+)
+from shardyard_coordinator.jobs import Job
+from shardyard_coordinator.membership import TERM_BITS, Member, Membership
+from shardyard_coordinator.placement import Server
+
+JOBS_ENDED_MAX: Final = 32
+"""Ended jobs that `status` still shows."""
+
+
+class Machine:
+    def __init__(self, *, term: Term, lease_ms: int, now_ms: int) -> None:
+        self._lease_ms = lease_ms
+        self._members = Membership(term=term, lease_ms=lease_ms)
+        self._jobs: dict[JobId, Job] = {}
+        self._next_job = (term << TERM_BITS) + 1
+        self._ticked_ms = now_ms
+        self._begun_ms = now_ms
+        self.term = term
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """Unfinished ones and the latest of those that ended, in the order of their beginning."""
+        return tuple(self._jobs.values())
+
+    def uptime_ms(self, now_ms: int) -> int:
+        return now_ms - self._begun_ms
+
+    def handle(self, event: events.Event, now_ms: int) -> list[Effect]:
+        """Takes one event. Raises ShardyardError, without a change, for a request that is refused."""
+        effects = self._dispatch(event, now_ms)
+        self._forget_old_jobs()
+        records = [effect for effect in effects if isinstance(effect, Persist)]
+        return [*records, *(effect for effect in effects if not isinstance(effect, Persist))]
+
+    def _dispatch(self, event: events.Event, now_ms: int) -> list[Effect]:
+        match event:
+            case events.MemberRegistered():
+                return self._register(event, now_ms)
+            case events.HeartbeatReceived():
+                return self._heartbeat(event, now_ms)
+            case events.MemberLeft():
+                return self._leave(event, now_ms)
+            case events.ExitReported():
+                return self._report_exit(event, now_ms)
+            case events.Ticked():
+                return self._tick(now_ms)
+            case events.JobJoined():
+                return self._join(event, now_ms)
+            case events.VariablesRegistered(caller, variables, optimizer):
+                servers = [_server(member) for member in self._members.servers()]
+                return self._require_job(caller).register_variables(caller.incarnation, variables, optimizer, servers)
+            case events.VariablesCommitted(caller):
+                return self._require_job(caller).commit_variables(caller.incarnation)
+            case events.FeedOpened(caller, feed, spec):
+                return self._require_job(caller).open_feed(feed, spec)
+            case events.LeaseRequested(caller, feed):
+                return self._require_job(caller).lease(caller.incarnation, feed)
+            case events.LeaseReturned(caller):
+                return self._require_job(caller).return_lease(event)
+            case events.LedgerRead(returned, next_sequence):
+                return self._require_job(returned.caller).close_lease(returned, next_sequence)
+            case _:
+                return self._end_effect(event, now_ms)
+
+    def _end_effect(self, event: events.Event, now_ms: int) -> list[Effect]:
+        match event:
+            case events.PartitionsCreated(job) if job in self._jobs:
+                return self._jobs[job].end_creation(created=True)
+            case events.PartitionsRefused(job) if job in self._jobs:
+                return self._jobs[job].end_creation(created=False)
+            case events.PartitionsOpened(job) if job in self._jobs:
+                return self._jobs[job].end_opening(opened=True, now_ms=now_ms)
+            case events.OpeningFailed(job) if job in self._jobs:
+                return self._jobs[job].end_opening(opened=False, now_ms=now_ms)
+            case events.WorkersFenced(job, workers) if job in self._jobs:
+                return self._jobs[job].free(workers, now_ms)
+            case _:
+                return []
+
+    # ---- members
+
+    def _register(self, event: events.MemberRegistered, now_ms: int) -> list[Effect]:
+        registration = event.registration
+        self._members.check(registration)
+        former = self._members.replaced_by(registration)
+        effects: list[Effect] = []
+        if former is not None:
+            effects += self._lose(former, "was replaced by a new process at its address", now_ms)
+        member = self._members.add(registration, now_ms)
+        record = Persist(
+            "member_registered",
+            {
+                "incarnation": member.incarnation,
+                "role": member.role.value,
+                "address": member.address,
+                "host": registration.host,
+                "pid": registration.pid,
+            },
+        )
+        return [*effects, record, Tell(f"{member.title} has registered"), Reply(Registered(member.incarnation))]
+
+    def _heartbeat(self, event: events.HeartbeatReceived, now_ms: int) -> list[Effect]:
+        member = self._members.require(event.incarnation)
+        self._members.renew(member.incarnation, now_ms)
+        if member.role is MemberRole.SERVER:
+            return [Reply(Standing(fenced=self._fenced_on(member.incarnation)))]
+        job = self._jobs.get(member.job) if member.job is not None else None
+        if job is None:
+            return [Reply(Standing())]
+        job.report(member.incarnation, event.report, now_ms)
+        return [Reply(job.standing(member.incarnation))]
+
+    def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
+        member = self._members.require(event.incarnation)
+        job = self._jobs.get(member.job) if member.job is not None else None
+        if member.role is not MemberRole.WORKER or job is None:
+            return [*self._lose(member, "left", now_ms), Reply(Done())]
+        how = f"left ({event.error})" if event.error else "left"
+        effects = self._remove(member, how)
+        return [*effects, *job.leave(member.incarnation, event.error, now_ms), Reply(Done())]
+
+    def _report_exit(self, event: events.ExitReported, now_ms: int) -> list[Effect]:
+        agent = self._members.require(event.agent, MemberRole.AGENT)
+        effects: list[Effect] = []
+        for worker in self._members.started_by(agent, event.pid):
+            ended = f"was ended by signal {-event.exit_code}" if event.exit_code < 0 else f"exited ({event.exit_code})"
+            effects += self._lose(worker, f"{ended}, says agent {agent.incarnation}", now_ms)
+        return [*effects, Reply(Done())]
+
+    def _tick(self, now_ms: int) -> list[Effect]:
+        gap_ms = now_ms - self._ticked_ms
+        self._ticked_ms = now_ms
+        effects: list[Effect] = []
+        if gap_ms > self._lease_ms // 2:
+            # this process was stopped; nobody could renew a lease meanwhile
+            self._members.forgive(gap_ms)
+            effects.append(Tell(f"nothing was decided for {gap_ms / 1000:.1f} s; all leases are longer by that", True))
+        for member, how in self._members.expired(now_ms):
+            effects += self._lose(member, how, now_ms)
+        for job in self.jobs:
+            effects += job.tick(now_ms)
+        return effects
+
+    def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:
+        """A member is gone without a word to its job."""
+        effects = self._remove(member, how)
+        if member.role is MemberRole.SERVER:
+            for job in self.jobs:
+                effects += job.lose_server(_server(member), how)
+            effects.append(ForgetServer(member.incarnation))
+        job_of_worker = self._jobs.get(member.job) if member.job is not None else None
+        if job_of_worker is not None:
+            effects += job_of_worker.lose(member.incarnation, how, now_ms)
+        return effects
+
+    def _remove(self, member: Member, how: str) -> list[Effect]:
+        self._members.remove(member.incarnation, how)
+        return [
+            Persist("member_removed", {"incarnation": member.incarnation, "how": how}),
+            Tell(f"{member.title} {how}", warning=how != "left"),
+        ]
+
+    def _fenced_on(self, server: Incarnation) -> tuple[Incarnation, ...]:
+        """Workers that the server must refuse, of all its jobs. Named again with each heartbeat, since a Fence may not
+        have reached it."""
+        return tuple(
+            worker
+            for job in self.jobs
+            if not job.state.ended and any(each.incarnation == server for each in job.deployment.servers)
+            for worker in job.fenced
+        )
+
+    # ---- jobs
+
+    def _join(self, event: events.JobJoined, now_ms: int) -> list[Effect]:
+        worker = self._members.require(event.incarnation, MemberRole.WORKER)
+        if event.settings.name != event.name:
+            raise errors.InvalidRequest(
+                f"worker {worker.incarnation} joins job {event.name!r} with the settings of {event.settings.name!r}"
+            )
+        if worker.job is not None:
+            return [Reply(self._joined(self._again(worker, event.name), worker, started=False))]
+        found = [job for job in self.jobs if job.settings.name == event.name and not job.state.ended]
+        if found:
+            job, effects, started = found[0], [], False
+        else:
+            job, effects, started = *self._start(event.settings, worker, now_ms), True
+        worker.job = job.id
+        effects += job.join(worker.incarnation, now_ms)
+        return [*effects, Reply(self._joined(job, worker, started=started))]
+
+    def _again(self, worker: Member, name: str) -> Job:
+        """The job of a worker that asks to join once more."""
+        job = self._jobs.get(worker.job) if worker.job is not None else None
+        if job is None or job.settings.name != name:
+            there = "one that has ended" if job is None else repr(job.settings.name)
+            raise errors.InvalidRequest(
+                f"worker {worker.incarnation} joins job {name!r} and is in another one, {there}",
+                todo="register again for another job",
+            )
+        job.require_unfinished()
+        return job
+
+    def _start(self, settings: JobSettings, worker: Member, now_ms: int) -> tuple[Job, list[Effect]]:
+        unfinished = sum(not job.state.ended for job in self.jobs)
+        if unfinished >= limits.JOBS_MAX:
+            raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
+        job = Job(JobId(self._next_job), settings, now_ms)
+        self._next_job += 1
+        self._jobs[job.id] = job
+        record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json")})
+        return job, [record, Tell(f"{job.title} was started by {worker.title}")]
+
+    def _joined(self, job: Job, worker: Member, *, started: bool) -> Joined:
+        return Joined(
+            job=job.id,
+            settings=job.settings,
+            started=started,
+            ranks=job.ranks_of(worker.incarnation),
+            logical_ranks=0 if job.ranks is None else len(job.ranks.all),
+            chief=job.chief == worker.incarnation,
+        )
+
+    def _require_job(self, caller: Caller) -> Job:
+        """The unfinished job of a living worker that asks about it."""
+        worker = self._members.require(caller.incarnation, MemberRole.WORKER)
+        if worker.job is None or caller.job != worker.job:
+            raise errors.NotFound(
+                f"worker {worker.incarnation} asks about job {caller.job} and is in "
+                + ("none" if worker.job is None else f"job {worker.job}"),
+                todo="join the job first",
+            )
+        job = self._jobs.get(worker.job)
+        if job is None:
+            raise errors.NotFound(f"job {worker.job} ended long ago", todo="start the script again for a new run")
+        job.require_unfinished()
+        return job
+
+    def _forget_old_jobs(self) -> None:
+        ended = [job.id for job in self.jobs if job.state.ended]
+        for job in ended[: max(0, len(ended) - JOBS_ENDED_MAX)]:
+            del self._jobs[job]
+
+
+def _server(member: Member) -> Server:
+    return Server(member.incarnation, member.address)

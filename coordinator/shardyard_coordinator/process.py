@@ -1,0 +1,78 @@
+"""The coordinator as a process: journal, listener, service, from start to stop.
+
+Owns: the order of starting and stopping. Invariant: `ready` is called once, when requests are served; when `serve`
+returns, nothing of it runs and the journal can be opened by another process. Must not know: signals, the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from shardyard.runtime.clock import SystemClock
+from shardyard.runtime.settings import Settings
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.transport.listener import Listener
+from shardyard.transport.memory import tune_malloc
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.shell import Coordinator
+
+log = logging.getLogger("shardyard.coordinator")
+
+
+def serve(
+    *,
+    bind: str,
+    advertise: str | None,
+    settings: Settings,
+    state: Path | None,
+    stop: threading.Event,
+    ready: Callable[[str], None],
+) -> None:
+    """Serves the coordinator at `bind` until `stop` is set.
+
+    `advertise` is the HOST:PORT that `ready` is told where `bind` is not what others use; port 0 in it stands for the
+    port that was taken. `state` is the journal's folder; None keeps the journal in memory. Raises AddressInUse and
+    ConfigurationError.
+    """
+    tune_malloc()
+    journal = Journal(state)
+    try:
+        coordinator = Coordinator(
+            network=GrpcNetwork(), journal=journal, clock=SystemClock(), membership=settings.membership
+        )
+        _serve(coordinator, journal, bind=bind, advertise=advertise, stop=stop, ready=ready)
+    finally:
+        journal.close()
+
+
+def _serve(
+    coordinator: Coordinator,
+    journal: Journal,
+    *,
+    bind: str,
+    advertise: str | None,
+    stop: threading.Event,
+    ready: Callable[[str], None],
+) -> None:
+    try:
+        listener = Listener(bind, [coordinator.service])
+        try:
+            coordinator.start()
+            listener.start()
+            listener.set_ready(ready=True)
+            address = listener.address if advertise is None else _with_port(advertise, listener.port)
+            log.info("the coordinator serves at %s (term %d)", address, journal.term)
+            ready(address)
+            stop.wait()
+        finally:
+            listener.stop()
+    finally:
+        coordinator.stop()
+
+
+def _with_port(advertise: str, port: int) -> str:
+    host, _, given = advertise.rpartition(":")
+    return f"{host}:{port}" if given == "0" else advertise

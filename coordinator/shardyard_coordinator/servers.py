@@ -1,0 +1,126 @@
+"""The coordinator's calls to servers.
+
+Owns: one peer per server's incarnation, closed when the server goes. Invariants: each call has a deadline; a failed one
+is NotReady unless it can never succeed; no call is made under the coordinator's lock. Must not know: why it is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Final, TypeVar
+
+from shardyard.ground.errors import NotFound, NotReady, Refused, ServerUnavailable, Unavailable
+from shardyard.ground.types import Caller, Incarnation, JobId, SourceKey, Term, Token
+from shardyard.transport.peers import Network, Peer
+from shardyard.wire import convert, methods
+from shardyard.wire.methods import Method
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_coordinator import door, effects
+from shardyard_coordinator.placement import Server
+
+CALL_MS: Final = 10_000
+"""Deadline of a call that a worker waits for."""
+DROP_MS: Final = 2_000
+FENCE_MS: Final = 1_500
+"""Deadline of a Fence: a dead worker's work waits for it. Tokens keep the books right without it (rule A5)."""
+
+Sent = TypeVar("Sent")
+Answered = TypeVar("Answered")
+
+
+class Servers:
+    def __init__(self, network: Network, term: Term) -> None:
+        self._network = network
+        self._term = term
+        self._lock = threading.Lock()
+        self._peers: dict[Incarnation, Peer] = {}
+
+    def create(self, effect: effects.CreatePartitions) -> None:
+        request = wire.CreatePartitionsRequest(
+            caller=self._caller(effect.job),
+            generation=effect.generation,
+            layout=convert.layout_to_wire(effect.layout),
+            partitions=effect.partitions,
+            mode=convert.mode_to_wire(effect.mode),
+            logical_ranks=effect.logical_ranks,
+            server=effect.server.incarnation,
+        )
+        self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS)
+
+    def open(self, effect: effects.OpenPartitions) -> None:
+        request = wire.OpenPartitionsRequest(caller=self._caller(effect.job), generation=effect.generation)
+        self._call(effect.server, methods.OPEN_PARTITIONS, request, CALL_MS)
+
+    def fence(self, job: JobId, server: Server, workers: Iterable[Incarnation]) -> None:
+        request = wire.FenceRequest(caller=self._caller(job), incarnations=workers)
+        self._call(server, methods.FENCE, request, FENCE_MS)
+
+    def drop(self, effect: effects.DropJob) -> None:
+        request = wire.DropJobRequest(caller=self._caller(effect.job))
+        self._call(effect.server, methods.DROP_JOB, request, DROP_MS)
+
+    def lowest_next(self, effect: effects.ReadLedger) -> int:
+        """The lowest next sequence of the sources over all partitions (rule A6). Raises where a server does not
+        answer."""
+        return min(
+            self._read(
+                effect.job,
+                Server(server, owned[0].address),
+                effect.sources,
+                effect.map.generation,
+                [owner.partition for owner in owned],
+            )
+            for server, owned in effect.map.by_server().items()
+        )
+
+    def forget(self, server: Incarnation) -> None:
+        with self._lock:
+            peer = self._peers.pop(server, None)
+        if peer is not None:
+            peer.close()
+
+    def close(self) -> None:
+        with self._lock:
+            peers = list(self._peers.values())
+            self._peers.clear()
+        for peer in peers:
+            peer.close()
+
+    def _read(
+        self, job: JobId, server: Server, sources: Sequence[SourceKey], generation: int, partitions: Sequence[int]
+    ) -> int:
+        request = wire.ReadLedgerRequest(
+            caller=self._caller(job),
+            server=server.incarnation,
+            generation=generation,
+            sources=convert.sources_to_wire((key, Token(0)) for key in sources),
+        )
+        reply = self._call(server, methods.READ_LEDGER, request, CALL_MS)
+        return door.lowest_next(reply, sources, partitions)
+
+    def _call(self, server: Server, method: Method[Sent, Answered], request: Sent, timeout_ms: int) -> Answered:
+        """What a server does not do now is NotReady for whoever waits for it: that a server's incarnation is stale, for
+        one, must not reach a worker as if the worker were."""
+        try:
+            return self._peer(server).call(method, request, timeout_ms=timeout_ms)
+        except (Unavailable, Refused, NotFound) as error:
+            raise NotReady(
+                f"{method.name} on server {server.incarnation} at {server.address}: {error.what}",
+                why=error.why_text,
+                facts={"server": str(server.incarnation), "address": server.address},
+            ) from error
+
+    def _caller(self, job: JobId) -> common.Caller:
+        return convert.caller_to_wire(Caller(job=job, term=self._term))
+
+    def _peer(self, server: Server) -> Peer:
+        with self._lock:
+            peer = self._peers.get(server.incarnation)
+            if peer is None:
+                peer = self._network.connect(
+                    server.address, name=f"server {server.incarnation}", unavailable=ServerUnavailable
+                )
+                self._peers[server.incarnation] = peer
+            return peer

@@ -1,0 +1,264 @@
+"""The coordinator as a service: requests to events, the machine under one lock, effects carried out.
+
+Owns: the lock, the ticker thread, the threads that call servers. Invariants: the machine is touched under the lock
+only; records are on the disk before any other effect of the same event begins, and before the lock is given up; the
+lock is never held over a call to a server; if the journal cannot be written, nothing more is decided.
+Must not know: what is decided (the machine does), how messages look (the door does).
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from shardyard.ground.errors import Internal, NotReady, ShardyardError
+from shardyard.ground.ports import Clock
+from shardyard.ground.types import DataLease
+from shardyard.runtime.settings import MembershipSettings
+from shardyard.transport.peers import Context, Network, Service
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator import door, effects, events, standing
+from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.servers import Servers
+
+log = logging.getLogger("shardyard.coordinator")
+
+TICK_MS: Final = 100
+CALLERS: Final = 8
+"""Threads that call servers at a time, for all jobs."""
+ROUNDS_MAX: Final = 4
+"""A request that has partitions created or opened is put to the machine again; once is enough."""
+
+A = TypeVar("A")
+
+
+class Coordinator:
+    """Serves `service` from `start` until `stop`. The journal stays the caller's to close, after `stop`."""
+
+    def __init__(self, *, network: Network, journal: Journal, clock: Clock, membership: MembershipSettings) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._membership = membership
+        self._lock = threading.Lock()
+        self._machine = Machine(term=journal.term, lease_ms=membership.lease_ms, now_ms=clock.now_ms())
+        self._servers = Servers(network, journal.term)
+        self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
+        self._broken: str | None = None
+        self.service = self._make_service()
+
+    def start(self) -> None:
+        """Begins to notice that time passes."""
+        self._ticker.start()
+
+    def stop(self) -> None:
+        """Waits for its threads. Requests that still come are answered with NotReady."""
+        with self._lock:
+            self._stop.set()
+        if self._ticker.is_alive():
+            self._ticker.join()
+        self._callers.shutdown(wait=True, cancel_futures=True)
+        self._servers.close()
+
+    def _make_service(self) -> Service:
+        service = Service("Coordinator")
+        service.on(methods.REGISTER, self._register)
+        service.on(methods.HEARTBEAT, self._heartbeat)
+        service.on(methods.LEAVE, self._leave)
+        service.on(methods.REPORT_EXIT, self._report_exit)
+        service.on(methods.JOIN_JOB, self._join_job)
+        service.on(methods.REGISTER_VARIABLES, self._register_variables)
+        service.on(methods.COMMIT_VARIABLES, self._commit_variables)
+        service.on(methods.OPEN_FEED, self._open_feed)
+        service.on(methods.LEASE_DATA, self._lease_data)
+        service.on(methods.CLOSE_LEASE, self._close_lease)
+        service.on(methods.STATUS, self._status)
+        return service
+
+    # ---- handlers: one per method
+
+    def _register(self, request: wire.RegisterRequest, _: Context) -> wire.RegisterReply:
+        answer = self._ask(door.registered(request), effects.Registered)
+        return door.register_reply(answer.incarnation, self._journal.term, self._membership)
+
+    def _heartbeat(self, request: wire.HeartbeatRequest, _: Context) -> wire.HeartbeatReply:
+        answer = self._ask(door.heartbeat(request), effects.Standing)
+        return door.heartbeat_reply(answer, self._journal.term)
+
+    def _leave(self, request: wire.LeaveRequest, _: Context) -> wire.LeaveReply:
+        self._ask(door.left(request), effects.Done)
+        return wire.LeaveReply()
+
+    def _report_exit(self, request: wire.ReportExitRequest, _: Context) -> wire.ReportExitReply:
+        self._ask(door.exit_reported(request), effects.Done)
+        return wire.ReportExitReply()
+
+    def _join_job(self, request: wire.JoinJobRequest, _: Context) -> wire.JoinJobReply:
+        return door.join_reply(self._ask(door.joined(request), effects.Joined))
+
+    def _register_variables(self, request: wire.RegisterVariablesRequest, _: Context) -> wire.RegisterVariablesReply:
+        return door.placed_reply(self._ask(door.variables_registered(request), effects.Placed))
+
+    def _commit_variables(self, request: wire.CommitVariablesRequest, _: Context) -> wire.CommitVariablesReply:
+        self._ask(door.variables_committed(request), effects.Done)
+        return wire.CommitVariablesReply()
+
+    def _open_feed(self, request: wire.OpenFeedRequest, _: Context) -> wire.OpenFeedReply:
+        return door.feed_reply(self._ask(door.feed_opened(request), FeedOpening))
+
+    def _lease_data(self, request: wire.LeaseDataRequest, _: Context) -> wire.LeaseDataReply:
+        answer = self._ask(door.lease_requested(request), object)
+        assert isinstance(answer, DataLease | LeaseWait | FeedDone), answer
+        return door.lease_reply(answer)
+
+    def _close_lease(self, request: wire.CloseLeaseRequest, _: Context) -> wire.CloseLeaseReply:
+        answer = self._ask(door.lease_returned(request), effects.LeaseClosed)
+        return wire.CloseLeaseReply(done=answer.done)
+
+    def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
+        with self._lock:
+            yard = standing.describe(self._machine, self._clock.now_ms())
+        return door.status_reply(yard)
+
+    # ---- the machine and its effects
+
+    def _ask(self, event: events.Event, kind: type[A]) -> A:
+        """Puts a request to the machine and does what its answer waits for. Raises what refuses it."""
+        asked = event
+        for _ in range(ROUNDS_MAX):
+            wanted = self._handle(asked)
+            for effect in wanted:
+                if isinstance(effect, effects.Reply):
+                    assert isinstance(effect.answer, kind), effect
+                    return effect.answer
+            asked = self._await(event, wanted)
+        raise Internal(f"{type(event).__name__} was put to the machine {ROUNDS_MAX} times and has no answer")
+
+    def _await(self, event: events.Event, wanted: Sequence[effects.Effect]) -> events.Event:
+        """Carries out the effects that a request's answer waits for. Returns the event that brings the answer."""
+        for effect in wanted:
+            match effect:
+                case effects.CreatePartitions():
+                    self._create([each for each in wanted if isinstance(each, effects.CreatePartitions)])
+                    return event
+                case effects.OpenPartitions():
+                    self._open([each for each in wanted if isinstance(each, effects.OpenPartitions)])
+                    return event
+                case effects.ReadLedger():
+                    assert isinstance(event, events.LeaseReturned), event
+                    return events.LedgerRead(event, self._servers.lowest_next(effect))
+                case _:
+                    continue
+        raise Internal(f"{type(event).__name__} has no answer")
+
+    def _handle(self, event: events.Event) -> list[effects.Effect]:
+        """One step of the machine. Persists, logs, and hands to other threads what nobody waits for; returns all."""
+        with self._lock:
+            if self._stop.is_set():
+                raise NotReady("the coordinator is stopping")
+            if self._broken is not None:
+                raise Internal(self._broken, todo="make room on the disk, then start the coordinator again")
+            wanted = self._machine.handle(event, self._clock.now_ms())
+            self._persist([effect for effect in wanted if isinstance(effect, effects.Persist)])
+            for effect in wanted:
+                self._dispatch(effect)
+        return wanted
+
+    def _persist(self, records: Sequence[effects.Persist]) -> None:
+        if not records:
+            return
+        try:
+            self._journal.append([(record.kind, record.body) for record in records])
+        except sqlite3.Error as error:
+            self._broken = f"the journal cannot be written ({error}); the coordinator decides nothing more"
+            log.critical("%s", self._broken)
+            raise Internal(self._broken) from error
+
+    def _dispatch(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Tell(text, warning):
+                log.log(logging.WARNING if warning else logging.INFO, "%s", text)
+            case effects.FenceOnServers():
+                self._later(self._fence, effect)
+            case effects.DropJob():
+                self._later(self._drop, effect)
+            case effects.ForgetServer(server):
+                self._later(self._servers.forget, server)
+            case _:
+                pass
+
+    def _tick(self) -> None:
+        while not self._stop.wait(TICK_MS / 1000):
+            try:
+                wanted = self._handle(events.Ticked())
+            except ShardyardError as error:
+                log.debug("no tick: %s", error)
+                continue
+            except Exception:
+                log.exception("a tick failed")
+                continue
+            openings = [effect for effect in wanted if isinstance(effect, effects.OpenPartitions)]
+            for job in dict.fromkeys(effect.job for effect in openings):
+                self._later(self._open, [effect for effect in openings if effect.job == job])
+
+    # ---- calls to servers; never under the lock
+
+    def _create(self, wanted: Sequence[effects.CreatePartitions]) -> None:
+        created = False
+        try:
+            for effect in wanted:
+                self._servers.create(effect)
+            created = True
+        finally:
+            job = wanted[0].job
+            self._handle(events.PartitionsCreated(job) if created else events.PartitionsRefused(job))
+
+    def _open(self, wanted: Sequence[effects.OpenPartitions]) -> None:
+        opened = False
+        try:
+            for effect in wanted:
+                self._servers.open(effect)
+            opened = True
+        finally:
+            job = wanted[0].job
+            self._handle(events.PartitionsOpened(job) if opened else events.OpeningFailed(job))
+
+    def _fence(self, effect: effects.FenceOnServers) -> None:
+        try:
+            for server in effect.servers:
+                try:
+                    self._servers.fence(effect.job, server, effect.workers)
+                except ShardyardError as error:
+                    log.warning(
+                        "server %d was not told to refuse workers %s (%s); it learns that from its next heartbeat",
+                        server.incarnation,
+                        ", ".join(map(str, effect.workers)),
+                        error.what,
+                    )
+        finally:
+            self._handle(events.WorkersFenced(effect.job, effect.workers))
+
+    def _drop(self, effect: effects.DropJob) -> None:
+        try:
+            self._servers.drop(effect)
+        except ShardyardError as error:
+            log.warning("server %d did not drop job %d: %s", effect.server.incarnation, effect.job, error.what)
+
+    def _later(self, work: Callable[[A], None], about: A) -> None:
+        self._callers.submit(work, about).add_done_callback(_log_failure)
+
+
+def _log_failure(future: Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if isinstance(error, NotReady):
+        log.debug("given up: %s", error)
+    elif error is not None:
+        log.error("a call to servers failed", exc_info=error)

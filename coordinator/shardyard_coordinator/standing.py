@@ -1,0 +1,123 @@
+"""The state of a yard as people see it, read off a machine.
+
+Owns: nothing. Invariant: reading changes nothing. Must not know: messages, how they are shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.ground.errors import ShardyardError
+from shardyard.ground.types import (
+    Incarnation,
+    JobId,
+    MemberRole,
+    PartitionMap,
+    Rank,
+    Term,
+    UpdateMode,
+    VariableKind,
+)
+from shardyard_coordinator.data_ledger import FeedCounts
+from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.jobs import Job
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.membership import Member
+from shardyard_coordinator.progress import Report
+
+FEEDS_SHOWN_MAX: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStanding:
+    incarnation: Incarnation
+    role: MemberRole
+    address: str
+    host: str
+    pid: int
+    release: str
+    last_seen_ms_ago: int
+    job: JobId | None
+    report: Report
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobStanding:
+    """`parameters`: elements that the optimizer changes."""
+
+    job: JobId
+    name: str
+    state: JobState
+    failure: ShardyardError | None
+    mode: UpdateMode
+    logical_ranks: int
+    workers: int
+    step: int
+    samples: int
+    samples_per_s: float
+    metrics: tuple[tuple[str, float], ...]
+    map: PartitionMap | None
+    feeds: tuple[FeedCounts, ...]
+    parameters: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class YardStanding:
+    term: Term
+    uptime_ms: int
+    members: tuple[MemberStanding, ...]
+    jobs: tuple[JobStanding, ...]
+
+
+def describe(machine: Machine, now_ms: int) -> YardStanding:
+    jobs = {job.id: job for job in machine.jobs}
+    return YardStanding(
+        term=machine.term,
+        uptime_ms=machine.uptime_ms(now_ms),
+        members=tuple(
+            _member(member, jobs.get(member.job) if member.job is not None else None, now_ms)
+            for member in machine.members
+        ),
+        jobs=tuple(_job(job, now_ms) for job in jobs.values()),
+    )
+
+
+def _member(member: Member, job: Job | None, now_ms: int) -> MemberStanding:
+    registration = member.registration
+    return MemberStanding(
+        incarnation=member.incarnation,
+        role=member.role,
+        address=member.address,
+        host=registration.host,
+        pid=registration.pid,
+        release=registration.release,
+        last_seen_ms_ago=max(0, now_ms - member.last_seen_ms),
+        job=member.job,
+        report=Report() if job is None else job.progress.of(member.incarnation),
+        ranks=() if job is None else tuple(lease.rank for lease in job.ranks_of(member.incarnation)),
+    )
+
+
+def _job(job: Job, now_ms: int) -> JobStanding:
+    layout = job.deployment.layout
+    variables = () if layout is None else layout.variables
+    return JobStanding(
+        job=job.id,
+        name=job.settings.name,
+        state=job.state,
+        failure=job.failure,
+        mode=job.settings.consistency.mode,
+        logical_ranks=0 if job.ranks is None else len(job.ranks.all),
+        workers=len(job.workers),
+        step=job.progress.step,
+        samples=job.progress.samples,
+        samples_per_s=0.0 if job.state.ended else job.progress.samples_per_s(now_ms),
+        metrics=job.progress.metrics,
+        map=job.deployment.map,
+        feeds=job.feed_counts(FEEDS_SHOWN_MAX),
+        parameters=sum(spec.elements for spec in variables if spec.kind is VariableKind.PARAMETER),
+        payload_bytes=0 if layout is None else sum(part.payload_bytes for part in layout.partitions),
+    )

@@ -1,0 +1,61 @@
+"""A yard inside one process: coordinator, servers and one worker, over the in-process network.
+
+The same servicers, ledgers and optimizers as over gRPC, given the same bytes; so a script runs alone as it runs in a
+yard, to the last bit in synchronous mode. Owns: the order of starting and stopping. Must not know: how any role works.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.shell import Coordinator
+from shardyard_ps_server.process import Server
+from shardyard_worker import job as worker
+
+from shardyard.ground import errors
+from shardyard.runtime.clock import SystemClock
+from shardyard.runtime.settings import Settings
+from shardyard.transport.in_process import InProcessNetwork
+
+log = logging.getLogger("shardyard.local")
+
+COORDINATOR = "in-process:coordinator"
+
+
+class LocalYard:
+    """Coordinator and servers, started; `network` reaches them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.network = InProcessNetwork()
+        self._journal = Journal(None)
+        self._coordinator = Coordinator(
+            network=self.network, journal=self._journal, clock=SystemClock(), membership=settings.membership
+        )
+        self._coordinator.start()
+        self.network.listen(COORDINATOR, [self._coordinator.service])
+        self._servers: list[Server] = []
+        for index in range(settings.yard.servers):
+            server = Server(self.network, COORDINATOR, on_lost=_log_loss)
+            address = f"in-process:server-{index}"
+            self.network.listen(address, [server.service()])
+            server.register(address, patience_ms=settings.worker.retry_budget_ms)
+            self._servers.append(server)
+
+    def close(self) -> None:
+        """Stops all of it; no thread is left."""
+        for server in self._servers:
+            server.leave()
+        self._coordinator.stop()
+        self._journal.close()
+
+
+def connect(settings: Settings) -> worker.Job:
+    """Starts a yard in this process and joins it. Leaving the job ends the yard."""
+    yard = LocalYard(settings)
+    inside = settings.model_copy(update={"coordinator": COORDINATOR})
+    return worker.connect(inside, network=yard.network, on_close=yard.close)
+
+
+def _log_loss(error: errors.ShardyardError) -> None:
+    log.error("a server has lost its standing: %s", error)

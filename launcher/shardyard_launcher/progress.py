@@ -1,0 +1,135 @@
+"""How a running script is shown: its output, and a line of progress.
+
+Owns: the choice of the job to show, the text of a progress line, two displays (a terminal, anything else). Invariants:
+each output line comes out whole and in order, without a terminal on the stream it was printed to; a plain display
+repeats no line of progress. Must not know: where status comes from, what a launch is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+METRICS_SHOWN_MAX = 6
+
+
+class JobChoice:
+    """Which of a yard's jobs is the script's: the one that its processes have joined, also after they have left."""
+
+    def __init__(self) -> None:
+        self._job = 0
+
+    def choose(self, status: wire.StatusReply, pids: frozenset[int]) -> wire.JobStatus | None:
+        joined = [m.job for m in status.members if m.role == wire.ROLE_WORKER and m.pid in pids and m.job]
+        self._job = max(joined, default=self._job)
+        return next((job for job in status.jobs if job.job == self._job), None)
+
+
+def progress_line(status: wire.StatusReply, job: wire.JobStatus | None) -> str:
+    """For example `step 120 | 15,360 samples | 812 samples/s | loss 0.1234 | 2 workers, 2 servers`."""
+    servers = sum(member.role == wire.ROLE_SERVER for member in status.members)
+    members = f"{_count(servers, 'server')}, {_count(sum(m.role == wire.ROLE_AGENT for m in status.members), 'agent')}"
+    if job is None:
+        return f"waiting for the script to join a job | {members}"
+    workers = sum(member.role == wire.ROLE_WORKER and member.job == job.job for member in status.members)
+    parts = [f"step {job.step:,}", f"{job.samples:,} samples", f"{job.samples_per_s:,.0f} samples/s"]
+    parts += [f"{metric.name} {metric.value:.4g}" for metric in job.metrics[:METRICS_SHOWN_MAX]]
+    parts.append(f"{_count(workers, 'worker')}, {_count(servers, 'server')}")
+    if job.state == wire.JOB_STATE_STARTING:
+        parts.append("starting")
+    elif job.state == wire.JOB_STATE_FINISHED:
+        parts.append("finished")
+    elif job.state == wire.JOB_STATE_FAILED:
+        parts.append(f"failed: {job.failure.what}")
+    return f"job {job.name}: " + " | ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _prefix(index: int, workers: int) -> str:
+    return f"[{index}] " if workers > 1 else ""
+
+
+class PlainDisplay:
+    """Lines, for a file or a pipe."""
+
+    def __init__(self, workers: Callable[[], int], progress_to: TextIO | None = None) -> None:
+        self._workers = workers
+        self._progress_to = sys.stdout if progress_to is None else progress_to
+        self._choice = JobChoice()
+        self._shown = ""
+
+    def output(self, index: int, standard_error: bool, line: str) -> None:
+        _write(sys.stderr if standard_error else sys.stdout, _prefix(index, self._workers()) + line)
+
+    def note(self, text: str) -> None:
+        _write(self._progress_to, text)
+
+    def progress(self, status: wire.StatusReply, pids: frozenset[int]) -> None:
+        line = progress_line(status, self._choice.choose(status, pids))
+        if line != self._shown:
+            self._shown = line
+            _write(self._progress_to, line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+
+class LiveDisplay:
+    """The script's output, and below it a line of progress that is drawn anew."""
+
+    def __init__(self, workers: Callable[[], int], console: Console) -> None:
+        self._workers = workers
+        self._choice = JobChoice()
+        self._console = console
+        self._live = Live(Text("starting the script"), console=console, refresh_per_second=4, redirect_stdout=False)
+
+    def output(self, index: int, standard_error: bool, line: str) -> None:
+        del standard_error
+        text = Text(_prefix(index, self._workers()), style="dim")
+        text.append_text(Text.from_ansi(line) if "\x1b" in line else Text(line))
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style="yellow"), soft_wrap=True)
+
+    def progress(self, status: wire.StatusReply, pids: frozenset[int]) -> None:
+        line = progress_line(status, self._choice.choose(status, pids))
+        self._live.update(Text(line, style="bold", overflow="ellipsis", no_wrap=True))
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+def display_for(workers: Callable[[], int], progress_to: TextIO) -> PlainDisplay | LiveDisplay:
+    """A live display where both streams are terminals, else a plain one. `workers` tells how many processes there are,
+    once that is known."""
+    if sys.stdout.isatty() and progress_to.isatty():
+        return LiveDisplay(workers, Console(file=progress_to))
+    return PlainDisplay(workers, progress_to)
+
+
+def _write(stream: TextIO, line: str) -> None:
+    stream.write(line + "\n")
+    stream.flush()

@@ -1,0 +1,140 @@
+"""One process of a local yard: started, recognised, asked to end, ended.
+
+Owns: the start of a role as a detached process with a log, its ready line, its identity as (pid, time of creation), the
+end of its log for messages. Invariants: a signal goes only to a process whose pid and time of creation are those that
+were written down, so never to a stranger that got a recycled pid. Must not know: what the roles do, how many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+CREATED_TOLERANCE_S: Final = 1.0
+"""psutil derives a process's time of creation from the time of boot, which moves when the clock is set."""
+READY: Final = "ready "
+"""A role prints this and its address, on a line of its own, once it can be used."""
+POLL_S: Final = 0.02
+TAIL_BYTES: Final = 16 * 1024
+TAIL_LINES: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RoleProcess:
+    """A process as the state file knows it. `address` is empty until it is ready."""
+
+    name: str
+    role: str
+    pid: int
+    created_s: float
+    log: Path
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+
+class RunningRole:
+    """A role's process, whether we started it or found it in a state file."""
+
+    def __init__(self, process: RoleProcess, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.process = process
+        self._child = child
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a child of ours that has ended."""
+        return None if self._child is None else self._child.poll()
+
+    @property
+    def alive(self) -> bool:
+        if self._child is not None:
+            return self._child.poll() is None
+        return self._find() is not None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal, unless the process has ended."""
+        if self._child is not None:
+            self._child.send_signal(number)
+            return
+        found = self._find()
+        if found is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.send_signal(number)
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Waits for the end; False if it did not come in time."""
+        give_up = time.monotonic() + timeout_ms / 1000
+        while self.alive:
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def read_address(self) -> str:
+        """The address that the process has printed, empty while it is not ready. Notes it."""
+        if not self.process.address:
+            for line in _read(self.process.log).splitlines():
+                if line.startswith(READY):
+                    self.process = replace(self.process, address=line.removeprefix(READY).strip())
+                    break
+        return self.process.address
+
+    def _find(self) -> psutil.Process | None:
+        try:
+            found = psutil.Process(self.process.pid)
+            same = abs(found.create_time() - self.process.created_s) <= CREATED_TOLERANCE_S
+            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+def start_role(
+    name: str, role: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str], tied: bool
+) -> RunningRole:
+    """Starts `shardyard ROLE ARGUMENTS` in a session of its own, printing into `log`. A `tied` one is ended by the
+    kernel when the calling thread ends."""
+    tie = ["--ends-with", str(os.getpid())] if tied else []
+    # -P: a file in the working directory must not shadow a module of ours
+    command = [sys.executable, "-u", "-P", "-m", "shardyard_launcher.command_line", role, *tie, *arguments]
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    try:
+        created_s = psutil.Process(child.pid).create_time()
+    except psutil.NoSuchProcess:
+        created_s = time.time()
+    return RunningRole(RoleProcess(name, role, child.pid, created_s, log), child)
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, indented, for a message."""
+    try:
+        text = _read(log, last_bytes=TAIL_BYTES)
+    except OSError as error:
+        return f"  ({log} cannot be read: {error.strerror})"
+    lines = text.splitlines()[-TAIL_LINES:]
+    return "\n".join(f"  {line}" for line in lines) or "  (nothing)"
+
+
+def _read(log: Path, last_bytes: int | None = None) -> str:
+    with log.open("rb") as stream:
+        if last_bytes is not None:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - last_bytes))
+        return stream.read().decode("utf-8", "replace")

@@ -1,0 +1,271 @@
+"""`shardyard status`: what a coordinator knows, and what its servers say, as tables or JSON.
+
+Owns: the shape of both. The JSON is a promise to scripts: names stay, new ones may come. Must not know: who asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shardyard.ground import errors
+from shardyard.transport.peers import Network
+from shardyard.wire import methods
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+
+TIMEOUT_MS: Final = 3_000
+SERVER_TIMEOUT_MS: Final = 1_500
+
+ROLES: Final = {wire.ROLE_SERVER: "server", wire.ROLE_WORKER: "worker", wire.ROLE_AGENT: "agent"}
+STATES: Final = {
+    wire.JOB_STATE_STARTING: "starting",
+    wire.JOB_STATE_RUNNING: "running",
+    wire.JOB_STATE_FINISHED: "finished",
+    wire.JOB_STATE_FAILED: "failed",
+}
+MODES: Final = {common.UPDATE_MODE_SYNC: "sync", common.UPDATE_MODE_ASYNC: "async"}
+
+
+@dataclass(frozen=True)
+class YardReport:
+    coordinator: str
+    status: wire.StatusReply
+    servers: Mapping[int, server_wire.DescribeServerReply | errors.ShardyardError]
+    """What each server said, by incarnation."""
+
+
+def ask(network: Network, coordinator: str) -> YardReport:
+    """Raises CoordinatorUnavailable; a server that does not answer is part of the report."""
+    peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    try:
+        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+    finally:
+        peer.close()
+    servers: dict[int, server_wire.DescribeServerReply | errors.ShardyardError] = {}
+    for member in status.members:
+        if member.role != wire.ROLE_SERVER:
+            continue
+        peer = network.connect(member.address, name=f"server {member.incarnation}")
+        try:
+            servers[member.incarnation] = peer.call(
+                methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=SERVER_TIMEOUT_MS
+            )
+        except errors.ShardyardError as error:
+            servers[member.incarnation] = error
+        finally:
+            peer.close()
+    return YardReport(coordinator, status, servers)
+
+
+def to_json(report: YardReport) -> str:
+    status = report.status
+    return json.dumps(
+        {
+            "coordinator": report.coordinator,
+            "term": status.term,
+            "uptime_ms": status.uptime_ms,
+            "members": [_member(member) for member in status.members],
+            "jobs": [_job(report, job) for job in status.jobs],
+            "servers": [_server(incarnation, said) for incarnation, said in sorted(report.servers.items())],
+        },
+        indent=2,
+    )
+
+
+def _member(member: wire.MemberStatus) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "incarnation": member.incarnation,
+        "role": ROLES.get(member.role, "unknown"),
+        "address": member.address,
+        "host": member.host,
+        "pid": member.pid,
+        "release": member.release,
+        "last_seen_ms_ago": member.last_seen_ms_ago,
+    }
+    if member.role == wire.ROLE_WORKER:
+        entry |= {
+            "job": member.job,
+            "step": member.step,
+            "samples": member.samples,
+            "waiting_for": member.waiting_for,
+            "ranks": list(member.ranks),
+        }
+    return entry
+
+
+def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
+    versions = _versions(report, job.job)
+    return {
+        "job": job.job,
+        "name": job.name,
+        "state": STATES.get(job.state, "unknown"),
+        "failure": {"code": job.failure.code, "what": job.failure.what} if job.HasField("failure") else None,
+        "mode": MODES.get(job.mode, "unknown"),
+        "logical_ranks": job.logical_ranks,
+        "workers": job.workers,
+        "step": job.step,
+        "samples": job.samples,
+        "samples_per_s": job.samples_per_s,
+        "metrics": {metric.name: metric.value for metric in job.metrics},
+        "parameters": job.parameters,
+        "payload_bytes": job.payload_bytes,
+        "generation": job.map.generation,
+        "partitions": [
+            {
+                "partition": owner.partition,
+                "server": owner.server,
+                "address": owner.address,
+                "life": versions[owner.partition].life if owner.partition in versions else None,
+                "version": versions[owner.partition].number if owner.partition in versions else None,
+            }
+            for owner in job.map.owners
+        ],
+        "feeds": [
+            {
+                "feed": feed.feed,
+                "samples": feed.samples,
+                "epochs": feed.epochs,
+                "data_shards_free": feed.free,
+                "data_shards_leased": feed.leased,
+                "data_shards_done": feed.done,
+                "finished": feed.finished,
+            }
+            for feed in job.feeds
+        ],
+    }
+
+
+def _server(incarnation: int, said: server_wire.DescribeServerReply | errors.ShardyardError) -> dict[str, object]:
+    if isinstance(said, errors.ShardyardError):
+        return {"server": incarnation, "error": said.what}
+    return {
+        "server": incarnation,
+        "partitions": len(said.partitions),
+        "pushes_applied": said.pushes_applied,
+        "pushes_duplicate": said.pushes_duplicate,
+        "bytes_received": said.bytes_received,
+        "bytes_sent": said.bytes_sent,
+    }
+
+
+def _versions(report: YardReport, job: int) -> dict[int, common.Version]:
+    return {
+        part.partition: part.version
+        for said in report.servers.values()
+        if not isinstance(said, errors.ShardyardError)
+        for part in said.partitions
+        if part.job == job
+    }
+
+
+def show(report: YardReport, console: Console) -> None:
+    status = report.status
+    uptime = _duration(status.uptime_ms)
+    parts: list[RenderableType] = [
+        Text(f"coordinator {report.coordinator}, up {uptime}, term {status.term}"),
+        _members_table(report),
+    ]
+    if not status.jobs:
+        parts.append(Text("no jobs yet"))
+    for job in sorted(status.jobs, key=lambda job: job.job):
+        parts += _job_tables(report, job)
+    console.print(Group(*parts))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _members_table(report: YardReport) -> Table:
+    names = {job.job: job.name for job in report.status.jobs}
+    table = _table("members", "role", "id", "address", "host", "pid", "seen", "job", "step", "says")
+    for member in sorted(report.status.members, key=lambda m: (m.role, m.incarnation)):
+        worker = member.role == wire.ROLE_WORKER
+        said = report.servers.get(member.incarnation)
+        says = said.what if isinstance(said, errors.ShardyardError) else ""
+        if isinstance(said, server_wire.DescribeServerReply):
+            says = f"{len(said.partitions)} partitions, {said.pushes_applied:,} pushes applied"
+        if worker:
+            ranks = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
+            waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
+            says = "; ".join(part for part in (ranks, waiting) if part)
+        cells = [
+            ROLES.get(member.role, "unknown"),
+            str(member.incarnation),
+            member.address or "-",
+            member.host,
+            str(member.pid),
+            f"{member.last_seen_ms_ago / 1000:.1f} s ago",
+            names.get(member.job, "-") if worker else "-",
+            f"{member.step:,}" if worker else "-",
+            says,
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]:
+    found: list[RenderableType] = []
+    table = _table(
+        f"job {job.name} (id {job.job})", "state", "mode", "workers", "step", "samples", "samples/s", "metrics"
+    )
+    metrics = ", ".join(f"{metric.name} {metric.value:.4g}" for metric in job.metrics) or "-"
+    mode = MODES.get(job.mode, "unknown")
+    cells = [
+        STATES.get(job.state, "unknown"),
+        f"{mode}, {job.logical_ranks} ranks" if mode == "sync" else mode,
+        str(job.workers),
+        f"{job.step:,}",
+        f"{job.samples:,}",
+        f"{job.samples_per_s:,.0f}",
+        metrics,
+    ]
+    table.add_row(*map(Text, cells))
+    found.append(table)
+    if job.HasField("failure"):
+        found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
+    if job.map.owners:
+        found.append(_partitions_table(report, job))
+    if job.feeds:
+        feeds = _table("  data", "feed", "samples", "epochs", "free", "leased", "done", "finished")
+        for feed in job.feeds:
+            numbers = [feed.feed, feed.samples, feed.epochs, feed.free, feed.leased, feed.done]
+            feeds.add_row(*(f"{number:,}" for number in numbers), "yes" if feed.finished else "no")
+        found.append(feeds)
+    return found
+
+
+def _partitions_table(report: YardReport, job: wire.JobStatus) -> Table:
+    versions = _versions(report, job.job)
+    title = (
+        f"  partitions (generation {job.map.generation}, {job.parameters:,} parameters, {job.payload_bytes:,} bytes)"
+    )
+    table = _table(title, "server", "address", "partitions", "versions")
+    owned: dict[tuple[int, str], list[int]] = {}
+    for owner in job.map.owners:
+        owned.setdefault((owner.server, owner.address), []).append(owner.partition)
+    for (server, address), partitions in sorted(owned.items()):
+        known = [versions[p].number for p in partitions if p in versions]
+        low, high = min(known, default=None), max(known, default=None)
+        span = "-" if low is None else str(low) if low == high else f"{low} to {high}"
+        table.add_row(str(server), address, ", ".join(map(str, partitions)), span)
+    return table
+
+
+def _duration(duration_ms: int) -> str:
+    seconds = duration_ms // 1000
+    hours, minutes = seconds // 3600, seconds // 60 % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"

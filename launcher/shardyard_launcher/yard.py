@@ -1,0 +1,282 @@
+"""`shardyard up`, `down`, `run`: a yard on this machine, with or without a script.
+
+Owns: when a yard is started, reused or refused; what is left standing after a script, an error or Ctrl-C; the words
+printed about it. Invariants: `run` leaves no process behind; `up` leaves a yard that is whole or none that it started;
+`down` ends only processes that the state file names. Must not know: how processes are started and watched (cluster,
+script).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from shardyard_launcher.options import ADDRESS, Given, StopSignals, load_given, settings_options
+from shardyard_launcher.roles import exit_status
+
+if TYPE_CHECKING:
+    from shardyard.runtime.settings import Settings
+    from shardyard_launcher.cluster import LocalCluster
+    from shardyard_launcher.script import Script
+
+_PASSES_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_state = click.option("--state", metavar="DIR", help="Folder of logs, journal and process ids (default: yard.state).")
+
+
+@click.command(context_settings=_PASSES_ARGUMENTS)
+@_state
+@settings_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS...]")
+def up(state: str | None, config: str | None, sets: tuple[str, ...], command: tuple[str, ...]) -> int:
+    """Start a yard that stays up; run a script on it.
+
+    A yard that is up already is used as it is. Without a script, nothing is run.
+    """
+    from shardyard_launcher.cluster import Interrupted
+
+    given = load_given(config, sets, {"yard.state": state})
+    _check_script(command)
+    folder = Path(given.loaded.settings.yard.state)
+    with StopSignals() as signals:
+        try:
+            cluster, ours = _bring_up(given, folder, signals)
+        except Interrupted:
+            click.echo("stopped before the yard was up", err=True)
+            return signals.exit_code or 130
+        code = 0
+        if command:
+            code = _run_on(cluster, _script(command, given, whole=True, workers=0), signals, sys.stdout)
+        if ours and (signals.exit_code is not None or not cluster.alive):
+            _take_down(cluster, folder)
+            click.echo("the yard is stopped", err=True)
+            return signals.exit_code or code or 1
+    if not cluster.alive:
+        return signals.exit_code or code or 1
+    _say_where(cluster, folder, given.loaded.settings)
+    return signals.exit_code or code
+
+
+@click.command()
+@_state
+@click.option("--purge", is_flag=True, help="Delete the folder's logs and journal too.")
+@settings_options
+def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ...]) -> int:
+    """Stop the yard that `shardyard up` started."""
+    from shardyard_launcher.cluster import LocalCluster
+    from shardyard_launcher.yard_state import locked, read_state
+
+    settings = load_given(config, sets, {"yard.state": state}).loaded.settings
+    folder = Path(settings.yard.state)
+    if not folder.is_dir():
+        click.echo(f"no yard is up (there is no {folder})")
+        return 0
+    with locked(folder):
+        found = read_state(folder)
+        if found is None:
+            click.echo(f"no yard is up in {folder}")
+        else:
+            # a second signal must not leave half of the yard standing
+            with StopSignals():
+                _take_down(LocalCluster.found(settings, folder, found), folder, locked_already=True)
+            click.echo(f"stopped {', '.join(map(str, found.processes))}")
+        if purge:
+            _purge(folder)
+    return 0
+
+
+@click.command(context_settings=_PASSES_ARGUMENTS)
+@click.option("--coordinator", metavar=ADDRESS, help="Run it on this yard, through its agent, and start nothing.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of training processes (default: yard.workers).")
+@settings_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
+def run(
+    coordinator: str | None, workers: int | None, config: str | None, sets: tuple[str, ...], command: tuple[str, ...]
+) -> int:
+    """Start everything around a script, and stop it all at its end.
+
+    On free ports, with a temporary state folder. With --coordinator the script runs on that yard instead.
+    """
+    given = load_given(config, sets, {"coordinator": coordinator, "yard.workers": workers})
+    _check_script(command)
+    settings = given.loaded.settings
+    with StopSignals() as signals:
+        if settings.coordinator:
+            code = _run_on_running(settings.coordinator, command, given, workers or 0, signals)
+        else:
+            code = _run_alone(given, command, signals)
+    return signals.exit_code or code
+
+
+def _run_on_running(
+    coordinator: str, command: tuple[str, ...], given: Given, workers: int, signals: StopSignals
+) -> int:
+    from shardyard_launcher.script import find_agent
+
+    script = _script(command, given, whole=False, workers=workers)
+    return _follow(coordinator, find_agent(coordinator), script, signals, _nothing_to_check, sys.stderr)
+
+
+def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> int:
+    from shardyard_launcher.cluster import Interrupted, LocalCluster
+
+    settings = given.loaded.settings
+    settings = settings.model_copy(update={"yard": settings.yard.model_copy(update={"coordinator_port": 0})})
+    with tempfile.TemporaryDirectory(prefix="shardyard-run-") as folder:
+        cluster = LocalCluster(settings, Path(folder), tied=True)
+        try:
+            cluster.start(stop=signals.stop)
+            return _run_on(cluster, _script(command, given, whole=True, workers=0), signals, sys.stderr)
+        except Interrupted:
+            return 130
+        finally:
+            cluster.stop()
+
+
+def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[LocalCluster, bool]:
+    """The yard of the folder, and whether it was started now."""
+    from shardyard_launcher.cluster import LocalCluster
+    from shardyard_launcher.yard_state import forget_state, locked, read_state
+
+    settings = given.loaded.settings
+    with locked(folder):
+        found = read_state(folder)
+        if found is not None:
+            cluster = LocalCluster.found(settings, folder, found)
+            if cluster.alive_count:
+                cluster.check_whole(folder)
+                click.echo(f"the yard of {folder} is up already; using it")
+                _note_differences(settings, cluster)
+                return cluster, False
+            click.echo(f"the last yard of {folder} has died; starting a new one")
+            forget_state(folder)
+        yard = settings.yard
+        click.echo(f"starting a coordinator, {yard.servers} servers, an agent for {yard.workers} workers")
+        cluster = LocalCluster(settings, folder, tied=False, on_change=lambda state: state.write(folder))
+        try:
+            cluster.start(stop=signals.stop)
+        except BaseException:
+            forget_state(folder)
+            raise
+    return cluster, True
+
+
+def _note_differences(settings: Settings, cluster: LocalCluster) -> None:
+    running = sum(process.role == "server" for process in cluster.state.processes)
+    if running != settings.yard.servers:
+        click.echo(
+            f"note: it has {running} servers, and the settings say {settings.yard.servers}; "
+            "`shardyard down` first to start it anew",
+            err=True,
+        )
+
+
+def _run_on(cluster: LocalCluster, script: Script, signals: StopSignals, progress_to: TextIO) -> int:
+    return _follow(cluster.coordinator, cluster.agent, script, signals, cluster.check, progress_to)
+
+
+def _follow(
+    coordinator: str,
+    agent: str,
+    script: Script,
+    signals: StopSignals,
+    check: Callable[[], None],
+    progress_to: TextIO,
+) -> int:
+    """Runs a script and shows it; its exit status. Errors of the yard are printed here, so that the caller can tidy up
+    and go on."""
+    from shardyard.ground import errors
+    from shardyard_launcher.command_line import print_error
+    from shardyard_launcher.progress import display_for
+    from shardyard_launcher.script import ScriptRun
+
+    launched = ScriptRun(coordinator, agent)
+    try:
+        with display_for(lambda: launched.workers, progress_to) as display:
+            launched.launch(script)
+            ended = launched.follow(display, stop=signals.stop, check=check)
+    except errors.ShardyardError as error:
+        print_error(error)
+        return 1
+    finally:
+        launched.close()
+    if ended is None:
+        click.echo("stopped", err=True)
+        return signals.exit_code or 130
+    if ended.exit_code:
+        click.echo(
+            f"error: {script.path} failed; process {ended.first_error_index} was the first:\n{ended.first_error}",
+            err=True,
+        )
+    return exit_status(ended.exit_code)
+
+
+def _check_script(command: tuple[str, ...]) -> None:
+    from shardyard.ground import errors
+
+    if command and not Path(command[0]).is_file():
+        raise errors.ConfigurationError(
+            f"there is no script {command[0]}", why="", todo="check the path; options come before the script"
+        )
+
+
+def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int) -> Script:
+    from shardyard_launcher.script import Script, launch_environment
+
+    return Script(
+        path=Path(command[0]),
+        arguments=command[1:],
+        environment=launch_environment(os.environ, config=given.config, sets=given.sets, whole=whole),
+        workers=workers,
+        restarts_max=given.loaded.settings.yard.restarts_max,
+    )
+
+
+def _nothing_to_check() -> None:
+    """A yard that was not started here is not watched here; its agent and the script notice what happens to it."""
+
+
+def _take_down(cluster: LocalCluster, folder: Path, *, locked_already: bool = False) -> None:
+    from shardyard_launcher.yard_state import forget_state, locked
+
+    if locked_already:
+        cluster.stop()
+        forget_state(folder)
+        return
+    with locked(folder):
+        cluster.stop()
+        forget_state(folder)
+
+
+def _purge(folder: Path) -> None:
+    """Deletes what `up` has put into the folder, and the folder if nothing else is in it."""
+    import shutil
+
+    from shardyard_launcher.yard_state import LOCK_FILE, LOGS
+
+    for name in (LOGS, "coordinator"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("settings.yaml", LOCK_FILE):
+        (folder / name).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _say_where(cluster: LocalCluster, folder: Path, settings: Settings) -> None:
+    from shardyard.runtime.settings import YardSettings
+
+    by_make = "MAKELEVEL" in os.environ
+    option = "" if settings.yard.state == YardSettings().state else f" --state {folder}"
+    lines = [
+        "",
+        f"the yard is up; its coordinator: {cluster.coordinator}",
+        f"your own script on it:  SHARDYARD_COORDINATOR={cluster.coordinator} {sys.executable} SCRIPT.py",
+        f"how it does:            {'make status' if by_make else f'shardyard status{option}'}",
+        f"stop it:                {'make down' if by_make else f'shardyard down{option}'}",
+    ]
+    click.echo("\n".join(lines))

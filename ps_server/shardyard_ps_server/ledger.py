@@ -1,0 +1,77 @@
+"""The push ledger of one partition: which work it has counted (docs/ledger.md, rules A1 to A5).
+
+Owns: one watermark and one token per key (source, lane). Invariants: a watermark only grows, by the next sequence or by
+a range that begins with it; a token only grows. Pure: no clock, lock or I/O; the partition calls it under its lock.
+Must not know: gradients, versions, who sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, StraddlingRange
+from shardyard.ground.types import PartitionId, PushName, SourceKey, Token, WorkerSource
+
+
+@dataclass(slots=True)
+class _Entry:
+    next: int = 0
+    token: int = 0
+
+
+class Ledger:
+    """Sequences are counted from 0; `next` is one more than the watermark."""
+
+    def __init__(self, partition: PartitionId) -> None:
+        self._partition = partition
+        self._entries: dict[SourceKey, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def next(self, key: SourceKey) -> int:
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.next
+
+    def open(self, key: SourceKey, token: Token) -> int:
+        """Rule A5: takes the token of a new lease and gives the next sequence. Raises StaleToken for a lower one."""
+        entry = self._entries.setdefault(key, _Entry())
+        if token < entry.token:
+            raise self._stale(key, token, entry)
+        entry.token = token
+        return entry.next
+
+    def is_duplicate(self, name: PushName) -> bool:
+        """Rule A2: True where the work has been counted, False where it is the next.
+
+        Raises StaleToken, SequenceGap (facts: partition, next), StraddlingRange.
+        """
+        entry = self._entries.get(name.key) or _Entry()
+        if not isinstance(name.key.source, WorkerSource):
+            if name.token < entry.token:
+                raise self._stale(name.key, name.token, entry)
+            if name.token > entry.token:
+                raise InvalidRequest(
+                    f"{name} under token {name.token}, which was not opened in partition {self._partition}",
+                    todo="call OpenSources on every server before the first push of a lease",
+                )
+        if name.last < entry.next:
+            return True
+        facts = {"partition": str(self._partition), "next": str(entry.next)}
+        if name.first > entry.next:
+            raise SequenceGap(f"{name} in partition {self._partition}, whose next is #{entry.next}", facts=facts)
+        if name.first < entry.next:
+            raise StraddlingRange(f"{name} in partition {self._partition}, whose next is #{entry.next}", facts=facts)
+        return False
+
+    def advance(self, name: PushName) -> None:
+        """Counts the work. The name must have passed `is_duplicate` under the same lock."""
+        entry = self._entries.setdefault(name.key, _Entry())
+        assert name.first == entry.next, (name, entry)
+        entry.next = name.last + 1
+
+    def _stale(self, key: SourceKey, token: int, entry: _Entry) -> StaleToken:
+        return StaleToken(
+            f"token {token} of {key.source} in partition {self._partition}, which has seen {entry.token}",
+            facts={"token": str(entry.token)},
+        )

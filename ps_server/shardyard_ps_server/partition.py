@@ -1,0 +1,170 @@
+"""A partition: blocks, versions and ledger under one lock, and the way of a push through them.
+
+The way is gather, verdict, apply. In a synchronous job a push is recorded as its logical rank's contribution, and the
+last one of a step takes the step; in an asynchronous job each push is a step of its own. Either way the verdict names
+the members and their shares, and the blocks apply them into the next version.
+
+Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all; the generation is
+checked under the lock (rule A3). Must not know: other partitions, sockets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from shardyard.ground.errors import InvalidRequest, NotFound
+from shardyard.ground.types import (
+    JobLayout,
+    Missing,
+    Outcome,
+    PartitionId,
+    PartPull,
+    PartResult,
+    PushName,
+    PushPart,
+    RankSource,
+    SourceKey,
+    Token,
+    UpdateMode,
+    Version,
+    Watermark,
+)
+from shardyard_ps_server.blocks import Blocks, Contribution
+from shardyard_ps_server.gate import Gate, verdict
+from shardyard_ps_server.ledger import Ledger
+from shardyard_ps_server.versions import Bytes, Versions
+
+
+class Partition:
+    """One partition of a job. Safe for several threads.
+
+    `check_current` is called under the lock before anything changes, and raises StaleGeneration where the partition has
+    moved on meanwhile.
+    """
+
+    def __init__(self, layout: JobLayout, partition: PartitionId, mode: UpdateMode, logical_ranks: int) -> None:
+        self._layout = layout.partitions[partition]
+        self.id = partition
+        self._blocks = Blocks(layout, self._layout)
+        self._versions = Versions(self._layout.payload_bytes)
+        self._ledger = Ledger(partition)
+        self._gate: Gate[Contribution] | None = Gate(partition, logical_ranks) if mode is UpdateMode.SYNC else None
+        self._changed = threading.Condition()
+
+    @property
+    def payload_bytes(self) -> int:
+        return self._layout.payload_bytes
+
+    def describe(self) -> tuple[Version, int]:
+        """The newest version and the number of sources in the ledger."""
+        with self._changed:
+            return self._versions.newest, len(self._ledger)
+
+    # ---- first values
+
+    def set_values(self, payload: Bytes) -> None:
+        """Overwrites the first values; only before the job is opened."""
+        with self._changed:
+            assert self._versions.newest.number == 0
+            self._versions.values[:] = payload
+
+    # ---- leases
+
+    def open_source(self, key: SourceKey, token: Token) -> Watermark:
+        with self._changed:
+            return Watermark(self.id, self._ledger.open(key, token), self._versions.newest)
+
+    def watermark(self, key: SourceKey) -> Watermark:
+        with self._changed:
+            return Watermark(self.id, self._ledger.next(key), self._versions.newest)
+
+    # ---- pushes
+
+    def expected_bytes(self, part: PushPart) -> int:
+        return self._blocks.expected_bytes(part)
+
+    def unpack(self, part: PushPart, payload: Bytes) -> tuple[Bytes, tuple[bool, ...]]:
+        return self._blocks.unpack(part, payload)
+
+    def check_push(self, name: PushName, contribution: Contribution) -> None:
+        """Raises what `push` would refuse; changes nothing. A server asks all its partitions before any applies."""
+        with self._changed:
+            self._judge(name, contribution)
+
+    def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
+        """Counts the work once. Raises Refused errors and RateMismatch, having changed nothing."""
+        with self._changed:
+            check_current()
+            if self._judge(name, contribution):
+                outcome = Outcome.DUPLICATE
+            elif self._gate is None:
+                self._apply((contribution,))
+                self._ledger.advance(name)
+                outcome = Outcome.APPLIED
+            else:
+                outcome = self._record(self._gate, name, contribution)
+            return PartResult(self.id, outcome, self._ledger.next(name.key), self._versions.newest)
+
+    def _judge(self, name: PushName, contribution: Contribution) -> bool:
+        duplicate = self._ledger.is_duplicate(name)
+        if not duplicate and self._gate is not None:
+            source = name.key.source
+            if not isinstance(source, RankSource) or name.first != name.last:
+                raise InvalidRequest(
+                    f"{name} in a synchronous job", todo="name the push by its logical rank and one step"
+                )
+            self._gate.check(source.rank, name.first, contribution)
+        return duplicate
+
+    def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
+        source = name.key.source
+        assert isinstance(source, RankSource)
+        gate.record(source.rank, contribution)
+        self._ledger.advance(name)
+        if gate.missing():
+            return Outcome.RECORDED
+        self._apply(gate.take())
+        return Outcome.APPLIED
+
+    def _apply(self, contributions: tuple[Contribution, ...]) -> None:
+        found = verdict(contributions)
+        if self._gate is None and not found.members:
+            return  # an empty push of an asynchronous job makes no version
+        new = self._versions.blank()
+        self._blocks.update(found.members, found.shares, self._versions.values, new)
+        self._versions.publish(new)
+        self._changed.notify_all()
+
+    # ---- pulls
+
+    def hold(self, wish: PartPull, until: float) -> tuple[Version, Bytes] | Missing:
+        """Waits until `until` (time.monotonic) for the version wanted. The buffer is the caller's to read until it
+        calls `release`. Raises NotFound where an exact version is gone."""
+        with self._changed:
+            while self._versions.newest.number < wish.number:
+                left = until - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return Missing(self.id, self._versions.newest, wish.number, self._waits_for())
+            newest = self._versions.newest
+            number = wish.number if wish.exactly else newest.number
+            buffer = self._versions.find(number)
+            if buffer is None:
+                raise NotFound(
+                    f"version {number} of partition {self.id}, whose newest is {newest.number}",
+                    why="a partition keeps its last two versions",
+                    facts={"partition": str(self.id), "newest": str(newest.number)},
+                )
+            self._versions.hold(buffer)
+            return Version(newest.life, number), buffer
+
+    def release(self, buffer: Bytes) -> None:
+        with self._changed:
+            self._versions.release(buffer)
+
+    def _waits_for(self) -> str:
+        if self._gate is None:
+            return "a push"
+        ranks = ", ".join(str(rank) for rank in self._gate.missing()[:8])
+        return f"logical rank {ranks} of step {self._gate.step}"

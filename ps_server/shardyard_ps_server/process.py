@@ -1,0 +1,98 @@
+"""The role: a store with its servicer, registered with a coordinator; and the process that runs one.
+
+Must not know: how partitions work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from shardyard.ground import errors
+from shardyard.ground.types import MemberRole
+from shardyard.runtime import log as logs
+from shardyard.runtime.settings import Settings
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.transport.enrolment import Enrolment, Membership
+from shardyard.transport.listener import Listener
+from shardyard.transport.memory import tune_malloc
+from shardyard.transport.peers import Network, Service
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_ps_server import optimizers
+from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.store import Store
+
+log = logging.getLogger("shardyard.server")
+
+
+class Server:
+    """A server's role without a process: used by `serve` and by the in-process yard.
+
+    `on_lost` is told when the coordinator is gone or has declared this server dead.
+    """
+
+    def __init__(self, network: Network, coordinator: str, *, on_lost: Callable[[errors.ShardyardError], None]) -> None:
+        self.store = Store()
+        self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        self._on_lost = on_lost
+        self._enrolment: Enrolment | None = None
+
+    def service(self) -> Service:
+        return Servicer(self.store).service()
+
+    def register(self, address: str, *, patience_ms: int) -> None:
+        """Registers the address at which workers reach this server, and begins to send heartbeats."""
+        membership = Membership(MemberRole.SERVER, address)
+        enrolment = Enrolment(self._peer, membership, on_reply=self._hear, on_lost=self._on_lost)
+        enrolment.register(patience_ms=patience_ms)
+        self.store.become(enrolment.incarnation, enrolment.term)
+        enrolment.start()
+        self._enrolment = enrolment
+
+    def leave(self) -> None:
+        if self._enrolment is not None:
+            self._enrolment.leave()
+        self._peer.close()
+
+    def _hear(self, reply: wire.HeartbeatReply) -> None:
+        self.store.fence(reply.fenced)
+
+
+def serve(
+    *,
+    coordinator: str,
+    bind: str,
+    advertise: str | None,
+    settings: Settings,
+    stop: threading.Event,
+    ready: Callable[[str], None],
+) -> None:
+    """Runs a server until `stop` is set. `ready` is told its address once it can be used.
+
+    Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost.
+    """
+    tune_malloc()
+    lost: list[errors.ShardyardError] = []
+
+    def on_lost(error: errors.ShardyardError) -> None:
+        lost.append(error)
+        stop.set()
+
+    server = Server(GrpcNetwork(), coordinator, on_lost=on_lost)
+    listener = Listener(bind, [server.service()])
+    listener.start()
+    try:
+        optimizers.warm(("float32", "float64"))
+        address = advertise or listener.address
+        server.register(address, patience_ms=settings.worker.rpc_deadline_ms)
+        logs.bind_process(role="server", id=server.store.incarnation)
+        listener.set_ready(ready=True)
+        log.info("serving", extra={"address": address, "coordinator": coordinator})
+        ready(address)
+        stop.wait()
+    finally:
+        server.leave()
+        listener.stop()
+    if lost:
+        raise lost[0]

@@ -1,0 +1,168 @@
+"""The service ParameterServer: requests to the store's domain values and back.
+
+Invariant: a stream that breaks off leaves nothing behind. Must not know: how anything is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+from shardyard.ground.errors import InvalidRequest, MalformedPayload
+from shardyard.ground.types import Generation, Incarnation, JobId, PartitionId, PushKind, PushOrder
+from shardyard.transport.peers import Context, Service
+from shardyard.wire import convert, frames, methods
+from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.store import HostedJob, Store
+from shardyard_ps_server.versions import Bytes
+
+R = TypeVar("R")
+
+
+class Servicer:
+    """One method for each of the protocol's, over a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def service(self) -> Service:
+        service = Service("ParameterServer")
+        service.on(methods.CREATE_PARTITIONS, self.create_partitions)
+        service.on(methods.INITIALIZE, self.initialize)
+        service.on(methods.OPEN_PARTITIONS, self.open_partitions)
+        service.on(methods.DROP_JOB, self.drop_job)
+        service.on(methods.FENCE, self.fence)
+        service.on(methods.OPEN_SOURCES, self.open_sources)
+        service.on(methods.READ_LEDGER, self.read_ledger)
+        service.on(methods.PUSH, self.push)
+        service.on(methods.PULL, self.pull)
+        service.on(methods.PUSH_PULL, self.push_pull)
+        service.on(methods.DESCRIBE_SERVER, self.describe)
+        return service
+
+    # ---- for the coordinator
+
+    def create_partitions(self, request: wire.CreatePartitionsRequest, _: Context) -> wire.CreatePartitionsReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        if request.server != self._store.incarnation:
+            raise InvalidRequest(f"partitions for server {request.server}; here is server {self._store.incarnation}")
+        layout = convert.layout_from_wire(request.layout)
+        self._store.create(
+            caller.job,
+            Generation(request.generation),
+            layout,
+            [PartitionId(partition) for partition in request.partitions],
+            convert.mode_from_wire(request.mode),
+            request.logical_ranks,
+        )
+        return wire.CreatePartitionsReply()
+
+    def open_partitions(self, request: wire.OpenPartitionsRequest, _: Context) -> wire.OpenPartitionsReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        self._store.open(caller.job, Generation(request.generation))
+        return wire.OpenPartitionsReply()
+
+    def drop_job(self, request: wire.DropJobRequest, _: Context) -> wire.DropJobReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        self._store.drop(JobId(caller.job))
+        return wire.DropJobReply()
+
+    def fence(self, request: wire.FenceRequest, _: Context) -> wire.FenceReply:
+        self._store.check_coordinator(convert.caller_from_wire(request.caller))
+        self._store.fence(request.incarnations)
+        return wire.FenceReply()
+
+    # ---- for workers
+
+    def open_sources(self, request: wire.OpenSourcesRequest, _: Context) -> wire.OpenSourcesReply:
+        hosted = self._admit(request, reads=False)
+        found = self._store.open_sources(hosted, convert.sources_from_wire(request.sources))
+        return wire.OpenSourcesReply(sources=convert.watermarks_to_wire(found))
+
+    def read_ledger(self, request: wire.ReadLedgerRequest, _: Context) -> wire.ReadLedgerReply:
+        hosted = self._admit(request, reads=True)
+        found = self._store.read_ledger(hosted, convert.sources_from_wire(request.sources))
+        return wire.ReadLedgerReply(sources=convert.watermarks_to_wire(found))
+
+    def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
+        hosted, order, payload = self._take(stream)
+        if order.kind is not PushKind.VALUES:
+            raise InvalidRequest(f"a push of kind {order.kind.value} to Initialize; expected values")
+        self._store.initialize(hosted, order, payload)
+        return wire.InitializeReply()
+
+    def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
+        hosted, order, payload = self._take(stream)
+        _refuse_values(order)
+        return convert.results_to_wire(self._store.push(hosted, order, payload))
+
+    def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
+        wish = convert.pull_from_wire(request)
+        hosted = self._store.admit_pull(wish)
+        with self._store.pull(hosted, wish) as (result, buffers):
+            yield from frames.cut(convert.pulled_to_header(result), [buffer.data for buffer in buffers])
+
+    def push_pull(self, stream: Iterator[Frame], _: Context) -> Iterator[Frame]:
+        hosted, order, payload = self._take(stream)
+        _refuse_values(order)
+        if order.pull is None:
+            raise MalformedPayload("a PushPull whose header does not say what to pull")
+        results = self._store.push(hosted, order, payload)
+        with self._store.pull(hosted, order.pull) as (result, buffers):
+            answer = type(result)(parts=result.parts, missing=result.missing, push=results)
+            yield from frames.cut(convert.pulled_to_header(answer), [buffer.data for buffer in buffers])
+
+    def describe(self, _request: wire.DescribeServerRequest, _: Context) -> wire.DescribeServerReply:
+        counters = self._store.counters
+        reply = wire.DescribeServerReply(
+            server=self._store.incarnation,
+            pushes_applied=counters.pushes_applied,
+            pushes_duplicate=counters.pushes_duplicate,
+            bytes_received=counters.bytes_received,
+            bytes_sent=counters.bytes_sent,
+        )
+        for hosted in self._store.hosted():
+            for number in sorted(hosted.partitions):
+                partition = hosted.partitions[number]
+                version, sources = partition.describe()
+                reply.partitions.add(
+                    job=hosted.job,
+                    partition=number,
+                    version=convert.version_to_wire(version),
+                    payload_bytes=partition.payload_bytes,
+                    sources=sources,
+                    open=hosted.open,
+                )
+        return reply
+
+    def _admit(self, request: wire.OpenSourcesRequest | wire.ReadLedgerRequest, *, reads: bool) -> HostedJob:
+        return self._store.admit(
+            convert.caller_from_wire(request.caller),
+            Incarnation(request.server),
+            Generation(request.generation),
+            reads=reads,
+        )
+
+    def _take(self, stream: Iterator[Frame]) -> tuple[HostedJob, PushOrder, Bytes]:
+        """The whole of a push, checked before memory is asked for."""
+        first = next(stream, None)
+        if first is None:
+            raise MalformedPayload("a push without a frame")
+        order = convert.push_from_header(first.header)
+        hosted = self._store.admit_push(order)
+        payload = self._store.reserve(order)
+        assembler = Assembler(payload.data)
+        assembler.add(first)
+        for frame in stream:
+            assembler.add(frame)
+        assembler.finish()
+        return hosted, order, payload
+
+
+def _refuse_values(order: PushOrder) -> None:
+    if order.kind is PushKind.VALUES:
+        raise InvalidRequest("first values in a push", todo="send them with Initialize")

@@ -1,0 +1,323 @@
+"""What a server holds: jobs and their partitions, who may change them, and what is refused.
+
+Owns: hosted jobs, fenced incarnations, counters. Invariants: a request of a stale incarnation, generation or term
+changes nothing; all parts of a push are validated before any is applied (rule A4); memory is asked for only after a
+payload's length was held against the layout. Must not know: protobuf, grpc.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from shardyard.ground import limits, optimizers
+from shardyard.ground.errors import (
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    ShapeMismatch,
+    StaleGeneration,
+    StaleIncarnation,
+    StaleTerm,
+    TooLarge,
+)
+from shardyard.ground.types import (
+    Caller,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    Missing,
+    Outcome,
+    PartitionId,
+    PartResult,
+    PulledPart,
+    PullResult,
+    PullWish,
+    PushKind,
+    PushOrder,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    Version,
+    Watermark,
+    WorkerSource,
+)
+from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.versions import Bytes, aligned_empty
+
+
+@dataclass
+class HostedJob:
+    """The partitions of one job that this server owns."""
+
+    job: JobId
+    layout: JobLayout
+    generation: Generation
+    mode: UpdateMode
+    partitions: dict[PartitionId, Partition]
+    open: bool = False
+
+    def check_generation(self, generation: Generation) -> None:
+        if generation != self.generation:
+            raise StaleGeneration(
+                f"generation {generation} of job {self.job}; this server is at {self.generation}",
+                facts={"generation": str(self.generation)},
+            )
+
+    def find(self, partition: PartitionId) -> Partition:
+        found = self.partitions.get(partition)
+        if found is None:
+            raise NotFound(f"partition {partition} of job {self.job} is not on this server")
+        return found
+
+
+@dataclass
+class Counters:
+    pushes_applied: int = 0
+    pushes_duplicate: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass
+class _Standing:
+    """Who this server is and whom it refuses."""
+
+    incarnation: Incarnation = Incarnation(0)  # noqa: RUF009 a NewType is its number
+    term: Term = Term(0)  # noqa: RUF009
+    fenced: set[Incarnation] = field(default_factory=set)
+
+
+class Store:
+    """Safe for several threads. Every method raises ShardyardErrors for what it refuses, having changed nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[JobId, HostedJob] = {}
+        self._standing = _Standing()
+        self.counters = Counters()
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self._standing.incarnation
+
+    def become(self, incarnation: Incarnation, term: Term) -> None:
+        """The coordinator has registered this server."""
+        with self._lock:
+            self._standing = _Standing(incarnation, term, set())
+
+    def fence(self, incarnations: Iterable[int]) -> None:
+        with self._lock:
+            self._standing.fenced.update(Incarnation(number) for number in incarnations)
+
+    # ---- the coordinator's orders
+
+    def check_coordinator(self, caller: Caller) -> None:
+        """Raises StaleTerm for the word of a coordinator that was replaced."""
+        with self._lock:
+            if caller.term < self._standing.term:
+                raise StaleTerm(f"term {caller.term}; this server has seen {self._standing.term}")
+            self._standing.term = caller.term
+
+    def create(
+        self,
+        job: JobId,
+        generation: Generation,
+        layout: JobLayout,
+        owned: Sequence[PartitionId],
+        mode: UpdateMode,
+        logical_ranks: int,
+    ) -> None:
+        """Takes over partitions, with zeros for values. The same order again does nothing."""
+        if mode is UpdateMode.SYNC and not 1 <= logical_ranks <= limits.LOGICAL_RANKS_MAX:
+            raise InvalidRequest(f"{logical_ranks} logical ranks; expected 1 to {limits.LOGICAL_RANKS_MAX}")
+        if any(partition >= len(layout.partitions) for partition in owned):
+            raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
+        with self._lock:
+            hosted = self._jobs.get(job)
+            if hosted is not None and hosted.layout == layout and sorted(hosted.partitions) == sorted(owned):
+                hosted.generation = Generation(max(hosted.generation, generation))
+                return
+            if hosted is not None:
+                raise InvalidRequest(f"job {job} is on this server with another layout")
+            try:
+                partitions = {p: Partition(layout, p, mode, logical_ranks) for p in owned}
+            except MemoryError:
+                raise TooLarge(f"job {job}: this server has no memory for its partitions") from None
+            self._jobs[job] = HostedJob(job, layout, generation, mode, partitions)
+
+    def open(self, job: JobId, generation: Generation) -> None:
+        hosted = self._find(job)
+        hosted.check_generation(generation)
+        hosted.open = True
+
+    def drop(self, job: JobId) -> None:
+        with self._lock:
+            self._jobs.pop(job, None)
+
+    # ---- workers' requests
+
+    def admit(self, caller: Caller, server: Incarnation, generation: Generation, *, reads: bool = False) -> HostedJob:
+        """The job that a request is about. Raises StaleIncarnation, StaleGeneration, NotFound.
+
+        Whoever changes something must say who it is; the coordinator, which has no incarnation, only reads.
+        """
+        with self._lock:
+            standing = self._standing
+            if server != standing.incarnation:
+                raise StaleIncarnation(
+                    f"a request for server {server}; here is server {standing.incarnation}",
+                    why="the server was started anew and does not have what the other one had",
+                    todo="see `shardyard status`; start the script again",
+                )
+            if caller.incarnation in standing.fenced:
+                raise StaleIncarnation(f"a request of member {caller.incarnation}, which was declared dead")
+        if caller.incarnation == 0 and not reads:
+            raise InvalidRequest("a request without an incarnation", todo="register with the coordinator first")
+        hosted = self._find(caller.job)
+        hosted.check_generation(generation)
+        return hosted
+
+    def admit_push(self, order: PushOrder) -> HostedJob:
+        """Checks everything about a push that can be checked before its payload comes."""
+        hosted = self.admit(order.caller, order.server, order.generation)
+        wants_values = order.kind is PushKind.VALUES
+        if wants_values == hosted.open:
+            if hosted.open:
+                raise InvalidRequest(f"first values for job {hosted.job}, which is open")
+            raise NotReady(f"job {hosted.job} has no first values yet")
+        source = order.name.key.source
+        if isinstance(source, WorkerSource) and source.incarnation != order.caller.incarnation:
+            raise InvalidRequest(f"{order.name} sent by worker {order.caller.incarnation}")
+        if order.name.key.lane != 0:
+            raise InvalidRequest(f"lane {order.name.key.lane}; this job has lane 0 only")
+        for part in order.parts:
+            partition = hosted.find(part.partition)
+            expected = 0 if order.kind is PushKind.EMPTY else partition.expected_bytes(part)
+            if part.payload_bytes != expected or (wants_values and part.payload_bytes != partition.payload_bytes):
+                raise ShapeMismatch(
+                    f"partition {part.partition} with {part.payload_bytes} bytes; expected "
+                    f"{partition.payload_bytes if wants_values else expected}"
+                )
+        if order.kind is PushKind.GRADIENT:
+            if order.weight == 0:
+                raise InvalidRequest(f"{order.name}: a gradient of weight 0", todo="send an empty push instead")
+            optimizers.check_update(hosted.layout.optimizer, order.groups)
+        if order.pull is not None:
+            self.admit_pull(order.pull)
+        return hosted
+
+    def reserve(self, order: PushOrder) -> Bytes:
+        """Memory for the payload of an admitted push."""
+        try:
+            return aligned_empty(order.payload_bytes)
+        except MemoryError:
+            raise TooLarge(f"a push of {order.payload_bytes} bytes; this server has no memory for it") from None
+
+    def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> None:
+        for part, piece in _pieces(order, payload):
+            hosted.find(part).set_values(piece)
+
+    def push(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> tuple[PartResult, ...]:
+        """Applies an admitted push whose payload is complete: each part once, under its partition's lock."""
+        counted = order.kind is PushKind.GRADIENT
+        work: list[tuple[Partition, Contribution]] = []
+        for part, (partition, piece) in zip(order.parts, _pieces(order, payload), strict=True):
+            target = hosted.find(partition)
+            full, present = target.unpack(part, piece)
+            work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
+        for target, contribution in work:
+            target.check_push(order.name, contribution)
+
+        def check_current() -> None:
+            self.admit(order.caller, order.server, order.generation)
+
+        results = tuple(target.push(order.name, contribution, check_current) for target, contribution in work)
+        self._count(results, len(payload))
+        return results
+
+    def admit_pull(self, wish: PullWish) -> HostedJob:
+        hosted = self.admit(wish.caller, wish.server, wish.generation)
+        for part in wish.parts:
+            hosted.find(part.partition)
+        return hosted
+
+    @contextmanager
+    def pull(self, hosted: HostedJob, wish: PullWish) -> Iterator[tuple[PullResult, list[Bytes]]]:
+        """Waits for what is wished, at most `wish.wait_ms`; the buffers may be read inside of the `with`."""
+        until = time.monotonic() + wish.wait_ms / 1000
+        if not hosted.open:
+            missing = [
+                Missing(part.partition, Version(1, 0), part.number, "first values from the initializer")
+                for part in wish.parts
+            ]
+            time.sleep(min(wish.wait_ms, 50) / 1000)
+            yield PullResult(missing=tuple(missing)), []
+            return
+        held: list[tuple[Partition, Bytes]] = []
+        try:
+            parts: list[PulledPart] = []
+            missing = []
+            for part in wish.parts:
+                partition = hosted.find(part.partition)
+                found = partition.hold(part, until)
+                if isinstance(found, Missing):
+                    missing.append(found)
+                    continue
+                version, buffer = found
+                held.append((partition, buffer))
+                parts.append(PulledPart(part.partition, version, len(buffer)))
+            if missing:
+                yield PullResult(missing=tuple(missing)), []
+            else:
+                self.counters.bytes_sent += sum(part.payload_bytes for part in parts)
+                yield PullResult(parts=tuple(parts)), [buffer for _, buffer in held]
+        finally:
+            for partition, buffer in held:
+                partition.release(buffer)
+
+    def open_sources(
+        self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
+    ) -> list[tuple[SourceKey, list[Watermark]]]:
+        return [
+            (key, [hosted.partitions[p].open_source(key, token) for p in sorted(hosted.partitions)])
+            for key, token in sources
+        ]
+
+    def read_ledger(
+        self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
+    ) -> list[tuple[SourceKey, list[Watermark]]]:
+        return [(key, [hosted.partitions[p].watermark(key) for p in sorted(hosted.partitions)]) for key, _ in sources]
+
+    def hosted(self) -> list[HostedJob]:
+        with self._lock:
+            return [self._jobs[job] for job in sorted(self._jobs)]
+
+    def _find(self, job: JobId) -> HostedJob:
+        with self._lock:
+            hosted = self._jobs.get(job)
+        if hosted is None:
+            raise NotFound(f"job {job} is not on this server")
+        return hosted
+
+    def _count(self, results: Sequence[PartResult], received: int) -> None:
+        duplicate = bool(results) and all(result.outcome is Outcome.DUPLICATE for result in results)
+        with self._lock:
+            self.counters.bytes_received += received
+            if duplicate:
+                self.counters.pushes_duplicate += 1
+            else:
+                self.counters.pushes_applied += 1
+
+
+def _pieces(order: PushOrder, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:
+    at = 0
+    for part in order.parts:
+        yield part.partition, payload[at : at + part.payload_bytes]
+        at += part.payload_bytes

@@ -1,0 +1,83 @@
+"""The values of one partition, by version, so that reading and writing never touch the same memory.
+
+Owns: a small set of equal buffers. Invariants: a buffer that a reader holds, or that one of the last two versions
+stands in, is never written (docs/ledger.md, rule B3); so a pull needs no copy and no lock while it is sent, and version
+t can be read until t+1 is complete everywhere. Called under the partition's lock. Must not know: what the bytes mean.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.ground.limits import BLOCK_ALIGN_BYTES
+from shardyard.ground.types import Version
+
+Bytes = npt.NDArray[np.uint8]
+KEPT = 2
+
+
+def aligned_empty(nbytes: int) -> Bytes:
+    """Uninitialised bytes that begin at a multiple of BLOCK_ALIGN_BYTES."""
+    raw = np.empty(nbytes + BLOCK_ALIGN_BYTES, dtype=np.uint8)
+    start = -raw.ctypes.data % BLOCK_ALIGN_BYTES
+    return raw[start : start + nbytes]
+
+
+class Versions:
+    """The last KEPT versions, and the buffers to write the next one into."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._life = 1
+        first = aligned_empty(nbytes)
+        first[:] = 0
+        self._kept: deque[tuple[int, Bytes]] = deque([(0, first)], maxlen=KEPT)
+        self._idle: list[Bytes] = []
+        self._readers: dict[int, int] = {}
+        self._retired: dict[int, Bytes] = {}
+
+    @property
+    def newest(self) -> Version:
+        return Version(self._life, self._kept[-1][0])
+
+    @property
+    def values(self) -> Bytes:
+        """The newest version's buffer, to read from."""
+        return self._kept[-1][1]
+
+    def blank(self) -> Bytes:
+        """A buffer that nobody reads, to write the next version into."""
+        return self._idle.pop() if self._idle else aligned_empty(self._nbytes)
+
+    def publish(self, buffer: Bytes) -> Version:
+        """Makes `buffer` (of `blank`) the next version."""
+        if len(self._kept) == KEPT:
+            self._retire(self._kept[0][1])
+        self._kept.append((self._kept[-1][0] + 1, buffer))
+        return self.newest
+
+    def find(self, number: int) -> Bytes | None:
+        """The buffer of that version, if it is kept."""
+        return next((buffer for kept, buffer in self._kept if kept == number), None)
+
+    def hold(self, buffer: Bytes) -> None:
+        """A reader begins; `release` must follow."""
+        self._readers[id(buffer)] = self._readers.get(id(buffer), 0) + 1
+
+    def release(self, buffer: Bytes) -> None:
+        left = self._readers[id(buffer)] - 1
+        if left:
+            self._readers[id(buffer)] = left
+            return
+        del self._readers[id(buffer)]
+        if self._retired.pop(id(buffer), None) is not None:
+            self._idle.append(buffer)
+
+    def _retire(self, buffer: Bytes) -> None:
+        if id(buffer) in self._readers:
+            self._retired[id(buffer)] = buffer
+        else:
+            self._idle.append(buffer)

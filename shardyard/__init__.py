@@ -1,0 +1,80 @@
+"""Shardyard: a parameter server for PyTorch.
+
+    import shardyard as sy
+
+    with sy.connect() as job:
+        model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+        for x, y in job.batches(dataset, batch_size=64, epochs=5):
+            ...
+
+Importing this costs no torch. The names users import are found here, lazily (PEP 562); it is the one module of the
+library that may reach upwards, to the worker and the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardyard_worker.job import Job
+
+    from shardyard.ground import errors
+
+__all__ = ["Job", "__version__", "connect", "errors"]
+
+
+def connect(
+    coordinator: str | None = None,
+    *,
+    job: str | None = None,
+    config: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Job:
+    """Joins a job, or starts it. With no address anywhere, the yard is in this process.
+
+    `coordinator`: HOST:PORT. `job`: the job's name. `config`: a YAML file. `settings`: values by dotted name, for
+    example `{"job.consistency.mode": "sync"}`. What is not given is taken from the environment, then from the file,
+    then from the defaults (docs/configuration.md). Raises ConfigurationError, CoordinatorUnavailable, JobFailed.
+    """
+    import logging
+    import os
+
+    from shardyard.runtime import configuration, log
+
+    file = config or os.environ.get(configuration.CONFIG_VARIABLE)
+    given: dict[str, object] = {"coordinator": coordinator, "job.name": job, **(settings or {})}
+    flags = {path: value for path, value in given.items() if value is not None}
+    loaded = configuration.load(Path(file) if file else None, os.environ, flags)
+    if not logging.getLogger().handlers:
+        log.setup(loaded.settings.log.format, loaded.settings.log.level)
+    for notice in loaded.notices:
+        logging.getLogger("shardyard").warning("%s", notice)
+    if loaded.settings.coordinator:
+        import shardyard_worker.job
+
+        return shardyard_worker.job.connect(loaded.settings)
+    import shardyard_launcher.local
+
+    return shardyard_launcher.local.connect(loaded.settings)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Job":
+        from shardyard_worker.job import Job
+
+        return Job
+    if name == "errors":
+        import importlib
+
+        return importlib.import_module("shardyard.ground.errors")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("shardyard")
+    raise AttributeError(f"module 'shardyard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,93 @@
+"""Map-style datasets, read by index: length, fingerprint, order, batches.
+
+Owns: the permutation of an epoch, a function of (seed, feed, epoch) alone. Invariant: any worker can read any sample
+again. Must not know: leases, pushes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from shardyard.ground.errors import UnseekableDataset
+from shardyard_worker.randomness import undisturbed
+
+Indices = npt.NDArray[np.int64]
+
+
+class Reader:
+    """Batches of a dataset, on a device."""
+
+    def __init__(
+        self, dataset: Dataset[Any], device: torch.device, collate: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise UnseekableDataset(f"{type(dataset).__name__} can only be iterated over")
+        if not hasattr(dataset, "__len__"):
+            raise UnseekableDataset(f"{type(dataset).__name__} has no length")
+        self._dataset: Any = dataset
+        self._device = device
+        self._collate = collate
+        self.samples = len(cast(Sized, dataset))
+
+    def fetch(self, indices: Indices) -> Any:
+        """The samples at the indices, collated, tensors moved to the device."""
+        if type(self._dataset) is TensorDataset and self._collate is None:
+            chosen = torch.from_numpy(indices)
+            batch: Any = [tensor[chosen] for tensor in self._dataset.tensors]
+        elif hasattr(self._dataset, "__getitems__"):
+            batch = (self._collate or default_collate)(self._dataset.__getitems__(indices.tolist()))
+        else:
+            batch = (self._collate or default_collate)([self._dataset[index] for index in indices.tolist()])
+        return _move(batch, self._device)
+
+    def fingerprint(self) -> str:
+        """A digest of the dataset's type and length, of the structure of three samples, and, for a TensorDataset,
+        of their content. (Other datasets may transform samples at random, so their content says nothing.)"""
+        digest = hashlib.sha256(f"{type(self._dataset).__name__} {self.samples}".encode())
+        with undisturbed():
+            for index in sorted({0, self.samples // 2, self.samples - 1} if self.samples else ()):
+                sample = self._dataset[index]
+                digest.update(_structure(sample).encode())
+                if type(self._dataset) is TensorDataset:
+                    for tensor in sample:
+                        digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+
+def order(*, seed: int, feed: int, epoch: int, samples: int, shuffle: bool) -> Indices:
+    """The epoch's permutation of [0, samples), int64; by PCG64 seeded with (seed, feed, epoch)."""
+    if not shuffle:
+        return np.arange(samples, dtype=np.int64)
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, feed, epoch])))
+    return generator.permutation(samples).astype(np.int64, copy=False)
+
+
+def _structure(sample: Any) -> str:
+    if isinstance(sample, torch.Tensor):
+        return f"tensor{tuple(sample.shape)}{sample.dtype}"
+    if isinstance(sample, np.ndarray):
+        return f"array{sample.shape}{sample.dtype}"
+    if isinstance(sample, dict):
+        return "{" + ",".join(f"{key}:{_structure(sample[key])}" for key in sorted(sample, key=str)) + "}"
+    if isinstance(sample, Sequence) and not isinstance(sample, str | bytes):
+        return "(" + ",".join(_structure(item) for item in sample) + ")"
+    return type(sample).__name__
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_move(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_move(value, device) for value in batch)
+    return batch

@@ -1,0 +1,342 @@
+"""A job, as a training script sees it.
+
+Owns: what `sy.connect()` gives back. Must not know: how a yard is started, bytes, partitions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from shardyard.ground.errors import ConfigurationError, InvalidRequest, UnknownVariable, UnsupportedModel
+from shardyard.ground.limits import METRICS_MAX
+from shardyard.ground.optimizers import make_group, setting_names
+from shardyard.ground.types import Incarnation, OptimizerSpec, UpdateMode, VariableKind
+from shardyard.runtime.settings import Settings
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.transport.memory import tune_malloc
+from shardyard.transport.peers import Network
+from shardyard_worker.buckets import spec_of
+from shardyard_worker.dataset import Reader
+from shardyard_worker.feeds import Feed, FeedSettings, open_feed
+from shardyard_worker.optimizer import ServerOptimizer, translate
+from shardyard_worker.randomness import seed_everything
+from shardyard_worker.schedule import JobScheduler
+from shardyard_worker.session import Place, Session
+from shardyard_worker.strategies import AsyncStrategy, LostWork, Strategy, SyncStrategy
+from shardyard_worker.training import Sending, Training, Variable
+
+log = logging.getLogger("shardyard.worker")
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
+    """Joins the job of the settings' name in the yard at `settings.coordinator`, else starts it.
+
+    `network`: how to reach it; gRPC unless given. `on_close` is called when the job has been left. Raises
+    CoordinatorUnavailable, ConfigurationError, JobFailed.
+    """
+    tune_malloc()
+    if settings.worker.threads:
+        torch.set_num_threads(settings.worker.threads)
+    session = Session(network or GrpcNetwork(), settings.coordinator, settings, _place(os.environ))
+    device = pick_device(settings.worker.device, _place(os.environ).local_index)
+    try:
+        session.join()
+    except BaseException:
+        session.leave("could not join")
+        if on_close is not None:
+            on_close()
+        raise
+    seed_everything(session.seed)
+    return Job(session, device, on_close)
+
+
+def _place(environment: Mapping[str, str]) -> Place:
+    agent, index = environment.get("SHARDYARD_AGENT", ""), environment.get("SHARDYARD_LOCAL_INDEX", "0")
+    return Place(Incarnation(int(agent)) if agent.isdigit() else None, int(index) if index.isdigit() else 0)
+
+
+def pick_device(wanted: str, local_index: int) -> torch.device:
+    """auto: one GPU for each process of a machine, by turns; the CPU where there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError(f"worker.device is {wanted!r}; torch sees no CUDA device here")
+    if wanted in ("auto", "cuda"):
+        wanted = f"cuda:{local_index % torch.cuda.device_count()}"
+    device = torch.device(wanted)
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(f"worker.device is {wanted!r}; torch sees {torch.cuda.device_count()} CUDA devices")
+    torch.cuda.set_device(device)
+    return device
+
+
+class Job:
+    """A training run, from one worker's side. Use it as a context manager; leaving it leaves the job.
+
+    Not thread-safe: one thread trains.
+    """
+
+    def __init__(self, session: Session, device: torch.device, on_close: Callable[[], None] | None) -> None:
+        self._session = session
+        self._device = device
+        self._on_close = on_close
+        self._training: Training | None = None
+        self._strategy: Strategy | None = None
+        self._feed: Feed | None = None
+        self._feeds = 0
+        self._names: dict[str, int] = {}
+        self._own_steps = 0
+        self._registered_groups: tuple[tuple[float, ...], ...] = ()
+        self._metrics: dict[str, Any] = {}
+        self._metrics_lock = threading.Lock()
+        self._closed = False
+        session.metrics = self._take_metrics
+        atexit.register(self.close)
+
+    # ---- what a script asks about
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model should be."""
+        return self._device
+
+    @property
+    def name(self) -> str:
+        return self._session.settings.job.name
+
+    @property
+    def mode(self) -> UpdateMode:
+        return self._session.mode
+
+    @property
+    def seed(self) -> int:
+        return self._session.seed
+
+    @property
+    def step(self) -> int:
+        """The job's step: the number of updates applied, as far as this worker has seen."""
+        return 0 if self._strategy is None else self._strategy.step
+
+    @property
+    def chief(self) -> bool:
+        """True in one worker: the living one that joined first. The one to evaluate, print and save."""
+        return self._session.chief
+
+    def log(self, **metrics: float | torch.Tensor) -> None:
+        """Reports metrics, by name; the last value of each is shown by `shardyard status` and the progress display.
+
+        Tensors are kept as they are and read when the next heartbeat is due, so a GPU is not waited for here.
+        """
+        with self._metrics_lock:
+            for name, value in metrics.items():
+                if len(self._metrics) < METRICS_MAX or name in self._metrics:
+                    self._metrics[name] = value.detach() if isinstance(value, torch.Tensor) else value
+
+    def _take_metrics(self) -> dict[str, float]:
+        with self._metrics_lock:
+            taken, self._metrics = self._metrics, {}
+        return {name: float(value) for name, value in taken.items()}
+
+    # ---- training a model
+
+    @overload
+    def prepare(self, model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, ServerOptimizer]: ...
+    @overload
+    def prepare(
+        self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler
+    ) -> tuple[Model, ServerOptimizer, JobScheduler]: ...
+    def prepare(
+        self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
+    ) -> tuple[Model, ServerOptimizer] | tuple[Model, ServerOptimizer, JobScheduler]:
+        """Moves the optimizer, and the parameters that it has, to the servers.
+
+        Gives back the same model, whose parameters and persistent buffers now hold the job's values, an optimizer whose
+        `step()` pushes the gradients and pulls the parameters, and, if one was given, the scheduler as a function of
+        the job's step, to be stepped once a step. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict.
+        """
+        spec = translate(optimizer)
+        variables = [*_parameters(model, optimizer), *_buffers(model)]
+        parameters = [v.target for v in variables if v.spec.kind is VariableKind.PARAMETER]
+        buffers = [v.target for v in variables if v.spec.kind is VariableKind.BUFFER]
+        self._register(variables, spec)
+
+        def contribute(server_optimizer: ServerOptimizer) -> None:
+            sent = [*(parameter.grad for parameter in parameters), *buffers]
+            self._contribute(Sending(sent, 1.0, server_optimizer.settings()))
+
+        moved = ServerOptimizer(optimizer, spec.kind, contribute)
+        if scheduler is None:
+            return model, moved
+        return model, moved, JobScheduler(scheduler, lambda: self.step)
+
+    def batches(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int = 32,
+        epochs: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Any]:
+        """Batches of the dataset such that over all workers each sample counts once an epoch, whoever dies.
+
+        Tensors come on `job.device`. `batch_size` is for one worker (asynchronous) or one logical rank (synchronous).
+        Call `optimizer.step()` once for each batch; batches without one are accumulated into the next (asynchronous,
+        within a data shard). Ends when all samples are counted. All workers must make the same calls in the same order.
+        Raises UnseekableDataset, FeedConflict, JobFailed.
+        """
+        if self._training is None or self._strategy is None:
+            raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
+        if self._feed is not None:
+            raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
+        if self._own_steps and self.mode is UpdateMode.SYNC:
+            raise InvalidRequest(
+                "job.batches after steps without it, in a synchronous job",
+                why="the step says which samples are due, so all steps must come from job.batches, or none",
+                todo="use job.batches for all steps, or a DataLoader of your own for all",
+            )
+        if batch_size < 1 or epochs < 0:
+            raise InvalidRequest(f"batch_size {batch_size}, epochs {epochs}; expected at least 1 and at least 0")
+        settings = FeedSettings(batch_size, epochs, shuffle, drop_last)
+        reader = Reader(dataset, self._device, collate_fn)
+        feed = open_feed(self._training, self._strategy, reader, number=self._feeds, settings=settings)
+        self._feeds += 1
+        return self._iterate(feed)
+
+    def _iterate(self, feed: Feed) -> Iterator[Any]:
+        self._feed = feed
+        try:
+            yield from feed.batches()
+        finally:
+            self._feed = None
+
+    # ---- variables without a model
+
+    def register(self, variables: Mapping[str, torch.Tensor], *, optimizer: str = "sgd", **settings: float) -> None:
+        """Gives the job variables by name, with first values, and the optimizer that updates them.
+
+        `optimizer` and `settings` as in docs/optimizers.md, for example `optimizer="adam", lr=1e-3`. The first worker's
+        values win. Raises UnsupportedModel, VariableConflict, InvalidRequest.
+        """
+        made = [
+            Variable(spec_of(name, tensor, VariableKind.PARAMETER), tensor.detach().clone().contiguous())
+            for name, tensor in variables.items()
+        ]
+        self._registered_groups = (make_group(optimizer, settings),)
+        self._register(made, OptimizerSpec(optimizer, self._registered_groups))
+
+    def push(self, gradients: Mapping[str, torch.Tensor], *, samples: float = 1.0, **settings: float) -> None:
+        """Pushes gradients by name; variables that are not named are left alone. In a synchronous job returns when the
+        step is complete. `settings` replace those of `register` for this push, for example `lr=0.1`.
+
+        Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
+        """
+        training = self._need_training()
+        for name in gradients:
+            if name not in self._names:
+                known = ", ".join(sorted(self._names)[:8])
+                raise UnknownVariable(f"{name!r}; the job has {known}")
+        groups = self._registered_groups or training.optimizer.groups
+        if settings:
+            kind = training.optimizer.kind
+            first = dict(zip(setting_names(kind), groups[0], strict=True))
+            groups = (make_group(kind, first | settings),)
+        sent = [gradients.get(variable.spec.name) for variable in training.variables]
+        self._contribute(Sending(sent, samples, groups))
+
+    def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """The values of the variables, copies, by name. Asynchronous: the newest. Synchronous: those of this step."""
+        training = self._need_training()
+        if self.mode is UpdateMode.ASYNC:
+            training.pull_newest()
+        chosen = list(self._names) if names is None else list(names)
+        for name in chosen:
+            if name not in self._names:
+                raise UnknownVariable(f"{name!r}; the job has {', '.join(sorted(self._names)[:8])}")
+        return {name: training.variables[self._names[name]].target.detach().clone() for name in chosen}
+
+    # ---- leaving
+
+    def close(self, error: str = "") -> None:
+        """Leaves the job. The second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._training is not None:
+            self._training.close()
+        self._session.leave(error)
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close("" if kind is None else f"{kind.__name__}: {error}")
+
+    # ---- inside
+
+    def _register(self, variables: Sequence[Variable], spec: OptimizerSpec) -> None:
+        if self._training is not None:
+            raise InvalidRequest(
+                "a second job.prepare or job.register in one job",
+                todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
+            )
+        self._training = Training(self._session, variables, spec)
+        self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
+        sync = self.mode is UpdateMode.SYNC
+        self._strategy = SyncStrategy(self._training) if sync else AsyncStrategy(self._training)
+        self._strategy.begin()
+
+    def _contribute(self, sending: Sending) -> None:
+        if self._feed is not None:
+            self._feed.push(sending)
+            return
+        assert self._strategy is not None
+        self._own_steps += 1
+        try:
+            self._strategy.contribute(None, sending)
+        except LostWork:
+            log.info("the last batch was computed by another worker as well; this one's does not count")
+
+    def _need_training(self) -> Training:
+        if self._training is None:
+            raise InvalidRequest("no variables yet", todo="call job.prepare or job.register first")
+        return self._training
+
+
+def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Variable]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = []
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"optimizer.{group_index}.{index}")
+            found.append(Variable(spec_of(name, parameter, VariableKind.PARAMETER, group_index), parameter))
+    if not found:
+        raise UnsupportedModel("the optimizer has no parameters", todo="give it model.parameters()")
+    return found
+
+
+def _buffers(model: torch.nn.Module) -> list[Variable]:
+    persistent = model.state_dict(keep_vars=True)
+    return [
+        Variable(spec_of(name, buffer, VariableKind.BUFFER), buffer)
+        for name, buffer in model.named_buffers()
+        if name in persistent
+    ]

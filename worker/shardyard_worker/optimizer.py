@@ -1,0 +1,133 @@
+"""A `torch.optim` object, moved to the servers: its settings become an OptimizerSpec, its `step` a push and a pull.
+
+Owns: the translation, option by option, and the optimizer that `job.prepare` gives back. Invariant: what the servers
+cannot do exactly as torch does is refused with its name and the alternatives, never approximated. Must not know: how a
+push travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+
+from shardyard.ground.errors import UnsupportedOptimizer
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import OptimizerSpec
+
+Group = dict[str, Any]
+
+
+def _sgd(group: Group) -> dict[str, float]:
+    return {name: float(group[name]) for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+
+
+def _adam(group: Group) -> dict[str, float]:
+    beta1, beta2 = group["betas"]
+    return {"beta1": float(beta1), "beta2": float(beta2)} | {
+        name: float(group[name]) for name in ("eps", "weight_decay", "amsgrad", "maximize")
+    }
+
+
+def _adagrad(group: Group) -> dict[str, float]:
+    names = ("lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")
+    return {name: float(group[name]) for name in names}
+
+
+def _rmsprop(group: Group) -> dict[str, float]:
+    names = ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
+    return {name: float(group[name]) for name in names}
+
+
+_TRANSLATIONS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[Group], dict[str, float]]]] = {
+    torch.optim.SGD: ("sgd", _sgd),
+    torch.optim.Adam: ("adam", _adam),
+    torch.optim.AdamW: ("adamw", _adam),
+    torch.optim.Adagrad: ("adagrad", _adagrad),
+    torch.optim.RMSprop: ("rmsprop", _rmsprop),
+}
+_ALTERNATIVES = "use one of " + ", ".join(f"torch.optim.{kind.__name__}" for kind in _TRANSLATIONS)
+# How torch runs an update, not what it computes.
+_UNMOVABLE_FLAGS = ("differentiable", "capturable")
+
+
+def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The optimizer as the servers know it. Raises UnsupportedOptimizer for a kind or option that they do not have."""
+    found = _TRANSLATIONS.get(type(optimizer))
+    if found is None:
+        raise UnsupportedOptimizer(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be moved to the servers",
+            todo=_ALTERNATIVES,
+        )
+    if any(optimizer.state.values()):
+        raise UnsupportedOptimizer(
+            f"torch.optim.{type(optimizer).__name__} has taken steps already; its state would be lost",
+            todo="give job.prepare an optimizer that has not taken a step",
+        )
+    kind, _ = found
+    for index, group in enumerate(optimizer.param_groups):
+        _check_options(type(optimizer).__name__, kind, index, group)
+    return OptimizerSpec(kind, tuple(settings_of(kind, group) for group in optimizer.param_groups))
+
+
+def settings_of(kind: str, group: Group) -> tuple[float, ...]:
+    """A parameter group's settings as they stand now, in the order of the wire."""
+    read = next(read for name, read in _TRANSLATIONS.values() if name == kind)
+    return make_group(kind, {"lr": float(group["lr"]), **read(group)})
+
+
+def _check_options(name: str, kind: str, index: int, group: Group) -> None:
+    for flag in _UNMOVABLE_FLAGS:
+        if group.get(flag):
+            raise UnsupportedOptimizer(
+                f"option {flag}=True of torch.optim.{name}, parameter group {index}",
+                todo=f"leave {flag} at False; updates run on the servers",
+            )
+    if kind == "adam" and group.get("decoupled_weight_decay"):
+        raise UnsupportedOptimizer(
+            f"option decoupled_weight_decay=True of torch.optim.Adam, parameter group {index}",
+            todo="use torch.optim.AdamW, which is the same",
+        )
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """The optimizer that `job.prepare` gives back: `step()` pushes the gradients and pulls the parameters.
+
+    It shares its parameter groups with the optimizer that it was made of, so that learning-rate schedulers built on
+    either work. Its state lives on the servers; `state` here is empty.
+    """
+
+    def __init__(self, original: torch.optim.Optimizer, kind: str, contribute: Callable[[ServerOptimizer], None]):
+        super().__init__(original.param_groups, dict(original.defaults))
+        self.param_groups = original.param_groups
+        self._kind = kind
+        self._contribute = contribute
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of the job. Afterwards the parameters are those to compute the next gradient on.
+
+        Raises JobFailed when the job has ended by an error, RateMismatch, ShapeMismatch, UnsupportedModel.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._contribute(self)
+        return loss
+
+    def settings(self) -> tuple[tuple[float, ...], ...]:
+        """All groups' settings as they stand now."""
+        return tuple(settings_of(self._kind, group) for group in self.param_groups)
+
+    def add_param_group(self, param_group: Group) -> None:
+        if hasattr(self, "_contribute"):
+            raise UnsupportedOptimizer(
+                "a parameter group added after job.prepare",
+                todo="give all parameters to the optimizer before job.prepare; freeze them with requires_grad_(False)",
+            )
+        super().add_param_group(param_group)

@@ -1,0 +1,56 @@
+"""Trying again: with a budget, a growing pause with jitter, and an explanation (docs/protocol.md, "Retries").
+
+Invariant: only calls that may be sent again go through here: reads, and writes that are named. Must not know: what is
+called.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardyard.ground import errors
+from shardyard.runtime.waiting import ExplainedWait
+
+R = TypeVar("R")
+
+PAUSE_MS = 20
+PAUSE_MS_MAX = 500
+
+
+class Patience:
+    """Repeats a call while the peer does not answer or is not ready.
+
+    `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
+    an answer; NotReady is an answer, and may last for as long as `check` lets it.
+    """
+
+    def __init__(self, budget_ms: int, check: Callable[[], None], waiting_for: str) -> None:
+        self._budget_ms = budget_ms
+        self._check = check
+        self._waiting_for = waiting_for
+        # jitter only spreads retries over time, so it needs no seed
+        self._random = random.Random()
+
+    def call(self, attempt: Callable[[], R]) -> R:
+        pause_ms = PAUSE_MS
+        silent_since = time.monotonic()
+        last = ""
+        with ExplainedWait(lambda: f"{self._waiting_for} ({last})" if last else self._waiting_for) as wait:
+            while True:
+                self._check()
+                try:
+                    return attempt()
+                except errors.NotReady as error:
+                    last = error.what
+                    silent_since = time.monotonic()
+                except errors.Unavailable as error:
+                    last = error.what
+                    self._check()
+                    if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
+                        raise
+                wait.tick()
+                time.sleep(pause_ms * self._random.uniform(0.5, 1.0) / 1000)
+                pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)

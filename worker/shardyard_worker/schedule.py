@@ -1,0 +1,49 @@
+"""Learning rates as a function of the job's step (docs/ledger.md, rule B5).
+
+A worker that computes two logical ranks of a step calls `scheduler.step()` twice in it; one that joins late has never
+called it. Prepared by the job, a scheduler stands where the job stands, however often it is called.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shardyard.ground.errors import UnsupportedOptimizer
+
+
+class JobScheduler:
+    """Wraps a `torch.optim.lr_scheduler` object that is stepped once a step of the job."""
+
+    def __init__(self, scheduler: LRScheduler, step: Callable[[], int]) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UnsupportedOptimizer(
+                "ReduceLROnPlateau cannot be a function of the job's step, since it looks at a metric",
+                todo="use a scheduler without a metric, or set group['lr'] on all workers alike",
+            )
+        self._scheduler = scheduler
+        self._step = step
+        self._at = 0
+        self.follow()
+
+    def step(self) -> None:
+        """Takes the rates of the job's step. Calling it more than once a step changes nothing."""
+        self.follow()
+
+    def follow(self) -> None:
+        """Brings the rates to the job's step."""
+        with warnings.catch_warnings():
+            # the optimizer that steps is not the one that the scheduler was built on
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
+            while self._at < self._step():
+                self._scheduler.step()
+                self._at += 1
+
+    def get_last_lr(self) -> list[Any]:
+        return list(self._scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._scheduler.state_dict())

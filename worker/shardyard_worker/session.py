@@ -1,0 +1,188 @@
+"""A worker's standing in a yard: its membership, its job, and what the coordinator said last.
+
+Owns: the coordinator's peer, the enrolment, the failure of the job. Invariants: once the job has failed every call of
+`check` raises that failure; calls to the coordinator are retried within the budget while it does not answer, since each
+may safely be sent again. Must not know: tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shardyard.ground import errors
+from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, RankLease, UpdateMode
+from shardyard.runtime.configuration import parse_job_settings
+from shardyard.runtime.log import bind_process
+from shardyard.runtime.settings import JobSettings, Settings
+from shardyard.transport.enrolment import Enrolment, Membership
+from shardyard.transport.peers import Network
+from shardyard.transport.status import from_detail
+from shardyard.wire import convert, methods
+from shardyard.wire.methods import Method
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.patience import Patience
+
+log = logging.getLogger("shardyard.worker")
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process runs, as its agent told it."""
+
+    agent: Incarnation | None = None
+    local_index: int = 0
+
+
+@dataclass
+class Progress:
+    """What the next heartbeat reports."""
+
+    step: int = 0
+    samples: int = 0
+    waiting_for: str = ""
+
+
+class Session:
+    """One worker in one job, from joining to leaving. Safe for several threads."""
+
+    def __init__(self, network: Network, coordinator: str, settings: Settings, place: Place) -> None:
+        self.network = network
+        self.settings = settings
+        self.progress = Progress()
+        self.metrics: Callable[[], dict[str, float]] = dict
+        self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        self._lock = threading.Lock()
+        self._failure: errors.ShardyardError | None = None
+        self._on_failure: list[Callable[[], None]] = []
+        self._ranks: tuple[RankLease, ...] = ()
+        self._left = False
+        self.initializer = False
+        self.chief = False
+        self._enrolment = Enrolment(
+            self._peer,
+            Membership(MemberRole.WORKER, agent=place.agent, local_index=place.local_index),
+            on_reply=self._hear,
+            on_lost=self.fail,
+            report=self._report,
+        )
+
+    # ---- joining and leaving
+
+    def join(self) -> None:
+        """Registers and joins the job of the settings' name, else starts it. Raises CoordinatorUnavailable, ..."""
+        budget_ms = self.settings.worker.retry_budget_ms
+        self._enrolment.register(patience_ms=budget_ms)
+        bind_process(role="worker", id=self._enrolment.incarnation)
+        wanted = self.settings.job
+        request = wire.JoinJobRequest(
+            caller=convert.caller_to_wire(self._enrolment.caller),
+            name=wanted.name,
+            settings_json=wanted.model_dump_json(),
+        )
+        reply = self.ask(methods.JOIN_JOB, request)
+        self.job_settings: JobSettings = parse_job_settings(reply.settings_json)
+        self._enrolment.job = JobId(reply.job)
+        self.seed = reply.seed
+        self.logical_ranks = reply.logical_ranks
+        self.chief = reply.chief
+        with self._lock:
+            self._ranks = convert.rank_leases_from_wire(reply.ranks)
+        bind_process(job=wanted.name)
+        log.info("%s job %r", "started" if reply.started else "joined", wanted.name)
+        self._tell_differences(wanted, self.job_settings)
+        self._enrolment.start()
+
+    def leave(self, error: str = "") -> None:
+        """Leaves the job and the yard. The second time does nothing."""
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+        self._enrolment.leave(error)
+        self._peer.close()
+
+    def _tell_differences(self, wanted: JobSettings, given: JobSettings) -> None:
+        theirs, mine = given.model_dump(mode="json"), wanted.model_dump(mode="json")
+        differing = [name for name in mine if mine[name] != theirs[name] and name != "workers_expected"]
+        if differing:
+            log.warning(
+                "the job runs with the settings of the worker that started it; they differ from this worker's in %s",
+                ", ".join(f"job.{name} ({theirs[name]!r}, not {mine[name]!r})" for name in differing),
+            )
+
+    # ---- standing
+
+    @property
+    def caller(self) -> Caller:
+        return self._enrolment.caller
+
+    @property
+    def mode(self) -> UpdateMode:
+        return self.job_settings.consistency.mode
+
+    def ranks(self) -> tuple[RankLease, ...]:
+        """The logical ranks that were this worker's at the last heartbeat."""
+        with self._lock:
+            return self._ranks
+
+    def refresh(self) -> None:
+        """Asks the coordinator now, not at the next heartbeat."""
+        self.check()
+        try:
+            self._enrolment.beat()
+        except errors.Unavailable:
+            log.debug("the coordinator did not answer a heartbeat")
+
+    def check(self) -> None:
+        """Raises the job's failure, if it has failed."""
+        with self._lock:
+            failure = self._failure
+        if failure is not None:
+            raise failure
+
+    def fail(self, error: errors.ShardyardError) -> None:
+        """Ends the job for this worker: whoever waits is woken, and `check` raises from now on."""
+        with self._lock:
+            if self._failure is not None or self._left:
+                return
+            self._failure = error
+            wake = list(self._on_failure)
+        log.error("the job has failed: %s", error)
+        for callback in wake:
+            callback()
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """`callback` is called, from another thread, when the job fails."""
+        with self._lock:
+            self._on_failure.append(callback)
+
+    # ---- calls
+
+    def ask(self, method: Method[Request, Response], request: Request) -> Response:
+        """Calls the coordinator, again while it does not answer or is not ready, within the retry budget."""
+        patience = Patience(
+            self.settings.worker.retry_budget_ms, self.check, f"the coordinator to answer {method.name}"
+        )
+        return patience.call(lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms))
+
+    def _report(self, request: wire.HeartbeatRequest) -> None:
+        request.step = self.progress.step
+        request.samples = self.progress.samples
+        request.waiting_for = self.progress.waiting_for[:1000]
+        for name, value in sorted(self.metrics().items()):
+            request.metrics.add(name=name, value=value)
+
+    def _hear(self, reply: wire.HeartbeatReply) -> None:
+        with self._lock:
+            self._ranks = convert.rank_leases_from_wire(reply.ranks)
+        self.initializer = reply.initializer
+        self.chief = reply.chief
+        if reply.job_state == wire.JOB_STATE_FAILED:
+            self.fail(from_detail(reply.failure))

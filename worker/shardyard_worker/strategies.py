@@ -1,0 +1,272 @@
+"""How a worker's work becomes pushes with names, and which version it computes on.
+
+A strategy answers three questions: what is the next push called, which version must the model hold meanwhile, and when
+is a step over. Asynchronous: any version, over at once. Synchronous: exactly version t for step t, over when all
+logical ranks have contributed, or when this worker has another rank of the step to compute (docs/ledger.md, rules B1
+to B5).
+
+Invariant: when `contribute` returns, the targets hold the version that the next gradient is to be computed on. Must not
+know: datasets, optimizers.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardyard.ground import errors
+from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
+from shardyard.runtime.waiting import ExplainedWait
+from shardyard_worker.router import Answer, Wish
+from shardyard_worker.training import SLICE_MS, Sending, Training, explain
+
+log = logging.getLogger("shardyard.worker")
+
+
+class LostWork(Exception):
+    """The lease of this work has gone to another worker. The model holds a current version."""
+
+
+class Strategy(ABC):
+    """One worker's way through a job. Used by one thread."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._session = training.session
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """The job's step: updates applied, as far as this worker has seen."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Brings the targets to a version to compute on, if this worker has anything to compute."""
+
+    @abstractmethod
+    def contribute(self, name: PushName | None, sending: Sending | None) -> None:
+        """Pushes work under its name, or under one of this worker's own; `sending` None: it shall not count.
+
+        Raises LostWork where another worker has taken it over.
+        """
+
+    def _note(self, answer: Answer, sending: Sending | None) -> None:
+        fresh = any(result.outcome is not Outcome.DUPLICATE for result in answer.results)
+        if sending is not None and fresh:
+            self._session.progress.samples += round(sending.weight)
+        self._session.progress.step = self.step
+
+
+class AsyncStrategy(Strategy):
+    """Each push is applied as it comes; the next gradient is computed on what the servers have then."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._step = 0
+        self._pushes = 0
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def begin(self) -> None:
+        self._step = self._training.pull_newest().version_max
+        self._session.progress.step = self._step
+
+    def contribute(self, name: PushName | None, sending: Sending | None) -> None:
+        if name is None:
+            source = SourceKey(WorkerSource(self._session.caller.incarnation))
+            name = PushName(source, Token(0), self._pushes, self._pushes)
+        shipment = self._training.ship(name, sending)
+        try:
+            answer = self._training.router.push_pull(shipment, Wish(0, exactly=False))
+        except (errors.StaleToken, errors.SequenceGap) as error:
+            log.info("%s is another worker's now: %s", name, error.what)
+            self.begin()
+            raise LostWork from error
+        if isinstance(name.key.source, WorkerSource):
+            self._pushes += 1
+        self._training.load()
+        self._step = max(self._step, answer.version_max)
+        self._note(answer, sending)
+
+
+@dataclass
+class _Held:
+    """A logical rank that this worker computes. `next`: the next step of it."""
+
+    token: Token
+    next: int
+
+
+class SyncStrategy(Strategy):
+    """Computes the logical ranks that are its own, one after the other, each step on exactly that step's version."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._held: dict[Rank, _Held] = {}
+        self._version: int | None = None
+        self._refused: dict[Rank, Token] = {}
+
+    @property
+    def step(self) -> int:
+        return self._version or 0
+
+    def begin(self) -> None:
+        self._look_for_ranks()
+        if self._held:
+            self._align()
+        else:
+            self._training.load()
+
+    def due(self) -> Rank | None:
+        """The lowest logical rank of this worker that is to be computed on the version that the targets hold."""
+        return min((rank for rank, held in self._held.items() if held.next == self._version), default=None)
+
+    @property
+    def on_standby(self) -> bool:
+        """True while other workers compute all ranks."""
+        self._look_for_ranks()
+        return not self._held
+
+    def name_of(self, rank: Rank) -> PushName:
+        held = self._held[rank]
+        return PushName(SourceKey(RankSource(rank)), held.token, held.next, held.next)
+
+    def prepare_work(self) -> None:
+        """Until a rank is due. The targets then hold its version. Standby must have been asked for before."""
+        if self._version is None:
+            self._align()
+        if self.due() is None:
+            self._settle()
+
+    def contribute(self, name: PushName | None, sending: Sending | None) -> None:
+        if name is None:
+            rank = self.due()
+            if rank is None:
+                self._wait_for_ranks()
+                log.info("a batch that was computed on standby is dropped")
+                return
+            name = self.name_of(rank)
+        assert isinstance(name.key.source, RankSource)
+        assert self._version is not None
+        rank = name.key.source.rank
+        shipment = self._training.ship(name, sending)
+        others = any(held.next == self._version for other, held in self._held.items() if other != rank)
+        try:
+            if others:
+                answer = self._training.router.push(shipment)
+            else:
+                wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS)
+                answer = self._training.router.push_pull(shipment, wish)
+        except errors.StaleToken as error:
+            log.info("%s is another worker's now: %s", name, error.what)
+            self._refused[rank] = name.token
+            self._held.pop(rank, None)
+            self._training.router.abandon_pull()
+            self._session.refresh()
+            self._wait_for_ranks() if not self._held else self._settle()
+            raise LostWork from error
+        held = self._held[rank]
+        held.next += 1
+        self._note(answer, sending)
+        if others or answer.missing:
+            self._settle()
+        else:
+            self._arrive()
+
+    # ---- versions
+
+    def _arrive(self) -> None:
+        assert self._version is not None
+        self._version += 1
+        self._training.load()
+        self._session.progress.step = self._version
+
+    def _settle(self) -> None:
+        """Until the step is complete, or another rank of it is this worker's to compute (rule B4)."""
+        assert self._version is not None
+        answer = Answer()
+
+        def waiting_for() -> str:
+            return f"step {self._version} to be complete: {explain(answer)}"
+
+        with self._explained(waiting_for) as wait:
+            while True:
+                self._look_for_ranks()
+                if self.due() is not None:
+                    self._training.router.abandon_pull()
+                    self._training.load()
+                    return
+                answer = self._training.router.pull(Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS))
+                if not answer.missing:
+                    self._arrive()
+                    return
+                self._wait_on(wait, waiting_for)
+
+    def _align(self) -> None:
+        """Takes the version at which this worker's ranks stand: the lowest next step among them."""
+        version = 0
+        answer = Answer()
+
+        def waiting_for() -> str:
+            return f"version {version} to begin with: {explain(answer)}"
+
+        with self._explained(waiting_for) as wait:
+            while True:
+                version = min(held.next for held in self._held.values())
+                self._training.router.abandon_pull()
+                answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
+                if not answer.missing:
+                    break
+                self._wait_on(wait, waiting_for)
+                self._look_for_ranks()
+        self._version = version
+        self._training.load()
+        self._session.progress.step = version
+
+    # ---- ranks
+
+    def _look_for_ranks(self) -> None:
+        """Takes up the logical ranks that the coordinator has given to this worker, gives up those it has taken."""
+        leases = {lease.rank: lease.token for lease in self._session.ranks()}
+        for rank in sorted(self._held):
+            if leases.get(rank) != self._held[rank].token:
+                del self._held[rank]
+        fresh = sorted(
+            (rank, token)
+            for rank, token in leases.items()
+            if rank not in self._held and self._refused.get(rank) != token
+        )
+        if fresh and not self._held:
+            self._version = None
+        for rank, token in fresh:
+            key = SourceKey(RankSource(rank))
+            try:
+                marks = self._training.router.open_sources([(key, token)])[key]
+            except errors.StaleToken:
+                self._refused[rank] = token
+                continue
+            self._held[rank] = _Held(token, min(mark.next for mark in marks))
+            log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
+
+    def _wait_for_ranks(self) -> None:
+        with self._explained(lambda: "a logical rank to compute; other workers have them all") as wait:
+            while self.on_standby:
+                self._session.refresh()
+                self._wait_on(wait, lambda: "a logical rank")
+                self._pause()
+        self._align()
+
+    def _pause(self) -> None:
+        self._training.router.pause(SLICE_MS)
+
+    def _explained(self, describe: Callable[[], str]) -> ExplainedWait:
+        return ExplainedWait(describe, logger=log)
+
+    def _wait_on(self, wait: ExplainedWait, waiting_for: Callable[[], str]) -> None:
+        wait.tick()
+        self._session.check()
+        self._session.progress.waiting_for = waiting_for() if wait.waited_ms > 1_000 else ""

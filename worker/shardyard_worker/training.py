@@ -1,0 +1,134 @@
+"""A job's variables from one worker's side: registered, initialised, pushed and pulled as tensors.
+
+Owns: layout, buckets and router of the job, and the targets, the tensors that hold the current values. Invariant: the
+targets hold one version of all partitions, never a mixture. Must not know: what a push is named after (strategies).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardyard.ground.types import (
+    OptimizerSpec,
+    PushKind,
+    PushName,
+    SourceKey,
+    Token,
+    VariableSpec,
+    WorkerSource,
+)
+from shardyard.runtime.waiting import ExplainedWait
+from shardyard.wire import convert, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.buckets import Buckets
+from shardyard_worker.router import Answer, Router, Shipment, Wish
+from shardyard_worker.session import Session
+
+log = logging.getLogger("shardyard.worker")
+
+SLICE_MS = 200
+"""How long a server holds a pull before the worker looks around."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable and the tensor that holds its value in this process."""
+
+    spec: VariableSpec
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sending:
+    """What one push carries: for each variable a gradient or value or None, its weight, and the settings in force."""
+
+    tensors: Sequence[torch.Tensor | None]
+    weight: float
+    groups: tuple[tuple[float, ...], ...]
+
+
+class Training:
+    """Registers the variables with the coordinator, and sees to it that the servers have first values."""
+
+    def __init__(self, session: Session, variables: Sequence[Variable], optimizer: OptimizerSpec) -> None:
+        self.session = session
+        self.optimizer = optimizer
+        self.variables = tuple(variables)
+        request = wire.RegisterVariablesRequest(
+            caller=convert.caller_to_wire(session.caller),
+            variables=[convert.variable_to_wire(variable.spec) for variable in variables],
+            optimizer=convert.optimizer_to_wire(optimizer),
+        )
+        reply = session.ask(methods.REGISTER_VARIABLES, request)
+        layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
+        self.buckets = Buckets(layout, map_)
+        self.router = Router(session, map_, self.buckets)
+        self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
+        if reply.initializer:
+            self._initialize()
+        self._await_values()
+
+    def close(self) -> None:
+        self.router.close()
+
+    # ---- pushes and pulls
+
+    def ship(self, name: PushName, sending: Sending | None) -> Shipment:
+        """Puts what is sent into the buckets. None: a named empty push."""
+        if sending is None:
+            return Shipment(name, PushKind.EMPTY, 0.0)
+        self.buckets.fill(sending.tensors)
+        absent = frozenset(index for index, tensor in enumerate(sending.tensors) if tensor is None)
+        return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent)
+
+    def load(self) -> None:
+        """Puts the current version into the targets."""
+        self.buckets.load(self._targets)
+
+    def pull_newest(self, at_least: int = 0) -> Answer:
+        """Waits for a version, and puts it or a later one into the targets."""
+        with ExplainedWait(lambda: explain(answer) if answer else f"version {at_least}") as wait:
+            self.router.abandon_pull()
+            answer = self.router.pull(Wish(at_least, exactly=False, wait_ms=SLICE_MS))
+            while answer.missing:
+                wait.tick()
+                self.session.check()
+                answer = self.router.pull(Wish(at_least, exactly=False, wait_ms=SLICE_MS))
+        self.load()
+        return answer
+
+    # ---- first values
+
+    def _initialize(self) -> None:
+        caller = self.session.caller
+        name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), 0, 0)
+        self.buckets.fill([variable.target for variable in self.variables])
+        self.router.initialize(Shipment(name, PushKind.VALUES, 0.0))
+        request = wire.CommitVariablesRequest(caller=convert.caller_to_wire(caller))
+        self.session.ask(methods.COMMIT_VARIABLES, request)
+        log.info("gave the servers their first values")
+
+    def _await_values(self) -> None:
+        """Until the servers have first values: another worker gives them, or, if it dies, this one."""
+        answer = Answer()
+        with ExplainedWait(lambda: explain(answer)) as wait:
+            while True:
+                answer = self.router.pull(Wish(0, exactly=False, wait_ms=SLICE_MS))
+                if not answer.missing:
+                    return
+                wait.tick()
+                self.session.check()
+                if self.session.initializer:
+                    self._initialize()
+
+
+def explain(answer: Answer) -> str:
+    """What an unfinished pull waits for."""
+    return "; ".join(
+        f"partition {item.partition} at version {item.have.number} waits for {item.waiting_for}"
+        for item in answer.missing[:4]
+    )
