@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos protos-check check test clean
+.PHONY: help setup up down status protos protos-check check test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -19,6 +19,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,examples,dev]'
 	@touch $(STAMP)
+
+up: $(STAMP) ## start a yard on this machine and train the digits on it
+	@$(BIN)/shardyard up -c configs/local.yaml examples/digits/train.py
+
+down: ## stop the yard that `make up` started
+	@test ! -x $(BIN)/shardyard || $(BIN)/shardyard down -c configs/local.yaml
+
+status: ## show members, jobs and partitions of the yard that `make up` started
+	@$(BIN)/shardyard status -c configs/local.yaml
 
 protos: $(STAMP) ## generate shardyard/wire/v1 from protos/
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardyard_worker.job import Job
-
     from shardyard.ground import errors
+    from shardyard_worker.job import Job
 
 __all__ = ["Job", "__version__", "connect", "errors"]
 

@@ -46,6 +46,9 @@ from shardyard_coordinator.ranks import RankBook, RankGiven
 
 FENCED_MAX: Final = 1_024
 """So many fenced workers are named to servers again and again, the latest."""
+LATE_MS: Final = 10_000
+"""A job that is left by its last worker stays open for so long if fewer workers than expected have said goodbye: one
+that starts late, or is restarted, finds its work done, where it would else begin the whole run anew."""
 
 
 class Job:
@@ -63,6 +66,8 @@ class Job:
         self._token = 0
         self._idle_since_ms = now_ms
         self._last_lost = ""
+        self._goodbyes = 0
+        self._finish_at_ms: int | None = None
         if settings.consistency.mode is UpdateMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
@@ -103,6 +108,7 @@ class Job:
 
     def join(self, worker: Incarnation, now_ms: int) -> list[Effect]:
         self.workers = sorted([*self.workers, worker])
+        self._finish_at_ms = None
         given = [] if self.ranks is None else self.ranks.join(worker, now_ms)
         return [self._persist("worker_joined", worker=worker), *self._rank_records(given)]
 
@@ -132,18 +138,25 @@ class Job:
         return effects
 
     def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
-        """A worker says goodbye; it sends nothing more. The last one ends the job."""
+        """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
+        have said so."""
         self._remove(worker, f"left ({error})" if error else "left", now_ms)
         if self.state.ended:
             return []
+        self._goodbyes += 0 if error else 1
         if self.workers:
             return [*self.free((worker,), now_ms), *self._fence(worker)]
         if error:
-            failure = errors.WorkerFailed(
-                f"{self.title} has lost its last worker, {worker}, to an error: {error}", facts={"worker": str(worker)}
+            return self.fail(
+                errors.WorkerFailed(
+                    f"{self.title} has lost its last worker, {worker}, to an error: {error}",
+                    facts={"worker": str(worker)},
+                )
             )
-            return self.fail(failure)
-        return self._end(JobState.FINISHED)
+        if self._goodbyes >= self.settings.workers_expected:
+            return self._end(JobState.FINISHED)
+        self._finish_at_ms = now_ms + LATE_MS
+        return [*self.free((worker,), now_ms), *self._fence(worker)]
 
     def lose_server(self, server: Server, how: str) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, if any."""
@@ -164,6 +177,8 @@ class Job:
     def tick(self, now_ms: int) -> list[Effect]:
         if self.state.ended:
             return []
+        if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
+            return self._end(JobState.FINISHED)
         if not self.workers and now_ms - self._idle_since_ms >= self.settings.idle_ms:
             return self.fail(
                 errors.WorkerFailed(
@@ -287,7 +302,8 @@ class Job:
         source, worker = returned.data_shard, returned.caller.incarnation
         if isinstance(self.feeds, StepLedger):
             done = self.feeds.close(returned.feed, next_sequence=next_sequence)
-            return [self._persist("feed_closed", feed=returned.feed, done=done), Reply(LeaseClosed(done))]
+            closed: list[Effect] = [self._persist("feed_closed", feed=returned.feed)] if done else []
+            return [*closed, Reply(LeaseClosed(done))]
         assert source is not None
         done = self.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
         record = self._persist(

@@ -28,6 +28,7 @@ from shardyard.ground.types import (
     PartitionOwner,
     VariableKind,
     VariableSpec,
+    aligned_bytes,
 )
 
 BLOCKS_MAX: Final = 250_000
@@ -84,7 +85,7 @@ def plan(
     for piece in pieces:
         load, index = loads[0]
         held[index].append(piece)
-        heapq.heapreplace(loads, (load + _aligned(piece.payload_bytes), index))
+        heapq.heapreplace(loads, (load + aligned_bytes(piece.payload_bytes), index))
     layouts = tuple(_lay_out(index, parts, variables) for index, parts in enumerate(held))
     return JobLayout(tuple(variables), optimizer, layouts)
 
@@ -128,9 +129,5 @@ def _lay_out(partition: int, pieces: Sequence[_Piece], variables: Sequence[Varia
     position = 0
     for piece in sorted(pieces, key=place):
         blocks.append(Block(piece.variable, piece.offset, piece.length, position))
-        position += _aligned(piece.payload_bytes)
+        position += aligned_bytes(piece.payload_bytes)
     return PartitionLayout(PartitionId(partition), position, tuple(blocks))
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES

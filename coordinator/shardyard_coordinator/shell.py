@@ -42,7 +42,16 @@ A = TypeVar("A")
 class Coordinator:
     """Serves `service` from `start` until `stop`. The journal stays the caller's to close, after `stop`."""
 
-    def __init__(self, *, network: Network, journal: Journal, clock: Clock, membership: MembershipSettings) -> None:
+    def __init__(
+        self,
+        *,
+        network: Network,
+        journal: Journal,
+        clock: Clock,
+        membership: MembershipSettings,
+        tick_ms: int = TICK_MS,
+    ) -> None:
+        self._tick_ms = tick_ms
         self._journal = journal
         self._clock = clock
         self._membership = membership
@@ -196,7 +205,7 @@ class Coordinator:
                 pass
 
     def _tick(self) -> None:
-        while not self._stop.wait(TICK_MS / 1000):
+        while not self._stop.wait(self._tick_ms / 1000):
             try:
                 wanted = self._handle(events.Ticked())
             except ShardyardError as error:
@@ -238,7 +247,7 @@ class Coordinator:
                     self._servers.fence(effect.job, server, effect.workers)
                 except ShardyardError as error:
                     log.warning(
-                        "server %d was not told to refuse workers %s (%s); it learns that from its next heartbeat",
+                        "server %s was not told to refuse workers %s (%s); it learns that from its next heartbeat",
                         server.incarnation,
                         ", ".join(map(str, effect.workers)),
                         error.what,
@@ -250,7 +259,7 @@ class Coordinator:
         try:
             self._servers.drop(effect)
         except ShardyardError as error:
-            log.warning("server %d did not drop job %d: %s", effect.server.incarnation, effect.job, error.what)
+            log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
     def _later(self, work: Callable[[A], None], about: A) -> None:
         self._callers.submit(work, about).add_done_callback(_log_failure)

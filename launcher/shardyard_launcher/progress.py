@@ -75,9 +75,10 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         _write(self._progress_to, text)
 
-    def progress(self, status: wire.StatusReply, pids: frozenset[int]) -> None:
-        line = progress_line(status, self._choice.choose(status, pids))
-        if line != self._shown:
+    def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
+        job = self._choice.choose(status, pids)
+        line = progress_line(status, job)
+        if line != self._shown and not (last and job is None):
             self._shown = line
             _write(self._progress_to, line)
 
@@ -108,8 +109,9 @@ class LiveDisplay:
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"), soft_wrap=True)
 
-    def progress(self, status: wire.StatusReply, pids: frozenset[int]) -> None:
-        line = progress_line(status, self._choice.choose(status, pids))
+    def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
+        job = self._choice.choose(status, pids)
+        line = "" if last and job is None else progress_line(status, job)
         self._live.update(Text(line, style="bold", overflow="ellipsis", no_wrap=True))
 
     def __enter__(self) -> Self:

@@ -44,7 +44,8 @@ class Display(Protocol):
 
     def note(self, text: str) -> None: ...
 
-    def progress(self, status: wire.StatusReply, pids: frozenset[int]) -> None: ...
+    def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
+        """`pids`: the script's processes. `last`: it has ended."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class ScriptRun:
     def _show_last(self, display: Display) -> None:
         with contextlib.suppress(errors.ShardyardError):
             status = self._coordinator.call(methods.STATUS, wire.StatusRequest(), timeout_ms=2_000)
-            display.progress(status, frozenset(self._pids))
+            display.progress(status, frozenset(self._pids), last=True)
 
     def _stop(self, display: Display) -> None:
         """Stops the launch and shows what it still prints."""

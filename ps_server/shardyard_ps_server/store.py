@@ -89,8 +89,8 @@ class Counters:
 class _Standing:
     """Who this server is and whom it refuses."""
 
-    incarnation: Incarnation = Incarnation(0)  # noqa: RUF009 a NewType is its number
-    term: Term = Term(0)  # noqa: RUF009
+    incarnation: Incarnation = Incarnation(0)
+    term: Term = Term(0)
     fenced: set[Incarnation] = field(default_factory=set)
 
 

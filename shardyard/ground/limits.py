@@ -26,8 +26,12 @@ VARIABLE_BYTES_MAX: Final = 64 * GIB
 JOB_BYTES_MAX: Final = 1024 * GIB
 GROUPS_MAX: Final = 10_000
 PARTITIONS_MAX: Final = 4_096
+BLOCKS_MAX: Final = 250_000
+"""Blocks of a job."""
 LOGICAL_RANKS_MAX: Final = 4_096
 SOURCES_PER_REQUEST_MAX: Final = 65_536
+SEQUENCE_MAX: Final = (1 << 63) - 1
+"""The last sequence that a name may have, so that the one after it still fits on the wire."""
 BLOCK_ALIGN_BYTES: Final = 64
 """Each block of a partition's payload is filled up to a multiple of this."""
 

@@ -105,12 +105,16 @@ def check_group(kind: str, index: int, values: Sequence[float]) -> None:
             + ", ".join(setting_names(kind))
         )
     for setting, value in zip(settings, values, strict=True):
-        good = value in (0.0, 1.0) if setting.flag else setting.low <= value < setting.high
+        good = value in (0.0, 1.0) if setting.flag else math.isfinite(value) and setting.low <= value < setting.high
         if not good:
             allowed = "0 or 1" if setting.flag else f"at least {setting.low:g} and below {setting.high:g}"
             raise InvalidRequest(
                 f"parameter group {index} of {kind!r}: {setting.name} is {value!r}; expected {allowed}"
             )
+    if kind == "sgd":
+        _, momentum, dampening, _, nesterov, _ = values
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise InvalidRequest(f"parameter group {index}: nesterov needs a momentum, and no dampening")
 
 
 def check_update(spec: OptimizerSpec, groups: Sequence[Sequence[float]]) -> None:

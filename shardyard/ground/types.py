@@ -13,8 +13,31 @@ from typing import NewType
 
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
 
-JobId = NewType("JobId", int)
-Incarnation = NewType("Incarnation", int)
+
+class _TermedNumber(int):
+    """A number that a coordinator gave in one of its terms: term << 32 | n, shown as "term.n"."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"{self >> 32}.{self & 0xFFFFFFFF}" if self >> 32 else f"{self & 0xFFFFFFFF}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class JobId(_TermedNumber):
+    """A training run; unique over the coordinator's terms."""
+
+    __slots__ = ()
+
+
+class Incarnation(_TermedNumber):
+    """A member's registration; unique over the coordinator's terms. The fence."""
+
+    __slots__ = ()
+
+
 Generation = NewType("Generation", int)
 Term = NewType("Term", int)
 Token = NewType("Token", int)

@@ -112,7 +112,7 @@ class ConsistencySettings(Section):
     mode: UpdateMode = Field(
         default=UpdateMode.ASYNC,
         strict=False,
-        description="sync: a step is the mean over all logical ranks. async: each worker's push is applied as it comes.",
+        description="sync: a step is the mean over all logical ranks. async: each push is applied as it comes.",
     )
     logical_ranks: Annotated[int, Field(ge=1, le=limits.LOGICAL_RANKS_MAX)] | Auto = Field(
         default="auto",

@@ -33,7 +33,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT in its parts. Raises ConfigurationError."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise errors.ConfigurationError(f"{address!r} is no address; expected HOST:PORT, for example 127.0.0.1:7070")
     return host, int(port)
 

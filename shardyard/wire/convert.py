@@ -163,6 +163,8 @@ def name_to_wire(name: PushName) -> common.PushName:
 def name_from_wire(message: common.PushName) -> PushName:
     if message.last < message.first:
         raise MalformedPayload(f"a push of the sequences {message.first} to {message.last}")
+    if message.last > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a push of sequence {message.last}; the last one is {limits.SEQUENCE_MAX}")
     key = SourceKey(source_from_wire(message.source), message.lane)
     return PushName(key, Token(message.token), message.first, message.last)
 
@@ -279,16 +281,19 @@ def layout_to_wire(layout: JobLayout) -> common.JobLayout:
 
 
 def layout_from_wire(message: common.JobLayout) -> JobLayout:
-    """Checks that every block lies within its variable and its partition's payload, and that they fill it as the protocol says."""
+    """Checks that the blocks lie in their partitions' payloads as the protocol says, and that each element of each
+    variable is in exactly one of them."""
     optimizer = optimizer_from_wire(message.optimizer)
     variables = variables_from_wire(message.variables, len(optimizer.groups))
     partitions = []
+    _bounded([block for part in message.partitions for block in part.blocks], limits.BLOCKS_MAX, "blocks")
     for index, part in enumerate(_bounded(message.partitions, limits.PARTITIONS_MAX, "partitions")):
         if part.partition != index:
             raise MalformedPayload(f"partition {part.partition} at place {index} of a layout")
         blocks = tuple(Block(b.variable, b.offset, b.length, b.position) for b in part.blocks)
         _check_blocks(index, part.payload_bytes, blocks, variables)
         partitions.append(PartitionLayout(PartitionId(index), part.payload_bytes, blocks))
+    _check_cover([block for partition in partitions for block in partition.blocks], variables)
     return JobLayout(variables, optimizer, tuple(partitions))
 
 
@@ -309,6 +314,21 @@ def _check_blocks(
         end = block.position + aligned_bytes(block.length * spec.dtype.item_bytes)
     if end != payload_bytes:
         raise MalformedPayload(f"the blocks of partition {partition} take {end} bytes; announced {payload_bytes}")
+
+
+def _check_cover(blocks: Iterable[Block], variables: Sequence[VariableSpec]) -> None:
+    ends = [0] * len(variables)
+    for block in sorted(blocks, key=lambda block: (block.variable, block.offset)):
+        name = variables[block.variable].name
+        if block.offset != ends[block.variable] or block.length == 0:
+            raise MalformedPayload(
+                f"a block of {block.length} elements at element {block.offset} of variable {name!r}; expected one at "
+                f"{ends[block.variable]}, after the one before"
+            )
+        ends[block.variable] += block.length
+    for spec, end in zip(variables, ends, strict=True):
+        if end != spec.elements:
+            raise MalformedPayload(f"the blocks of variable {spec.name!r} have {end} elements; it has {spec.elements}")
 
 
 def map_to_wire(map_: PartitionMap) -> common.PartitionMap:
@@ -356,6 +376,9 @@ def push_from_header(header: bytes) -> PushOrder:
         message = server.PushHeader.FromString(header)
     except DecodeError as error:
         raise MalformedPayload(f"the header of a push: {error}") from error
+    absent = sum(len(p.absent_blocks) for p in message.parts)
+    if absent > limits.BLOCKS_MAX:
+        raise TooLarge(f"{absent} absent blocks of a push; at most {limits.BLOCKS_MAX} are taken")
     parts = tuple(
         PushPart(PartitionId(p.partition), p.payload_bytes, tuple(p.absent_blocks))
         for p in _bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")

@@ -56,7 +56,8 @@ def decode(message: bytes) -> Frame:
         raise TooLarge(f"a frame of {len(message)} bytes; at most {MESSAGE_BYTES_MAX} are taken")
     view = memoryview(message)
     end = len(view)
-    header, offset, data, at = b"", 0, view[:0], 0
+    headers: list[memoryview] = []  # a message that comes in pieces is the pieces joined
+    offset, data, at = 0, view[:0], 0
     while at < end:
         tag, at = _read_varint(view, at)
         kind = tag & 7
@@ -68,7 +69,7 @@ def decode(message: bytes) -> Frame:
                 raise MalformedPayload(f"a field of {length} bytes at byte {at} of a frame that has {end} bytes")
             field, at = view[at : at + length], at + length
             if tag == _TAG_HEADER:
-                header = bytes(field)
+                headers.append(field)
             elif tag == _TAG_DATA:
                 data = field
         elif kind in (1, 5):
@@ -84,7 +85,7 @@ def decode(message: bytes) -> Frame:
             raise MalformedPayload(f"wire type {kind} at byte {at} of a frame")
     if len(data) > FRAME_BYTES_MAX:
         raise TooLarge(f"a frame with {len(data)} bytes of payload; at most {FRAME_BYTES_MAX} are taken")
-    return Frame(header, offset, data)
+    return Frame(b"".join(headers), offset, data)
 
 
 def cut(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES) -> Iterator[Frame]:

@@ -8,31 +8,32 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.shell import Coordinator
 
 from shardyard.ground import errors, limits
+from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
+    DType,
     Incarnation,
     JobId,
     MemberRole,
     OptimizerSpec,
-    RankSource,
+    PartitionId,
     SourceKey,
+    VariableKind,
     VariableSpec,
     Version,
     Watermark,
 )
-from shardyard.ground.types import DType, PartitionId, VariableKind
-from shardyard.ground.optimizers import make_group
 from shardyard.runtime.settings import ConsistencySettings, JobSettings, MembershipSettings
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.peers import Context, Peer, Service
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.shell import Coordinator
 
 DEADLINE_S = 10.0
 SGD = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))
@@ -77,7 +78,9 @@ class FakeServer:
     def service(self) -> Service:
         service = Service("ParameterServer")
         service.on(methods.CREATE_PARTITIONS, self._create)
-        service.on(methods.OPEN_PARTITIONS, lambda request, _: self._note("open", request, server_wire.OpenPartitionsReply()))
+        service.on(
+            methods.OPEN_PARTITIONS, lambda request, _: self._note("open", request, server_wire.OpenPartitionsReply())
+        )
         service.on(methods.DROP_JOB, lambda request, _: self._note("drop", request, server_wire.DropJobReply()))
         service.on(methods.FENCE, lambda request, _: self._note("fence", request, server_wire.FenceReply()))
         service.on(methods.READ_LEDGER, self._read)
@@ -101,9 +104,7 @@ class FakeServer:
     def _read(self, request: server_wire.ReadLedgerRequest, _: Context) -> object:
         found = []
         for key, _token in convert.sources_from_wire(request.sources):
-            marks = [
-                Watermark(PartitionId(each), self.next_of.get(key, 0), Version(0, 0)) for each in self.partitions
-            ]
+            marks = [Watermark(PartitionId(each), self.next_of.get(key, 0), Version(0, 0)) for each in self.partitions]
             found.append((key, marks))
         reply = server_wire.ReadLedgerReply(sources=convert.watermarks_to_wire(found))
         return self._note("read", request, reply)
@@ -119,7 +120,9 @@ class Yard:
     def peer(self) -> Peer:
         return self.network.connect("coordinator:1", name="coordinator", unavailable=errors.CoordinatorUnavailable)
 
-    def register(self, role: MemberRole, address: str = "", pid: int = 1, host: str = "box", agent: int = 0) -> Incarnation:
+    def register(
+        self, role: MemberRole, address: str = "", pid: int = 1, host: str = "box", agent: int = 0
+    ) -> Incarnation:
         request = wire.RegisterRequest(
             role=convert.role_to_wire(role),
             address=address,

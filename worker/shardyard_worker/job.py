@@ -164,7 +164,7 @@ class Job:
 
         Gives back the same model, whose parameters and persistent buffers now hold the job's values, an optimizer whose
         `step()` pushes the gradients and pulls the parameters, and, if one was given, the scheduler as a function of
-        the job's step, to be stepped once a step. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict.
+        the job's step: it stands where it would after one call of its `step()` for each step of the job. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict.
         """
         spec = translate(optimizer)
         variables = [*_parameters(model, optimizer), *_buffers(model)]
@@ -172,14 +172,16 @@ class Job:
         buffers = [v.target for v in variables if v.spec.kind is VariableKind.BUFFER]
         self._register(variables, spec)
 
+        schedule = None if scheduler is None else JobScheduler(scheduler, lambda: self.step)
+
         def contribute(server_optimizer: ServerOptimizer) -> None:
+            if schedule is not None:
+                schedule.follow()
             sent = [*(parameter.grad for parameter in parameters), *buffers]
             self._contribute(Sending(sent, 1.0, server_optimizer.settings()))
 
         moved = ServerOptimizer(optimizer, spec.kind, contribute)
-        if scheduler is None:
-            return model, moved
-        return model, moved, JobScheduler(scheduler, lambda: self.step)
+        return (model, moved) if schedule is None else (model, moved, schedule)
 
     def batches(
         self,

@@ -1,0 +1,99 @@
+"""A training script for tests. Trains, and writes what came out as JSON to the path given.
+
+`model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
+`count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
+`loader`: the network again, with a DataLoader of its own and two loader processes.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardyard as sy
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(32, 3)
+    )
+
+
+def data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(11)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 3)
+
+
+def digest(model: torch.nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train_model(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+    model, moved, schedule = job.prepare(model, optimizer, scheduler)
+    model.train()
+    batches = job.batches(data(options.samples), batch_size=8, epochs=options.epochs)
+    if options.mode == "loader":
+        loader = DataLoader(data(options.samples), batch_size=8, num_workers=2)
+        batches = (batch for _ in range(options.epochs) for batch in loader)
+    computed = 0
+    for x, y in batches:
+        time.sleep(options.pause_ms / 1000)
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        moved.zero_grad(set_to_none=True)
+        loss.backward()
+        moved.step()
+        schedule.step()
+        job.log(loss=loss)
+        computed += 1
+        announce(computed)
+    return {"digest": digest(model), "loss": float(loss.detach()) if computed else None, "computed": computed}
+
+
+def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    counts = torch.nn.Parameter(torch.zeros(options.samples, dtype=torch.float64))
+    model = torch.nn.ParameterList([counts])
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    computed = 0
+    for (index,) in job.batches(TensorDataset(torch.arange(options.samples)), batch_size=4, epochs=options.epochs):
+        time.sleep(options.pause_ms / 1000)
+        optimizer.zero_grad()
+        (-counts[index].sum()).backward()
+        optimizer.step()
+        computed += 1
+        announce(computed)
+    return {"counts": counts.detach().tolist(), "computed": computed}
+
+
+def announce(computed: int) -> None:
+    print(f"computed {computed}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=("model", "count", "loader"))
+    parser.add_argument("out")
+    parser.add_argument("--samples", type=int, default=203)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--pause-ms", type=float, default=0)
+    options = parser.parse_args()
+    with sy.connect() as job:
+        result = train_count(job, options) if options.mode == "count" else train_model(job, options)
+        result |= {"step": job.step, "chief": job.chief, "pid": os.getpid(), "threads": torch.get_num_threads()}
+    with open(options.out, "w") as file:
+        json.dump(result, file)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Yards of real processes for tests, and training scripts run in them. Everything started here is ended here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardyard.runtime import configuration
+from shardyard_launcher.cluster import LocalCluster
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@contextmanager
+def running_yard(
+    folder: Path, *, servers: int = 2, settings: Mapping[str, object] | None = None
+) -> Iterator[LocalCluster]:
+    """A coordinator and servers on free ports of loopback. The agent idles."""
+    given = {"yard.servers": servers, "yard.workers": 1, "yard.coordinator_port": 0, **(settings or {})}
+    cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
+    try:
+        cluster.start(stop=threading.Event())
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class Script:
+    """A training script in a process of its own. `lines` is what it printed so far."""
+
+    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("SHARDYARD")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", *arguments],
+            env={**kept, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip())
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, text: str, *, timeout_s: float = 60) -> None:
+        """Until a line contains the text."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while not any(text in line for line in self.lines):
+                assert self.process.poll() is None or any(text in line for line in self.lines), self.output
+                assert self._changed.wait(max(0.0, until - time.monotonic())), (text, self.output)
+
+    def wait(self, *, timeout_s: float = 90) -> int:
+        try:
+            code = self.process.wait(timeout_s)
+        finally:
+            self.kill()
+        return code
+
+    def kill(self) -> None:
+        """kill -9, and no thread or pipe is left."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines[-60:])
+
+
+class Probes:
+    """Runs of scripts/probe.py. As a context manager it kills those that are left."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._scripts: list[Script] = []
+
+    def start(
+        self, mode: str, *options: str, coordinator: str = "", job: str = "probe", **settings: object
+    ) -> tuple[Script, Path]:
+        out = self._folder / f"{job}-{len(self._scripts)}.json"
+        environment = {"SHARDYARD_JOB": job, "SHARDYARD_COORDINATOR": coordinator} | {
+            f"SHARDYARD__{key.upper()}": str(value) for key, value in settings.items()
+        }
+        script = Script([str(SCRIPTS / "probe.py"), mode, str(out), *options], environment)
+        self._scripts.append(script)
+        return script, out
+
+    def run(self, mode: str, *options: str, **settings: Any) -> dict[str, Any]:
+        script, out = self.start(mode, *options, **settings)
+        return finish(script, out)
+
+    def __enter__(self) -> Probes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for script in self._scripts:
+            script.kill()
+
+
+def finish(script: Script, out: Path) -> dict[str, Any]:
+    """Waits for a script to end well, and reads what it wrote."""
+    assert script.wait() == 0, script.output
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result

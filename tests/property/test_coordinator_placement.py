@@ -1,0 +1,85 @@
+"""Placement held against plain counting, for any variables."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardyard.ground.limits import BLOCK_ALIGN_BYTES
+from shardyard.ground.types import (
+    DType,
+    Generation,
+    Incarnation,
+    JobLayout,
+    OptimizerSpec,
+    VariableKind,
+    VariableSpec,
+)
+from shardyard.wire import convert
+from shardyard_coordinator.placement import Server, assign, plan
+
+SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
+
+shapes = st.lists(st.integers(0, 40), max_size=2).map(tuple)
+variables = st.lists(
+    st.tuples(st.sampled_from(list(DType)), shapes, st.sampled_from(list(VariableKind))), min_size=1, max_size=12
+).map(
+    lambda given: tuple(
+        VariableSpec(
+            f"v{index}",
+            dtype,
+            shape,
+            kind if dtype.is_floating else VariableKind.BUFFER,
+        )
+        for index, (dtype, shape, kind) in enumerate(given)
+    )
+)
+block_sizes = st.integers(1, 8).map(lambda count: count * BLOCK_ALIGN_BYTES)
+
+
+@given(variables, st.integers(1, 9), block_sizes)
+def test_each_element_is_in_exactly_one_block(
+    specs: tuple[VariableSpec, ...], partitions: int, block_bytes: int
+) -> None:
+    layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes)
+    found = [
+        (block.variable, element)
+        for part in layout.partitions
+        for block in part.blocks
+        for element in range(block.offset, block.offset + block.length)
+    ]
+    wanted = [(index, element) for index, spec in enumerate(specs) for element in range(spec.elements)]
+    assert sorted(found) == wanted
+    for part in layout.partitions:
+        for block in part.blocks:
+            assert block.length * specs[block.variable].dtype.item_bytes <= block_bytes
+            assert block.position % BLOCK_ALIGN_BYTES == 0
+
+
+@given(variables, st.integers(1, 9), block_sizes)
+def test_layout_passes_the_check_at_the_door(
+    specs: tuple[VariableSpec, ...], partitions: int, block_bytes: int
+) -> None:
+    layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes)
+    assert convert.layout_from_wire(convert.layout_to_wire(layout)) == layout
+
+
+@given(variables, st.integers(1, 9), block_sizes)
+def test_no_partition_is_fuller_than_another_by_more_than_a_block(
+    specs: tuple[VariableSpec, ...], partitions: int, block_bytes: int
+) -> None:
+    layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes)
+    sizes = [part.payload_bytes for part in layout.partitions]
+    assert max(sizes) - min(sizes) <= block_bytes
+    assert isinstance(layout, JobLayout)
+
+
+@given(st.lists(st.integers(0, 1_000), min_size=1, max_size=30), st.integers(1, 12))
+def test_each_partition_has_an_owner_and_no_server_is_idle_without_need(sizes: list[int], count: int) -> None:
+    servers = [Server(Incarnation(index + 1), f"s:{index}") for index in range(count)]
+    map_ = assign(sizes, servers, generation=Generation(1))
+    assert [owner.partition for owner in map_.owners] == list(range(len(sizes)))
+    loads = {server: sum(sizes[owner.partition] for owner in owned) for server, owned in map_.by_server().items()}
+    assert len(loads) == min(count, len(sizes))
+    if len(sizes) >= count:
+        assert max(loads.values()) - min(loads.values()) <= max(sizes)

@@ -1,0 +1,369 @@
+"""The command line: what wrong use, wrong settings and failures print, and what the commands are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardyard.ground import errors
+from shardyard.runtime.configuration import Flag
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher import status_view
+from shardyard_launcher.command_line import main
+from shardyard_launcher.progress import JobChoice, PlainDisplay, progress_line
+from shardyard_launcher.role_process import RoleProcess, RunningRole, tail
+from shardyard_launcher.roles import addresses, exit_status
+from shardyard_launcher.script import launch_environment
+from shardyard_launcher.yard_state import YardState, forget_state, locked, read_state
+
+
+@pytest.fixture(autouse=True)
+def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, and no setting from outside."""
+    for name in list(os.environ):
+        if name.startswith("SHARDYARD"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["frob"], "No such command 'frob'"),
+        (["up", "--frob"], "there is no script --frob"),
+        (["run"], "Missing argument"),
+        (["run", "nothing.py"], "there is no script nothing.py"),
+        (["server"], "no coordinator's address"),
+        (["agent"], "no coordinator's address"),
+        (["server", "--coordinator", "nowhere"], "expected HOST:PORT"),
+        (["coordinator", "--bind", "7070"], "expected HOST:PORT"),
+        (["coordinator", "--bind", "0.0.0.0:7070", "--advertise", "0.0.0.0:7070"], "nobody can reach"),
+        (["agent", "--coordinator", "a:1", "--workers", "0"], "0 is not in the range"),
+        (["up", "--set", "yard.servers=0"], "yard.servers"),
+        (["up", "--set", "yard.server=1"], "did you mean"),
+        (["config", "explain", "-c", "none.yaml"], "none.yaml: no such file"),
+    ],
+)
+def test_wrong_use_is_told_and_ends_with_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "rror: " in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_status_without_a_yard_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 1
+    assert re.search(r"error: no yard is up.*\n  what to do: .*shardyard up", capsys.readouterr().err)
+
+
+def test_status_of_a_coordinator_that_is_not_there_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        assert main(["status", "--coordinator", f"127.0.0.1:{port}"]) == 1
+    assert f"coordinator at 127.0.0.1:{port} does not answer" in capsys.readouterr().err
+
+
+def test_port_in_use_says_what_to_do_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["up", "--set", f"yard.coordinator_port={port}"]) == 1
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in said
+    assert "--set yard.coordinator_port" in said
+    assert read_state(tmp_path / ".shardyard") is None
+    assert not list((tmp_path / ".shardyard" / "logs").iterdir())
+
+
+def test_down_without_a_yard_is_no_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["down"]) == 0
+    assert "no yard is up" in capsys.readouterr().out
+    assert not (tmp_path / ".shardyard").exists()
+
+
+def test_config_explain_shows_where_values_come_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.yaml").write_text("yard:\n  servers: 5\n")
+    monkeypatch.setenv("SHARDYARD__JOB__SEED", "9")
+    assert main(["config", "explain", "-c", "a.yaml", "--set", "yard.workers=7"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^yard.servers +5 +a.yaml:2 ", shown, re.MULTILINE)
+    assert re.search(r"^job.seed +9 +environment SHARDYARD__JOB__SEED ", shown, re.MULTILINE)
+    assert re.search(r"^yard.workers +7 +flag --set yard.workers ", shown, re.MULTILINE)
+
+
+def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"shardyard \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_command_line_loads_no_role_before_it_is_needed() -> None:
+    code = (
+        "import sys, shardyard_launcher.command_line\n"
+        "heavy = {'grpc', 'torch', 'numpy', 'numba', 'pydantic', 'rich', 'google.protobuf'} & set(sys.modules)\n"
+        "sys.exit(repr(heavy) if heavy else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+# ---- addresses
+
+
+def test_bound_address_is_the_one_told_unless_another_is_given() -> None:
+    assert addresses("127.0.0.1:0", None) == ("127.0.0.1:0", None)
+    assert addresses("127.0.0.1:70", "box:71") == ("127.0.0.1:70", "box:71")
+    assert addresses("127.0.0.1:70", "box:0") == ("127.0.0.1:70", "box:70")
+
+
+def test_who_listens_everywhere_tells_the_name_of_the_machine() -> None:
+    assert addresses("0.0.0.0:7070", None) == ("0.0.0.0:7070", f"{os.uname().nodename}:7070")
+    bind, told = addresses("0.0.0.0:0", None)
+    host, port = bind.split(":")
+    assert host == "0.0.0.0"
+    assert int(port) > 0
+    assert told == f"{os.uname().nodename}:{port}"
+
+
+def test_signal_becomes_an_exit_status_as_in_a_shell() -> None:
+    assert [exit_status(code) for code in (0, 3, -9)] == [0, 3, 137]
+
+
+# ---- what a script inherits
+
+
+def test_script_on_this_machine_inherits_the_environment() -> None:
+    environment = {
+        "HOME": "/h",
+        "SHARDYARD_COORDINATOR": "other:1",
+        "SHARDYARD_AGENT": "1",
+        "SHARDYARD_JOB": "mine",
+        "SHARDYARD__JOB__SEED": "1",
+    }
+    got = launch_environment(environment, config=None, sets=[("job.seed", Flag("2", "--set"))], whole=True)
+    assert got == {"HOME": "/h", "SHARDYARD_JOB": "mine", "SHARDYARD__JOB__SEED": "2"}
+
+
+def test_script_on_another_machine_inherits_settings_alone() -> None:
+    environment = {"HOME": "/h", "SHARDYARD_JOB": "mine"}
+    sets = [("job.name", Flag("his", "--set"))]
+    got = launch_environment(environment, config="a.yaml", sets=sets, whole=False)
+    assert got == {"SHARDYARD_CONFIG": os.path.abspath("a.yaml"), "SHARDYARD__JOB__NAME": "his"}
+
+
+# ---- state files
+
+
+def role(pid: int, created_s: float, log: Path) -> RoleProcess:
+    return RoleProcess("server-0", "server", pid, created_s, log, "127.0.0.1:5")
+
+
+def test_state_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    state = YardState((role(5, 1.5, tmp_path / "x.log"),))
+    state.write(tmp_path)
+    assert read_state(tmp_path) == state
+    assert state.address_of("server") == "127.0.0.1:5"
+    assert state.address_of("agent") == ""
+    forget_state(tmp_path)
+    assert read_state(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2}', '{"format": 1}', '{"format":1,"processes":[{}]}'])
+def test_spoiled_state_file_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "yard.json").write_text(content)
+    with pytest.raises(errors.ConfigurationError, match=r"yard\.json"):
+        read_state(tmp_path)
+
+
+def test_two_starts_from_one_folder_exclude_each_other(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with pytest.raises(errors.NotReady, match="is at work"), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
+
+
+def test_process_with_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        import psutil
+
+        created_s = psutil.Process(stranger.pid).create_time()
+        ours = RunningRole(role(stranger.pid, created_s, tmp_path / "log"))
+        assert ours.alive
+        old = RunningRole(role(stranger.pid, created_s - 60, tmp_path / "log"))
+        assert not old.alive
+        old.signal(__import__("signal").SIGKILL)
+        assert old.wait(0)
+        # had it been signalled, its answer would not come
+        assert ours.alive
+        stranger.communicate(b"\n", timeout=20)
+        assert stranger.returncode == 0
+        assert not ours.alive
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("".join(f"line {number}\n" for number in range(10_000)))
+    assert tail(log).splitlines() == [f"  line {number}" for number in range(9_980, 10_000)]
+    log.write_text("")
+    assert "nothing" in tail(log)
+    assert "cannot be read" in tail(tmp_path / "none.log")
+
+
+# ---- progress
+
+
+def yard_status(state: wire.JobState = wire.JOB_STATE_RUNNING) -> wire.StatusReply:
+    return wire.StatusReply(
+        term=1,
+        uptime_ms=61_000,
+        members=[
+            wire.MemberStatus(incarnation=1, role=wire.ROLE_SERVER, address="h:1", pid=1, host="h"),
+            wire.MemberStatus(incarnation=2, role=wire.ROLE_AGENT, address="h:2", pid=2, host="h"),
+            wire.MemberStatus(incarnation=3, role=wire.ROLE_WORKER, pid=3, job=8, step=7, ranks=[0], host="h"),
+            wire.MemberStatus(incarnation=4, role=wire.ROLE_WORKER, pid=4, job=9, waiting_for="server 1", host="h"),
+        ],
+        jobs=[
+            wire.JobStatus(job=8, name="other", state=wire.JOB_STATE_RUNNING),
+            wire.JobStatus(
+                job=9,
+                name="mine",
+                state=state,
+                mode=common.UPDATE_MODE_SYNC,
+                logical_ranks=2,
+                workers=1,
+                step=1200,
+                samples=15360,
+                samples_per_s=811.6,
+                metrics=[wire.Metric(name="loss", value=0.123456)],
+                map=common.PartitionMap(
+                    generation=1,
+                    owners=[
+                        common.PartitionOwner(partition=0, server=1, address="h:1"),
+                        common.PartitionOwner(partition=1, server=1, address="h:1"),
+                    ],
+                ),
+                feeds=[wire.FeedStatus(feed=0, samples=1797, epochs=2, done=3)],
+            ),
+        ],
+    )
+
+
+def test_progress_is_that_of_the_job_which_the_script_joined() -> None:
+    status, choice = yard_status(), JobChoice()
+    assert choice.choose(status, frozenset({99})) is None
+    job = choice.choose(status, frozenset({4}))
+    assert job is not None
+    line = progress_line(status, job)
+    assert line == "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
+    del status.members[3]
+    assert choice.choose(status, frozenset({4})) == job
+
+
+def test_progress_before_the_script_has_joined_says_so() -> None:
+    assert progress_line(yard_status(), None) == "waiting for the script to join a job | 1 server, 1 agent"
+
+
+def test_progress_of_an_ended_job_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainDisplay(lambda: 1)
+    display.progress(yard_status(), frozenset({4}))
+    display.progress(yard_status(), frozenset({4}))
+    display.progress(yard_status(wire.JOB_STATE_FINISHED), frozenset(), last=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[1].endswith("| finished")
+
+
+def test_output_names_its_process_where_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
+    PlainDisplay(lambda: 1).output(0, False, "alone")
+    PlainDisplay(lambda: 2).output(1, True, "one of two")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("alone\n", "[1] one of two\n")
+
+
+# ---- status
+
+
+def report() -> status_view.YardReport:
+    said = server_wire.DescribeServerReply(
+        server=1,
+        pushes_applied=5,
+        partitions=[
+            server_wire.DescribedPartition(job=9, partition=0, version=common.Version(life=1, number=41)),
+            server_wire.DescribedPartition(job=9, partition=1, version=common.Version(life=1, number=40)),
+            server_wire.DescribedPartition(job=8, partition=0, version=common.Version(life=1, number=99)),
+        ],
+    )
+    return status_view.YardReport("h:7070", yard_status(), {1: said})
+
+
+def test_status_as_json_has_all_there_is() -> None:
+    document = json.loads(status_view.to_json(report()))
+    job = document["jobs"][1]
+    assert document["coordinator"] == "h:7070"
+    assert [member["role"] for member in document["members"]] == ["server", "agent", "worker", "worker"]
+    assert document["members"][3]["waiting_for"] == "server 1"
+    assert (job["name"], job["state"], job["mode"], job["step"]) == ("mine", "running", "sync", 1200)
+    assert job["metrics"] == {"loss": 0.123456}
+    assert [part["version"] for part in job["partitions"]] == [41, 40]
+    assert job["feeds"][0]["data_shards_done"] == 3
+    assert document["servers"] == [
+        {
+            "server": 1,
+            "partitions": 3,
+            "pushes_applied": 5,
+            "pushes_duplicate": 0,
+            "bytes_received": 0,
+            "bytes_sent": 0,
+        }
+    ]
+
+
+def test_status_tables_show_members_jobs_and_versions() -> None:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
+    try:
+        status_view.show(report(), console)
+    finally:
+        console.file.close()
+    text = console.export_text()
+    assert "coordinator h:7070, up 1 min 1 s" in text
+    assert re.search(r"worker +4 .* mine .* waits for server 1", text)
+    assert re.search(r"running +sync, 2 ranks +1 +1,200 +15,360 +812 +loss 0.1235", text)
+    assert re.search(r"0, 1 +40 to 41", text)
+
+
+def test_server_that_does_not_answer_is_part_of_the_status() -> None:
+    broken = status_view.YardReport("h:7070", yard_status(), {1: errors.ServerUnavailable("server 1 at h:1 is gone")})
+    document = json.loads(status_view.to_json(broken))
+    assert document["servers"] == [{"server": 1, "error": "server 1 at h:1 is gone"}]
+    assert document["jobs"][1]["partitions"][0]["version"] is None
+
+
+def test_wait_for_a_process_is_bounded(tmp_path: Path) -> None:
+    import psutil
+
+    me = RunningRole(role(os.getpid(), psutil.Process().create_time(), tmp_path / "log"))
+    begin = time.monotonic()
+    assert not me.wait(100)
+    assert 0.1 <= time.monotonic() - begin < 30

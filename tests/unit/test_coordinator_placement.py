@@ -1,0 +1,95 @@
+"""Cutting variables into blocks and partitions, and giving partitions to servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardyard.ground.errors import InvalidRequest, TooLarge
+from shardyard.ground.types import (
+    Block,
+    DType,
+    Generation,
+    Incarnation,
+    OptimizerSpec,
+    VariableKind,
+    VariableSpec,
+)
+from shardyard_coordinator import placement
+from shardyard_coordinator.placement import Server, assign, plan
+
+SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
+
+
+def f32(name: str, *shape: int, kind: VariableKind = VariableKind.PARAMETER) -> VariableSpec:
+    return VariableSpec(name, DType.FLOAT32, shape, kind)
+
+
+def servers(count: int) -> list[Server]:
+    return [Server(Incarnation(100 + index), f"s:{index}") for index in range(count)]
+
+
+def test_large_variable_is_cut_and_a_small_one_is_whole() -> None:
+    layout = plan((f32("big", 100), f32("small", 5)), SGD, partitions=1, block_bytes=128)
+    assert layout.partitions[0].blocks == (
+        Block(0, 0, 32, 0),
+        Block(0, 32, 32, 128),
+        Block(0, 64, 32, 256),
+        Block(0, 96, 4, 384),
+        Block(1, 0, 5, 448),
+    )
+    assert layout.partitions[0].payload_bytes == 512
+
+
+def test_blocks_stand_by_kind_then_dtype_then_variable() -> None:
+    variables = (
+        f32("mean", 4, kind=VariableKind.BUFFER),
+        VariableSpec("double", DType.FLOAT64, (4,)),
+        f32("first", 4),
+        f32("second", 4),
+        VariableSpec("count", DType.INT64, (), VariableKind.BUFFER),
+    )
+    blocks = plan(variables, SGD, partitions=1, block_bytes=64).partitions[0].blocks
+    assert [variables[block.variable].name for block in blocks] == ["first", "second", "double", "mean", "count"]
+
+
+def test_bytes_are_balanced_over_partitions() -> None:
+    layout = plan([f32(f"v{index}", 64) for index in range(8)], SGD, partitions=4, block_bytes=1 << 20)
+    assert [part.payload_bytes for part in layout.partitions] == [512, 512, 512, 512]
+
+
+def test_variable_without_elements_has_no_block() -> None:
+    layout = plan((f32("empty", 0, 3), f32("w", 2)), SGD, partitions=2, block_bytes=64)
+    assert [part.blocks for part in layout.partitions] == [(Block(1, 0, 2, 0),), ()]
+
+
+def test_job_without_variables_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="without variables"):
+        plan((), SGD, partitions=1, block_bytes=64)
+
+
+def test_layout_of_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "BLOCKS_MAX", 3)
+    with pytest.raises(TooLarge, match="make 4 blocks of 64 bytes.*job.block_bytes higher"):
+        plan((f32("w", 64),), SGD, partitions=1, block_bytes=64)
+
+
+def test_partitions_are_balanced_over_servers() -> None:
+    map_ = assign([100, 60, 50, 10], servers(2), generation=Generation(1))
+    assert [owner.server for owner in map_.owners] == [100, 101, 101, 100]
+    assert [owner.partition for owner in map_.owners] == [0, 1, 2, 3]
+
+
+def test_every_server_has_a_partition_even_an_empty_one() -> None:
+    map_ = assign([1_000, 0, 0, 0], servers(4), generation=Generation(1))
+    assert sorted(map_.by_server()) == [100, 101, 102, 103]
+
+
+def test_more_servers_than_partitions_leaves_some_without() -> None:
+    map_ = assign([5, 5], servers(3), generation=Generation(1))
+    assert sorted(map_.by_server()) == [100, 101]
+
+
+def test_order_in_which_servers_are_named_does_not_matter() -> None:
+    sizes = [7, 3, 9, 9, 1]
+    forward = assign(sizes, servers(3), generation=Generation(1))
+    assert forward == assign(sizes, servers(3)[::-1], generation=Generation(1))
