@@ -121,7 +121,7 @@ class Membership:
                 facts={"incarnation": str(incarnation)},
             )
         if role is not None and member.role is not role:
-            raise InvalidRequest(f"{member.title} asked for what only a {role.value} may ask for")
+            raise InvalidRequest(f"{member.title} asked for what is for {role.value}s only")
         return member
 
     def renew(self, incarnation: Incarnation, now_ms: int) -> None:

@@ -105,7 +105,7 @@ class Servers:
         one, must not reach a worker as if the worker were."""
         try:
             return self._peer(server).call(method, request, timeout_ms=timeout_ms)
-        except (Unavailable, Refused, NotFound) as error:
+        except (Unavailable, Refused, NotFound, NotReady) as error:
             raise NotReady(
                 f"{method.name} on server {server.incarnation} at {server.address}: {error.what}",
                 why=error.why_text,

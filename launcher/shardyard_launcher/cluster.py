@@ -178,6 +178,7 @@ class LocalCluster:
         )
         self._roles.append(started)
         self._changed()
+        started.release()
         return started
 
     def _changed(self) -> None:

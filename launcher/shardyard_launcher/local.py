@@ -52,6 +52,10 @@ class LocalYard:
 
 def connect(settings: Settings) -> worker.Job:
     """Starts a yard in this process and joins it. Leaving the job ends the yard."""
+    for role in ("shardyard.coordinator", "shardyard.server"):
+        # alone in a process, the comings and goings of its own parts are no news
+        if logging.getLogger(role).level == logging.NOTSET:
+            logging.getLogger(role).setLevel(logging.WARNING)
     yard = LocalYard(settings)
     inside = settings.model_copy(update={"coordinator": COORDINATOR})
     return worker.connect(inside, network=yard.network, on_close=yard.close)

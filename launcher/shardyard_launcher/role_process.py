@@ -2,7 +2,9 @@
 
 Owns: the start of a role as a detached process with a log, its ready line, its identity as (pid, time of creation), the
 end of its log for messages. Invariants: a signal goes only to a process whose pid and time of creation are those that
-were written down, so never to a stranger that got a recycled pid. Must not know: what the roles do, how many there are.
+were written down, so never to a stranger that got a recycled pid; a process that is to outlive its starter does nothing
+until it was written down (`release`), and ends by itself if that never happens. Must not know: what the roles do, how
+many there are.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ CREATED_TOLERANCE_S: Final = 1.0
 """psutil derives a process's time of creation from the time of boot, which moves when the clock is set."""
 READY: Final = "ready "
 """A role prints this and its address, on a line of its own, once it can be used."""
+GO: Final = b"go\n"
+"""What a process that was started with --awaits-go reads before it begins."""
 POLL_S: Final = 0.02
 TAIL_BYTES: Final = 16 * 1024
 TAIL_LINES: Final = 20
@@ -61,6 +65,13 @@ class RunningRole:
         if self._child is not None:
             return self._child.poll() is None
         return self._find() is not None
+
+    def release(self) -> None:
+        """Lets a process that was just started begin."""
+        if self._child is not None and self._child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.write(GO)
+                self._child.stdin.close()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, unless the process has ended."""
@@ -103,16 +114,17 @@ def start_role(
     name: str, role: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str], tied: bool
 ) -> RunningRole:
     """Starts `shardyard ROLE ARGUMENTS` in a session of its own, printing into `log`. A `tied` one is ended by the
-    kernel when the calling thread ends."""
-    tie = ["--ends-with", str(os.getpid())] if tied else []
+    kernel when the calling thread ends; one that is not waits for `release`."""
+    tie = ["--ends-with", str(os.getpid())] if tied else ["--awaits-go"]
     # -P: a file in the working directory must not shadow a module of ours
     command = [sys.executable, "-u", "-P", "-m", "shardyard_launcher.command_line", role, *tie, *arguments]
     with log.open("wb") as stream:
         child = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if tied else subprocess.PIPE,
             stdout=stream,
             stderr=subprocess.STDOUT,
+            bufsize=0,
             env=dict(environment),
             start_new_session=True,
         )

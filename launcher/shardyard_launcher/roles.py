@@ -10,8 +10,9 @@ import platform
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -19,6 +20,8 @@ from shardyard_launcher.options import ADDRESS, Given, StopSignals, load_given, 
 
 if TYPE_CHECKING:
     from shardyard.runtime.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _WILDCARDS = ("0.0.0.0", "[::]")
 
@@ -30,7 +33,12 @@ _advertise = click.option(
     help="The address at which others reach this process, if not where it listens. Default where it listens on all "
     "of the machine's addresses: the machine's name.",
 )
-_ends_with = click.option("--ends-with", type=int, hidden=True)
+
+
+def _launcher_options(command: F) -> F:
+    """How a launcher ties a role to itself: see shardyard_launcher.role_process."""
+    command = click.option("--awaits-go", is_flag=True, hidden=True)(command)
+    return click.option("--ends-with", type=int, hidden=True)(command)
 
 
 @click.command()
@@ -40,7 +48,7 @@ _ends_with = click.option("--ends-with", type=int, hidden=True)
 @click.option("--state", metavar="DIR", help="Folder of its journal. Without one, nothing is kept.")
 @settings_options
 @log_option
-@_ends_with
+@_launcher_options
 def coordinator(
     own: str | None,
     bind: str | None,
@@ -50,12 +58,14 @@ def coordinator(
     sets: tuple[str, ...],
     log_format: str | None,
     ends_with: int | None,
+    awaits_go: bool,
 ) -> int:
     """Run the one process that decides: members, partitions, data."""
+    _tie(ends_with, awaits_go)
     given = load_given(config, sets, {"log.format": log_format})
     settings = given.loaded.settings
+    _set_up_log("coordinator", settings)
     where, told = addresses(bind or f"{settings.yard.bind}:{settings.yard.coordinator_port}", advertise or own)
-    _prepare("coordinator", settings, ends_with)
     from shardyard_coordinator import process
 
     with StopSignals() as signals:
@@ -76,7 +86,7 @@ def coordinator(
 @_advertise
 @settings_options
 @log_option
-@_ends_with
+@_launcher_options
 def server(
     coordinator: str | None,
     bind: str | None,
@@ -85,12 +95,14 @@ def server(
     sets: tuple[str, ...],
     log_format: str | None,
     ends_with: int | None,
+    awaits_go: bool,
 ) -> int:
     """Run a server: it holds partitions of variables."""
+    _tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)
     settings = given.loaded.settings
+    _set_up_log("server", settings)
     where, told = addresses(bind or f"{settings.yard.bind}:0", advertise)
-    _prepare("server", settings, ends_with)
     from shardyard_ps_server import process
 
     with StopSignals() as signals:
@@ -117,7 +129,7 @@ def server(
 )
 @settings_options
 @log_option
-@_ends_with
+@_launcher_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGUMENTS...]")
 def agent(
     coordinator: str | None,
@@ -129,16 +141,18 @@ def agent(
     sets: tuple[str, ...],
     log_format: str | None,
     ends_with: int | None,
+    awaits_go: bool,
     command: tuple[str, ...],
 ) -> int:
     """Run an agent: it starts and watches training processes.
 
     With a script, the agent launches it, and ends with it and with its exit code.
     """
+    _tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)
     settings = given.loaded.settings
+    _set_up_log("agent", settings)
     where, told = addresses(bind or f"{settings.yard.bind}:0", advertise)
-    _prepare("agent", settings, ends_with)
     _pass_on(given)
     from shardyard_worker import agent_process
 
@@ -206,15 +220,21 @@ def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], l
     return given
 
 
-def _prepare(role: str, settings: Settings, ends_with: int | None) -> None:
+def _tie(ends_with: int | None, awaits_go: bool) -> None:
+    """Ends this process with its launcher, or until the launcher has written it down."""
     from shardyard_worker.bootstrap import die_with_parent
 
+    if ends_with is not None:
+        die_with_parent(ends_with, signal.SIGTERM)
+    if awaits_go and not sys.stdin.readline():
+        sys.exit("the launcher has gone before this process could begin")
+
+
+def _set_up_log(role: str, settings: Settings) -> None:
     from shardyard.runtime import log
 
     log.setup(settings.log.format, settings.log.level)
     log.bind_process(role=role)
-    if ends_with is not None:
-        die_with_parent(ends_with, signal.SIGTERM)
 
 
 def _pass_on(given: Given) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.ground.errors import InvalidRequest, MalformedPayload
+from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.types import Block, JobLayout, PartitionLayout, PushPart, VariableKind, aligned_bytes
 from shardyard_ps_server import optimizers
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -99,7 +99,8 @@ class Blocks:
         return self._part.payload_bytes - sum(stop - start for start, stop in spans)
 
     def unpack(self, part: PushPart, payload: Bytes) -> tuple[Bytes, tuple[bool, ...]]:
-        """A part's payload in the full layout, and which blocks are present. Copies only where some are absent."""
+        """A part's payload in the full layout, and which blocks are present. Copies only where some are absent.
+        Raises TooLarge."""
         count = len(self._part.blocks)
         if part.payload_bytes == 0:
             return payload, (False,) * count
@@ -120,6 +121,11 @@ class Blocks:
         return full, tuple(present)
 
     # ---- updates
+
+    def reserve_sums(self) -> None:
+        """Asks for the memory that an update of several members needs, so that none is cut short. Raises TooLarge."""
+        if self._scratch is None:
+            self._scratch = aligned_empty(2 * self._part.payload_bytes)
 
     def update(self, members: Sequence[Contribution], shares: Sequence[float], old: Bytes, new: Bytes) -> None:
         """Writes the next values into `new`: parameters stepped along the weighted mean of the members' gradients,
@@ -150,20 +156,24 @@ class Blocks:
                 total = sum(share for _, share in having)
                 into[:] = self._sum(run, [(member, share / total) for member, share in having])
             else:
-                into[:] = np.maximum.reduce([run.of(member.payload) for member, _ in having])
+                into[:] = run.of(having[0][0].payload)
+                for member, _ in having[1:]:
+                    np.maximum(into, run.of(member.payload), out=into)
         self._count(members)
 
     def _sum(self, run: _Run, having: Sequence[tuple[Contribution, float]]) -> npt.NDArray[Any]:
-        """The sum of share times value, in order, each product and each sum rounded to the blocks' dtype."""
+        """The sum of share times value, in order, each product and each sum rounded to the blocks' dtype. NaN and
+        infinity go through in silence, as in the kernels."""
         half = self._part.payload_bytes
-        if self._scratch is None:
-            self._scratch = aligned_empty(2 * half)
+        self.reserve_sums()
+        assert self._scratch is not None
         mean, product = run.of(self._scratch[:half]), run.of(self._scratch[half:])
         first, share = having[0]
-        np.multiply(run.of(first.payload), run.dtype.type(share), out=mean)
-        for member, share in having[1:]:
-            np.multiply(run.of(member.payload), run.dtype.type(share), out=product)
-            np.add(mean, product, out=mean)
+        with np.errstate(all="ignore"):
+            np.multiply(run.of(first.payload), run.dtype.type(share), out=mean)
+            for member, share in having[1:]:
+                np.multiply(run.of(member.payload), run.dtype.type(share), out=product)
+                np.add(mean, product, out=mean)
         return mean
 
     def _count(self, members: Sequence[Contribution]) -> None:
@@ -212,15 +222,6 @@ class Blocks:
             and (left.dtype, left.is_parameter, left.group, left.present)
             == (right.dtype, right.is_parameter, right.group, right.present)
             and self._counts[left.first] == self._counts[right.first]
-        )
-
-
-def check_values(part: PushPart, layout: PartitionLayout) -> None:
-    """Raises InvalidRequest unless the part gives every block a value."""
-    if part.absent_blocks or part.payload_bytes != layout.payload_bytes:
-        raise InvalidRequest(
-            f"first values of partition {part.partition} with {part.payload_bytes} bytes; expected all "
-            f"{layout.payload_bytes}"
         )
 
 

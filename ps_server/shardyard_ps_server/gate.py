@@ -89,7 +89,7 @@ class Gate(Generic[T]):
 
 
 def _first_difference(mine: Weighted, theirs: Weighted) -> str:
-    for index, (left, right) in enumerate(zip(mine.groups or (), theirs.groups or (), strict=True)):
+    for index, (left, right) in enumerate(zip(mine.groups or (), theirs.groups or (), strict=False)):
         if left != right:
             return f"{list(left)} in parameter group {index}, not {list(right)}"
     return "of a different number of parameter groups, not those"

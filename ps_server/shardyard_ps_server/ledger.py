@@ -44,13 +44,15 @@ class Ledger:
     def is_duplicate(self, name: PushName) -> bool:
         """Rule A2: True where the work has been counted, False where it is the next.
 
-        Raises StaleToken, SequenceGap (facts: partition, next), StraddlingRange.
+        Raises StaleToken, InvalidRequest for a token that was not opened, SequenceGap (facts: partition, next),
+        StraddlingRange.
         """
-        entry = self._entries.get(name.key) or _Entry()
+        opened = self._entries.get(name.key)
+        entry = opened or _Entry()
         if not isinstance(name.key.source, WorkerSource):
             if name.token < entry.token:
                 raise self._stale(name.key, name.token, entry)
-            if name.token > entry.token:
+            if opened is None or name.token > entry.token:
                 raise InvalidRequest(
                     f"{name} under token {name.token}, which was not opened in partition {self._partition}",
                     todo="call OpenSources on every server before the first push of a lease",

@@ -4,8 +4,9 @@ The way is gather, verdict, apply. In a synchronous job a push is recorded as it
 last one of a step takes the step; in an asynchronous job each push is a step of its own. Either way the verdict names
 the members and their shares, and the blocks apply them into the next version.
 
-Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all; the generation is
-checked under the lock (rule A3). Must not know: other partitions, sockets.
+Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all, so memory is asked for
+before anything changes; the generation is checked under the lock (rule A3); first values are written only before the
+partition is opened. Must not know: other partitions, sockets.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from shardyard.ground.types import (
     Watermark,
 )
 from shardyard_ps_server.blocks import Blocks, Contribution
-from shardyard_ps_server.gate import Gate, verdict
+from shardyard_ps_server.gate import Gate, Verdict, verdict
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.versions import Bytes, Versions
 
@@ -51,6 +52,8 @@ class Partition:
         self._versions = Versions(self._layout.payload_bytes)
         self._ledger = Ledger(partition)
         self._gate: Gate[Contribution] | None = Gate(partition, logical_ranks) if mode is UpdateMode.SYNC else None
+        self._ranks = logical_ranks
+        self._open = False
         self._changed = threading.Condition()
 
     @property
@@ -64,11 +67,18 @@ class Partition:
 
     # ---- first values
 
-    def set_values(self, payload: Bytes) -> None:
-        """Overwrites the first values; only before the job is opened."""
+    def set_values(self, payload: Bytes, check_current: Callable[[], None]) -> None:
+        """Overwrites the first values. Raises InvalidRequest where the partition is open."""
         with self._changed:
-            assert self._versions.newest.number == 0
+            check_current()
+            if self._open:
+                raise InvalidRequest(f"first values for partition {self.id}, which is open")
             self._versions.values[:] = payload
+
+    def open(self) -> None:
+        """The first values are final from here on."""
+        with self._changed:
+            self._open = True
 
     # ---- leases
 
@@ -94,15 +104,14 @@ class Partition:
             self._judge(name, contribution)
 
     def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
-        """Counts the work once. Raises Refused errors and RateMismatch, having changed nothing."""
+        """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having
+        changed nothing."""
         with self._changed:
             check_current()
             if self._judge(name, contribution):
                 outcome = Outcome.DUPLICATE
             elif self._gate is None:
-                self._apply((contribution,))
-                self._ledger.advance(name)
-                outcome = Outcome.APPLIED
+                outcome = self._count(name, contribution)
             else:
                 outcome = self._record(self._gate, name, contribution)
             return PartResult(self.id, outcome, self._ledger.next(name.key), self._versions.newest)
@@ -118,21 +127,31 @@ class Partition:
             self._gate.check(source.rank, name.first, contribution)
         return duplicate
 
+    def _count(self, name: PushName, contribution: Contribution) -> Outcome:
+        found = verdict((contribution,))
+        if found.members:  # an empty push of an asynchronous job makes no version
+            self._apply(found, self._versions.blank())
+        self._ledger.advance(name)
+        return Outcome.APPLIED
+
     def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
         source = name.key.source
         assert isinstance(source, RankSource)
+        new = self._room() if gate.missing() == (source.rank,) else None
         gate.record(source.rank, contribution)
         self._ledger.advance(name)
-        if gate.missing():
+        if new is None:
             return Outcome.RECORDED
-        self._apply(gate.take())
+        self._apply(verdict(gate.take()), new)
         return Outcome.APPLIED
 
-    def _apply(self, contributions: tuple[Contribution, ...]) -> None:
-        found = verdict(contributions)
-        if self._gate is None and not found.members:
-            return  # an empty push of an asynchronous job makes no version
-        new = self._versions.blank()
+    def _room(self) -> Bytes:
+        """A buffer for the next version, with all else that a step needs."""
+        if self._ranks > 1:
+            self._blocks.reserve_sums()
+        return self._versions.blank()
+
+    def _apply(self, found: Verdict[Contribution], new: Bytes) -> None:
         self._blocks.update(found.members, found.shares, self._versions.values, new)
         self._versions.publish(new)
         self._changed.notify_all()

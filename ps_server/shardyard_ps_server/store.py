@@ -60,6 +60,7 @@ class HostedJob:
     layout: JobLayout
     generation: Generation
     mode: UpdateMode
+    logical_ranks: int
     partitions: dict[PartitionId, Partition]
     open: bool = False
 
@@ -69,6 +70,13 @@ class HostedJob:
                 f"generation {generation} of job {self.job}; this server is at {self.generation}",
                 facts={"generation": str(self.generation)},
             )
+
+    def matches(self, layout: JobLayout, owned: Sequence[PartitionId], mode: UpdateMode, logical_ranks: int) -> bool:
+        return (
+            self.layout == layout
+            and sorted(self.partitions) == sorted(owned)
+            and (self.mode, self.logical_ranks) == (mode, logical_ranks)
+        )
 
     def find(self, partition: PartitionId) -> Partition:
         found = self.partitions.get(partition)
@@ -141,20 +149,22 @@ class Store:
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         with self._lock:
             hosted = self._jobs.get(job)
-            if hosted is not None and hosted.layout == layout and sorted(hosted.partitions) == sorted(owned):
+            if hosted is not None and hosted.matches(layout, owned, mode, logical_ranks):
                 hosted.generation = Generation(max(hosted.generation, generation))
                 return
             if hosted is not None:
-                raise InvalidRequest(f"job {job} is on this server with another layout")
+                raise InvalidRequest(f"job {job} is on this server with another layout, mode or number of ranks")
             try:
                 partitions = {p: Partition(layout, p, mode, logical_ranks) for p in owned}
-            except MemoryError:
-                raise TooLarge(f"job {job}: this server has no memory for its partitions") from None
-            self._jobs[job] = HostedJob(job, layout, generation, mode, partitions)
+            except TooLarge as error:
+                raise TooLarge(f"the partitions of job {job}, one of them with {error.what}") from error
+            self._jobs[job] = HostedJob(job, layout, generation, mode, logical_ranks, partitions)
 
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)
         hosted.check_generation(generation)
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].open()
         hosted.open = True
 
     def drop(self, job: JobId) -> None:
@@ -214,15 +224,13 @@ class Store:
         return hosted
 
     def reserve(self, order: PushOrder) -> Bytes:
-        """Memory for the payload of an admitted push."""
-        try:
-            return aligned_empty(order.payload_bytes)
-        except MemoryError:
-            raise TooLarge(f"a push of {order.payload_bytes} bytes; this server has no memory for it") from None
+        """Memory for the payload of an admitted push. Raises TooLarge."""
+        return aligned_empty(order.payload_bytes)
 
     def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> None:
+        """Takes admitted first values whose payload is complete: each partition the whole of its values or nothing."""
         for part, piece in _pieces(order, payload):
-            hosted.find(part).set_values(piece)
+            hosted.find(part).set_values(piece, lambda: self._check_current(hosted, order))
 
     def push(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> tuple[PartResult, ...]:
         """Applies an admitted push whose payload is complete: each part once, under its partition's lock."""
@@ -235,10 +243,10 @@ class Store:
         for target, contribution in work:
             target.check_push(order.name, contribution)
 
-        def check_current() -> None:
-            self.admit(order.caller, order.server, order.generation)
-
-        results = tuple(target.push(order.name, contribution, check_current) for target, contribution in work)
+        results = tuple(
+            target.push(order.name, contribution, lambda: self._check_current(hosted, order))
+            for target, contribution in work
+        )
         self._count(results, len(payload))
         return results
 
@@ -276,7 +284,8 @@ class Store:
             if missing:
                 yield PullResult(missing=tuple(missing)), []
             else:
-                self.counters.bytes_sent += sum(part.payload_bytes for part in parts)
+                with self._lock:
+                    self.counters.bytes_sent += sum(part.payload_bytes for part in parts)
                 yield PullResult(parts=tuple(parts)), [buffer for _, buffer in held]
         finally:
             for partition, buffer in held:
@@ -298,6 +307,11 @@ class Store:
     def hosted(self) -> list[HostedJob]:
         with self._lock:
             return [self._jobs[job] for job in sorted(self._jobs)]
+
+    def _check_current(self, hosted: HostedJob, order: PushOrder) -> None:
+        """For partitions, under their lock: what was true when the push was admitted still is."""
+        if self.admit(order.caller, order.server, order.generation) is not hosted:
+            raise NotFound(f"job {hosted.job} was dropped while {order.name} was on its way")
 
     def _find(self, job: JobId) -> HostedJob:
         with self._lock:

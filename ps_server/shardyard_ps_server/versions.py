@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from shardyard.ground.errors import TooLarge
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
 from shardyard.ground.types import Version
 
@@ -20,8 +21,11 @@ KEPT = 2
 
 
 def aligned_empty(nbytes: int) -> Bytes:
-    """Uninitialised bytes that begin at a multiple of BLOCK_ALIGN_BYTES."""
-    raw = np.empty(nbytes + BLOCK_ALIGN_BYTES, dtype=np.uint8)
+    """Uninitialised bytes that begin at a multiple of BLOCK_ALIGN_BYTES. Raises TooLarge where there is no memory."""
+    try:
+        raw = np.empty(nbytes + BLOCK_ALIGN_BYTES, dtype=np.uint8)
+    except MemoryError:
+        raise TooLarge(f"{nbytes} bytes, for which this server has no memory") from None
     start = -raw.ctypes.data % BLOCK_ALIGN_BYTES
     return raw[start : start + nbytes]
 
@@ -49,7 +53,7 @@ class Versions:
         return self._kept[-1][1]
 
     def blank(self) -> Bytes:
-        """A buffer that nobody reads, to write the next version into."""
+        """A buffer that nobody reads, to write the next version into. Raises TooLarge."""
         return self._idle.pop() if self._idle else aligned_empty(self._nbytes)
 
     def publish(self, buffer: Bytes) -> Version:

@@ -52,22 +52,10 @@ class GrpcPeer:
         return f"{self._name} at {self._address}"
 
     def call(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Response:
-        try:
-            answer: Response = self._stub(method)(
-                request, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),)
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.name, self._unavailable) from None
-        return answer
+        return self._once(method, request, timeout_ms)
 
     def send(self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int) -> Response:
-        try:
-            answer: Response = self._stub(method)(
-                iter(requests), timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),)
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self.name, self._unavailable) from None
-        return answer
+        return self._once(method, iter(requests), timeout_ms)
 
     def receive(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Iterator[Response]:
         return self._stream(method, request, timeout_ms)
@@ -80,14 +68,28 @@ class GrpcPeer:
     def close(self) -> None:
         self._channel.close()
 
-    def _stream(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Iterator[Response]:
-        call = self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
+    def _once(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Response:
         try:
-            yield from call
+            answer: bytes = self._begin(method, sent, timeout_ms)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, self.name, self._unavailable) from None
+        return method.response.decode(answer)
+
+    def _stream(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Iterator[Response]:
+        call = self._begin(method, sent, timeout_ms)
+        try:
+            for answer in call:
+                yield method.response.decode(answer)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.name, self._unavailable) from None
         finally:
             call.cancel()
+
+    def _begin(self, method: Method[Any, Any], sent: object, timeout_ms: int) -> Any:
+        try:
+            return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
+        except ValueError as error:  # gRPC's word for a channel that was closed
+            raise self._unavailable(f"{self.name} does not answer ({error})") from None
 
     def _stub(self, method: Method[Any, Any]) -> Any:
         stub = self._stubs.get(method.path)
@@ -98,8 +100,8 @@ class GrpcPeer:
             )[method.streams_in][method.streams_out]
             stub = self._stubs[method.path] = getattr(self._channel, kind)(
                 method.path,
+                # answers are decoded by the caller, whose error would be lost in here
                 request_serializer=method.request.encode,
-                response_deserializer=method.response.decode,
             )
         return stub
 

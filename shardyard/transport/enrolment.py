@@ -1,7 +1,8 @@
 """Being a member of a yard: register, then heartbeats from a thread of its own, until leaving or being lost.
 
 Owns: the incarnation, the heartbeat thread, the decision that the coordinator is lost. Invariants: `on_reply` is called
-from the heartbeat thread only, never after `leave`; `on_lost` at most once. Must not know: what a role does with it.
+one at a time, from the heartbeat thread or whoever calls `beat`, never after `leave`; `on_lost` at most once. Must not
+know: what a role does with it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Enrolment:
         on_lost: Callable[[errors.ShardyardError], None],
         report: Callable[[wire.HeartbeatRequest], None] | None = None,
         deadline_ms: int = 3_000,
-        lost_after_ms: int = 6_000,
+        lost_after_ms: int = 5_000,
     ) -> None:
         self._peer = peer
         self._membership = membership
@@ -74,8 +75,8 @@ class Enrolment:
         return Caller(self.job, self.incarnation, self.term)
 
     def register(self, *, patience_ms: int) -> None:
-        """Registers, trying for `patience_ms` while the coordinator does not answer. Raises what it answers, or
-        CoordinatorUnavailable."""
+        """Registers, trying for `patience_ms` while the coordinator does not answer or is not ready. Raises what it
+        answers, or CoordinatorUnavailable. Gives up at once when `stop` is called."""
         member = self._membership
         request = wire.RegisterRequest(
             role=convert.role_to_wire(member.role),
@@ -92,11 +93,10 @@ class Enrolment:
             try:
                 reply = self._peer.call(methods.REGISTER, request, timeout_ms=self._deadline_ms)
                 break
-            except errors.Unavailable as error:
-                if time.monotonic() >= give_up:
-                    raise
+            except (errors.Unavailable, errors.NotReady) as error:
                 log.debug("not registered yet: %s", error)
-                self._stop.wait(REGISTER_RETRY_MS / 1000)
+                if time.monotonic() >= give_up or self._stop.wait(REGISTER_RETRY_MS / 1000):
+                    raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
         self._heartbeat_ms = reply.heartbeat_ms
 
@@ -138,7 +138,7 @@ class Enrolment:
             try:
                 self.beat()
                 heard = time.monotonic()
-            except errors.Unavailable as error:
+            except (errors.Unavailable, errors.NotReady) as error:
                 silent_ms = (time.monotonic() - heard) * 1000
                 if silent_ms >= self._lost_after_ms:
                     self._lose(

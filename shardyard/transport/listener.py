@@ -5,6 +5,8 @@ Invariants: two servers never share a port in silence; messages beyond the limit
 
 from __future__ import annotations
 
+import errno
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +19,7 @@ from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
 from shardyard.transport.peers import REQUEST_ID_KEY, Context, Handler, Service
 from shardyard.transport.serving import serve
-from shardyard.transport.status import DETAIL_KEY, status_of, to_detail
+from shardyard.transport.status import DETAIL_KEY, status_of, status_text, to_detail
 from shardyard.wire.methods import PACKAGE, Method
 
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -42,11 +44,11 @@ class Listener:
     """Serves services at an address until it is stopped.
 
     `threads` bounds the calls served at a time; it must exceed the number of streams that may be open at once by two.
-    Raises AddressInUse where the port is taken.
+    Raises AddressInUse where the port is taken, ConfigurationError where the address cannot be this machine's.
     """
 
     def __init__(self, bind: str, services: Sequence[Service], *, threads: int = 64) -> None:
-        host, _port = split_address(bind)
+        host, port = split_address(bind)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
         self._server = grpc.server(self._pool, options=OPTIONS)
         self._health = health.HealthServicer()
@@ -59,12 +61,11 @@ class Listener:
         self._names = names
         try:
             self.port = self._server.add_insecure_port(bind)
-        except RuntimeError as error:
-            self._pool.shutdown(wait=False)
-            raise errors.AddressInUse(f"cannot listen on {bind}") from error
+        except RuntimeError:
+            self.port = 0
         if self.port == 0:
             self._pool.shutdown(wait=False)
-            raise errors.AddressInUse(f"cannot listen on {bind}")
+            raise _refusal(host, port)
         self.address = f"{host}:{self.port}"
 
     def start(self) -> None:
@@ -84,6 +85,21 @@ class Listener:
         self._pool.shutdown(wait=True)
 
 
+def _refusal(host: str, port: int) -> errors.ShardyardError:
+    """Why the port could not be had; gRPC does not say, so a plain socket is asked."""
+    what = f"cannot listen on {host}:{port}"
+    try:
+        family, kind, number, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.bind(where)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return errors.ConfigurationError(
+                f"{what}: {error.strerror}", todo="give an address of this machine, for example 127.0.0.1:0"
+            )
+    return errors.AddressInUse(what)
+
+
 def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
     def run(sent: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
         metadata = dict(call.invocation_metadata())
@@ -92,7 +108,7 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodH
             yield from serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))
         except errors.ShardyardError as error:
             call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
-            call.abort(status_of(error), error.what[:512])
+            call.abort(status_of(error), status_text(error))
 
     def run_once(sent: Any, call: grpc.ServicerContext) -> bytes:
         answers = list(run(sent, call))

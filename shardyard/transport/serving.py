@@ -1,12 +1,13 @@
 """From bytes to a handler and back: what a call goes through on the called side, over gRPC and in process alike.
 
-Invariants: a handler's ShardyardError reaches the caller as it is; anything else is logged with its traceback and
-reaches the caller as Internal; bytes that are no message are MalformedPayload. The only `except Exception` of serving
-stands here.
+Invariants: a handler runs in a context of its own, so that the id of one request never shows in another; a handler's
+ShardyardError reaches the caller as it is; anything else is logged with its traceback and reaches the caller as
+Internal; bytes that are no message are MalformedPayload. The only `except Exception` of serving stands here.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,12 +18,15 @@ from shardyard.wire.methods import Method
 
 log = logging.getLogger("shardyard.serving")
 
+_END = object()
+
 
 def serve(
     method: Method[Any, Any], handler: Handler, sent: bytes | Iterable[bytes], context: Context, id_: str
 ) -> Iterator[bytes]:
     """Runs one call. Yields the answers, one or many, as bytes. Raises only ShardyardError."""
-    token = request_id.set(id_)
+    scope = contextvars.copy_context()
+    scope.run(request_id.set, id_)
     try:
         given: object
         if method.streams_in:
@@ -31,9 +35,10 @@ def serve(
         else:
             assert isinstance(sent, bytes)
             given = method.request.decode(sent)
-        answer = handler(given, context)
+        answer = scope.run(handler, given, context)
         if method.streams_out:
-            for item in answer:
+            answers = iter(answer)
+            while (item := scope.run(next, answers, _END)) is not _END:
                 yield method.response.encode(item)
         else:
             yield method.response.encode(answer)
@@ -49,13 +54,3 @@ def serve(
             raise errors.Unavailable(f"the caller of {method.path} has gone") from error
         log.exception("%s failed", method.path)
         raise errors.Internal(f"{method.path} failed: {type(error).__name__}: {error}") from error
-    finally:
-        _reset(token)
-
-
-def _reset(token: Any) -> None:
-    # a stream that is abandoned may be closed by another thread, in another context
-    try:
-        request_id.reset(token)
-    except ValueError:
-        request_id.set("")

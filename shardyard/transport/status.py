@@ -11,10 +11,17 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from shardyard.ground import errors
-from shardyard.ground.limits import TEXT_CHARACTERS_MAX
 from shardyard.wire.v1 import common_pb2 as wire
 
 DETAIL_KEY = "shardyard-error-bin"
+
+# Peers drop a call whose trailers are larger than 8 KiB, so an error's texts are cut, in bytes.
+STATUS_BYTES_MAX = 256
+WHAT_BYTES_MAX = 2_048
+HINT_BYTES_MAX = 512
+FACTS_MAX = 8
+FACT_KEY_BYTES_MAX = 64
+FACT_BYTES_MAX = 128
 
 # From the leaves up: the first class that an error is an instance of decides.
 TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
@@ -43,11 +50,19 @@ def to_detail(error: errors.ShardyardError) -> wire.ErrorDetail:
     """The error as a message, its texts cut so that it fits into a trailer."""
     return wire.ErrorDetail(
         code=error.code,
-        what=error.what[:TEXT_CHARACTERS_MAX],
-        why=error.why_text[:512],
-        todo=error.todo_text[:512],
-        facts={key[:64]: value[:256] for key, value in sorted(error.facts.items())[:16]},
+        what=_cut(error.what, WHAT_BYTES_MAX),
+        why=_cut(error.why_text, HINT_BYTES_MAX),
+        todo=_cut(error.todo_text, HINT_BYTES_MAX),
+        facts={
+            _cut(key, FACT_KEY_BYTES_MAX): _cut(value, FACT_BYTES_MAX)
+            for key, value in sorted(error.facts.items())[:FACTS_MAX]
+        },
     )
+
+
+def status_text(error: errors.ShardyardError) -> str:
+    """What stands beside the status, for clients that do not read ErrorDetail."""
+    return _cut(error.what, STATUS_BYTES_MAX)
 
 
 def from_detail(detail: wire.ErrorDetail) -> errors.ShardyardError:
@@ -74,6 +89,11 @@ def from_rpc_error(error: grpc.RpcError, peer: str, unavailable: type[errors.Una
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return errors.TooLarge(f"{peer} refused a message ({said})")
     return errors.Internal(f"{peer} failed with {code.name} ({said})")
+
+
+def _cut(text: str, bytes_max: int) -> str:
+    # a file's name may hold surrogates, which have no UTF-8
+    return text.encode(errors="replace")[:bytes_max].decode(errors="ignore")
 
 
 def _trailers(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:

@@ -72,7 +72,7 @@ def test_data_shards_of_the_dead_come_first_and_under_a_higher_token() -> None:
     again = leased(books, B)
     assert again.source == first.source
     assert again.token > first.token
-    with pytest.raises(StaleToken, match="does not hold data shard 0.0.0 under token 1; worker 12 under token 3 does"):
+    with pytest.raises(StaleToken, match=r"does not hold data shard 0\.0\.0 under token 1; worker 12 under token 3"):
         done(books, first, A)
 
 

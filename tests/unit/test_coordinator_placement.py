@@ -69,7 +69,7 @@ def test_job_without_variables_is_refused() -> None:
 
 def test_layout_of_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "BLOCKS_MAX", 3)
-    with pytest.raises(TooLarge, match="make 4 blocks of 64 bytes.*job.block_bytes higher"):
+    with pytest.raises(TooLarge, match=r"make 4 blocks of 64 bytes.*job\.block_bytes higher"):
         plan((f32("w", 64),), SGD, partitions=1, block_bytes=64)
 
 

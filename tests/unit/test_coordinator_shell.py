@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -20,18 +22,22 @@ from shardyard.ground.types import (
     MemberRole,
     OptimizerSpec,
     PartitionId,
+    Rank,
+    RankSource,
     SourceKey,
     VariableKind,
     VariableSpec,
     Version,
     Watermark,
 )
-from shardyard.runtime.settings import ConsistencySettings, JobSettings, MembershipSettings
+from shardyard.runtime.settings import ConsistencySettings, JobSettings, MembershipSettings, Settings
+from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.peers import Context, Peer, Service
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_coordinator import process
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.shell import Coordinator
 
@@ -56,10 +62,18 @@ class ManualClock:
     def __init__(self) -> None:
         self._now_ms = 1_000
         self._lock = threading.Lock()
+        self._ticks = 0
 
     def now_ms(self) -> int:
         with self._lock:
+            self._ticks += threading.current_thread().name == "coordinator-ticker"
             return self._now_ms
+
+    def await_tick(self) -> None:
+        """Until the ticker has acted upon the time that it is now."""
+        seen = self._ticks
+        # its first look may be an old one; at its third the tick of the second is over
+        wait_until(lambda: self._ticks >= seen + 3, "the ticker")
 
     def advance(self, ms: int) -> None:
         with self._lock:
@@ -115,6 +129,7 @@ class Yard:
     network: InProcessNetwork
     clock: ManualClock
     coordinator: Coordinator
+    journal: Journal
     servers: dict[Incarnation, FakeServer] = field(default_factory=dict)
 
     def peer(self) -> Peer:
@@ -148,6 +163,27 @@ class Yard:
         worker.joined = worker.join(settings)
         worker.job = JobId(worker.joined.job)
         return worker
+
+    def beat(self, member: Incarnation) -> wire.HeartbeatReply:
+        request = wire.HeartbeatRequest(caller=convert.caller_to_wire(Caller(incarnation=member)))
+        return self.peer().call(methods.HEARTBEAT, request, timeout_ms=1)
+
+    def beat_servers(self) -> None:
+        for server in self.servers:
+            self.beat(server)
+
+    def pass_lease(self, beat: Callable[[], object]) -> None:
+        """Lets the leases run out of all but those that `beat`."""
+        for _ in range(5):
+            self.clock.advance(250)
+            beat()
+            self.clock.await_tick()
+
+    def kill(self, worker: Worker, alive: list[Worker]) -> None:
+        """The worker falls silent until it is declared dead."""
+        self.pass_lease(lambda: [self.beat_servers(), *(each.beat() for each in alive)])
+        with pytest.raises(errors.StaleIncarnation):
+            worker.beat()
 
     def run_job(self, settings: JobSettings, workers: int = 1) -> list[Worker]:
         """Servers, workers and variables, up to RUNNING."""
@@ -221,7 +257,7 @@ def yard() -> Iterator[Yard]:
     )
     network.listen("coordinator:1", [coordinator.service])
     coordinator.start()
-    yield Yard(network, clock, coordinator)
+    yield Yard(network, clock, coordinator, journal)
     coordinator.stop()
     journal.close()
     assert [each.name for each in threading.enumerate() if each not in before] == []
@@ -281,3 +317,215 @@ def test_data_shard_is_done_when_the_servers_say_so(yard: Yard) -> None:
     other.next_of[key] = 1
     assert worker.close(again)
     assert worker.close(again), "a retry of the close is answered alike"
+
+
+def test_job_waits_for_a_server(yard: Yard) -> None:
+    worker = yard.add_worker(ASYNC)
+    with pytest.raises(errors.NotReady, match="no server has registered yet"):
+        worker.register_variables()
+    yard.add_server("server:0")
+    assert worker.register_variables().initializer
+
+
+def test_bad_settings_are_refused(yard: Yard) -> None:
+    worker = Worker(yard, yard.register(MemberRole.WORKER))
+    request = wire.JoinJobRequest(caller=worker.caller, name="default", settings_json='{"seeed": 3}')
+    with pytest.raises(errors.ConfigurationError, match="seeed"):
+        yard.peer().call(methods.JOIN_JOB, request, timeout_ms=1)
+
+
+def test_server_that_does_not_take_its_partitions_is_asked_again(yard: Yard) -> None:
+    server = yard.add_server("server:0")
+    worker = yard.add_worker(ASYNC)
+    # its refusal is about the coordinator's request; the worker must not take it for its own
+    yard.servers[server].refuse["create"] = errors.StaleIncarnation("a request for server 9")
+    with pytest.raises(errors.NotReady, match=r"CreatePartitions on server .* at server:0: a request for server 9"):
+        worker.register_variables()
+    yard.network.leave("server:0")
+    with pytest.raises(errors.NotReady, match="does not answer"):
+        worker.register_variables()
+    yard.network.listen("server:0", [yard.servers[server].service()])
+    del yard.servers[server].refuse["create"]
+    assert worker.register_variables().initializer
+
+
+def test_error_that_lasts_reaches_the_worker(yard: Yard) -> None:
+    server = yard.add_server("server:0")
+    worker = yard.add_worker(ASYNC)
+    yard.servers[server].refuse["create"] = errors.TooLarge("no memory for its partitions")
+    with pytest.raises(errors.TooLarge, match="no memory"):
+        worker.register_variables()
+
+
+def test_committed_values_are_opened_by_the_coordinator_itself(yard: Yard) -> None:
+    server = yard.add_server("server:0")
+    worker = yard.add_worker(ASYNC)
+    worker.register_variables()
+    yard.servers[server].refuse["open"] = errors.NotReady("busy")
+    with pytest.raises(errors.NotReady, match="OpenPartitions on server"):
+        worker.commit()
+    yard.servers[server].refuse.clear()
+
+    def runs() -> bool:
+        yard.clock.advance(50)
+        yard.beat_servers()
+        return worker.beat().job_state == wire.JOB_STATE_RUNNING
+
+    wait_until(runs, "the partitions to be opened")
+
+
+def test_dead_worker_is_fenced_on_all_servers_before_its_work_goes_on(yard: Yard) -> None:
+    first, second = yard.run_job(ASYNC, workers=2)
+    first.open_feed(samples=10)
+    lease = first.lease().lease
+    assert second.lease().wait.waiting_for == f"data shard 0.0.0 (worker {first.incarnation})"
+    yard.kill(first, alive=[second])
+    wait_until(lambda: second.lease().HasField("lease"), "the dead worker's data shard")
+    for fake in yard.servers.values():
+        (fence,) = fake.named("fence")
+        assert list(fence.incarnations) == [first.incarnation]
+        assert fence.caller.job == first.job
+    assert second.lease().lease.token > lease.token
+    with pytest.raises(errors.StaleIncarnation):
+        first.beat()
+
+
+def test_server_that_cannot_be_fenced_hears_of_it_with_its_heartbeat(yard: Yard) -> None:
+    first, second = yard.run_job(ASYNC, workers=2)
+    first.open_feed(samples=10)
+    first.lease()
+    server = min(yard.servers)
+    yard.servers[server].refuse["fence"] = errors.Internal("cannot")
+    yard.kill(first, alive=[second])
+    wait_until(lambda: second.lease().HasField("lease"), "the dead worker's data shard")
+    reply = yard.beat(server)
+    assert list(reply.fenced) == [first.incarnation]
+
+
+def test_exit_reported_by_an_agent_frees_work_at_once(yard: Yard) -> None:
+    first, second = yard.run_job(ASYNC, workers=2)
+    agent = yard.register(MemberRole.AGENT, "agent:0")
+    first.open_feed(samples=10)
+    first.lease()
+    request = wire.ReportExitRequest(caller=convert.caller_to_wire(Caller(incarnation=agent)), pid=1, exit_code=-9)
+    yard.peer().call(methods.REPORT_EXIT, request, timeout_ms=1)
+    wait_until(lambda: second.lease().HasField("lease"), "the dead worker's data shard")
+
+
+def test_lost_server_fails_the_job_for_all_workers(yard: Yard) -> None:
+    first, second = yard.run_job(ASYNC, workers=2)
+    lost = max(yard.servers)
+    yard.pass_lease(lambda: [first.beat(), second.beat(), yard.beat(min(yard.servers))])
+    reply = second.beat()
+    assert reply.job_state == wire.JOB_STATE_FAILED
+    assert reply.failure.code == "ServerLost"
+    assert dict(reply.failure.facts) == {"server": str(lost), "address": "server:1"}
+    with pytest.raises(errors.ServerLost, match="server:1"):
+        first.lease()
+    wait_until(lambda: len(yard.servers[min(yard.servers)].named("drop")) == 1, "the job to be dropped")
+
+
+def test_synchronous_job_gets_ranks_and_closes_its_feed(yard: Yard) -> None:
+    first, second = yard.run_job(sync_settings(2), workers=2)
+    assert [lease.rank for worker in (first, second) for lease in worker.beat().ranks] == [0, 1]
+    assert first.joined.logical_ranks == 2
+    opened = first.open_feed(samples=100, batch_size=10)
+    assert (opened.units_per_epoch, opened.first_step) == (5, 0)
+    for fake in yard.servers.values():
+        fake.next_of = {SourceKey(RankSource(Rank(0))): 5, SourceKey(RankSource(Rank(1))): 4}
+    assert not first.close()
+    for fake in yard.servers.values():
+        fake.next_of[SourceKey(RankSource(Rank(1)))] = 5
+    assert second.close()
+    assert first.open_feed(samples=100, batch_size=10).done
+
+
+def test_partition_that_a_server_does_not_name_is_not_done(yard: Yard) -> None:
+    (worker,) = yard.run_job(ASYNC)
+    worker.open_feed(samples=10)
+    lease = worker.lease().lease
+    for fake in yard.servers.values():
+        fake.next_of[SourceKey(DataShardSource(0, 0, 0))] = 1
+    fake.partitions = fake.partitions[:-1]
+    assert not worker.close(lease)
+
+
+def test_status_shows_members_and_jobs(yard: Yard) -> None:
+    (worker,) = yard.run_job(ASYNC)
+    worker.open_feed(samples=30)
+    worker.lease()
+    worker.beat(step=3, samples=30, metrics=[wire.Metric(name="loss", value=0.5)], waiting_for="data")
+    status = yard.peer().call(methods.STATUS, wire.StatusRequest(), timeout_ms=1)
+    assert [member.role for member in status.members] == [wire.ROLE_SERVER, wire.ROLE_SERVER, wire.ROLE_WORKER]
+    assert (status.members[2].step, status.members[2].waiting_for) == (3, "data")
+    (job,) = status.jobs
+    assert (job.state, job.step, job.samples, job.workers) == (wire.JOB_STATE_RUNNING, 3, 30, 1)
+    assert (job.parameters, job.payload_bytes) == (64 * 16 + 64, 4 * (64 * 16 + 64 + 64))
+    (feed,) = job.feeds
+    assert (feed.free, feed.leased, feed.done, feed.finished) == (2, 1, 0, False)
+
+
+def test_coordinator_that_cannot_write_its_journal_decides_nothing_more(yard: Yard) -> None:
+    yard.journal.close()
+    for _ in range(2):
+        with pytest.raises(errors.Internal, match="journal cannot be written"):
+            yard.register(MemberRole.WORKER)
+
+
+def test_stopping_coordinator_is_not_ready(yard: Yard) -> None:
+    yard.coordinator.stop()
+    with pytest.raises(errors.NotReady, match="stopping"):
+        yard.register(MemberRole.WORKER)
+
+
+def test_decisions_are_in_the_journal(yard: Yard) -> None:
+    (worker,) = yard.run_job(ASYNC)
+    worker.open_feed(samples=10)
+    worker.lease()
+    worker.leave()
+    kinds = [record.kind for record in yard.journal.records()]
+    assert kinds == [
+        "member_registered",
+        "member_registered",
+        "member_registered",
+        "job_started",
+        "worker_joined",
+        "variables_registered",
+        "variables_committed",
+        "feed_opened",
+        "data_leased",
+        "member_removed",
+        "job_ended",
+    ]
+
+
+def test_process_serves_over_grpc_until_it_is_stopped(tmp_path: Path) -> None:
+    stop, addresses = threading.Event(), queue.Queue[str]()
+    settings = Settings()
+
+    def run() -> None:
+        process.serve(
+            bind="127.0.0.1:0",
+            advertise=None,
+            settings=settings,
+            state=tmp_path / "state",
+            stop=stop,
+            ready=addresses.put,
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    peer = GrpcNetwork().connect(addresses.get(timeout=DEADLINE_S), name="coordinator")
+    try:
+        request = wire.RegisterRequest(role=wire.ROLE_WORKER, protocol=limits.PROTOCOL, host="box", pid=1)
+        reply = peer.call(methods.REGISTER, request, timeout_ms=5_000)
+        assert (reply.incarnation, reply.term) == ((1 << 32) + 1, 1)
+        assert (reply.heartbeat_ms, reply.lease_ms) == (settings.membership.heartbeat_ms, settings.membership.lease_ms)
+        with pytest.raises(errors.ConfigurationError, match="in use by process"):
+            Journal(tmp_path / "state")
+    finally:
+        peer.close()
+        stop.set()
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    Journal(tmp_path / "state").close()

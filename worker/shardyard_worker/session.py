@@ -105,8 +105,18 @@ class Session:
             if self._left:
                 return
             self._left = True
+            lost = self._failure is not None
+        if not lost:
+            self._report_last()
         self._enrolment.leave(error)
         self._peer.close()
+
+    def _report_last(self) -> None:
+        """A last heartbeat, so that what `status` shows of a finished job is complete."""
+        try:
+            self._enrolment.beat()
+        except errors.ShardyardError as error:
+            log.debug("no last heartbeat: %s", error)
 
     def _tell_differences(self, wanted: JobSettings, given: JobSettings) -> None:
         theirs, mine = given.model_dump(mode="json"), wanted.model_dump(mode="json")

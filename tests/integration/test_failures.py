@@ -1,0 +1,89 @@
+"""What trouble gets: within ten seconds an error that names what died (promise 7), and never a write of the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from yards import Probes, finish, running_yard
+
+from shardyard_launcher.cluster import LocalCluster
+
+SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__workers_expected": 2}
+ERROR_S_MAX = 10.0
+SLOW = ("--pause-ms", "20", "--epochs", "50")
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[LocalCluster]:
+    with running_yard(tmp_path / "yard") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Iterator[Probes]:
+    with Probes(tmp_path) as running:
+        yield running
+
+
+def pid_of(yard: LocalCluster, role: str) -> int:
+    return next(process.pid for process in yard.state.processes if process.name.startswith(role))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(
+    ("role", "stop", "error"),
+    [
+        ("server", signal.SIGKILL, "ServerLost"),
+        ("server", signal.SIGSTOP, "ServerLost"),
+        ("coordinator", signal.SIGKILL, "CoordinatorLost"),
+    ],
+)
+def test_promise_7_the_loss_of_a_process_is_named_within_ten_seconds(
+    yard: LocalCluster, probes: Probes, role: str, stop: signal.Signals, error: str, mode: str
+) -> None:
+    settings = SYNC if mode == "sync" else {"job__workers_expected": 2}
+    started = [probes.start("model", *SLOW, coordinator=yard.coordinator, **settings) for _ in range(2)]
+    for script, _ in started:
+        script.wait_for("computed 3")
+    pid = pid_of(yard, role)
+    os.kill(pid, stop)
+    begin = time.monotonic()
+    try:
+        for script, _ in started:
+            assert script.wait(timeout_s=30) != 0
+    finally:
+        if stop is signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - begin < ERROR_S_MAX
+    for script, _ in started:
+        assert f"errors.{error}: " in script.output, script.output
+
+
+def test_promise_4_a_worker_that_was_stopped_past_its_lease_writes_nothing(tmp_path: Path, probes: Probes) -> None:
+    lease = {"membership.heartbeat_ms": 200, "membership.lease_ms": 1500}
+    with running_yard(tmp_path / "yard", settings=lease) as yard:
+        common = {"coordinator": yard.coordinator, "job__workers_expected": 2}
+        sleeper, _ = probes.start("count", "--epochs", "3", "--pause-ms", "15", **common)
+        other = probes.start("count", "--epochs", "3", "--pause-ms", "15", **common)
+        sleeper.wait_for("computed 4")
+        os.kill(sleeper.process.pid, signal.SIGSTOP)
+        result = finish(*other)
+        assert result["counts"] == [3.0] * 203
+        os.kill(sleeper.process.pid, signal.SIGCONT)
+        assert sleeper.wait(timeout_s=30) != 0
+        assert "StaleIncarnation" in sleeper.output or "NotFound" in sleeper.output, sleeper.output
+
+
+def test_a_missing_coordinator_is_named_with_what_to_do(probes: Probes) -> None:
+    script, _ = probes.start("model", coordinator="127.0.0.1:9", worker__retry_budget_ms=500)
+    assert script.wait() != 0
+    assert "CoordinatorUnavailable: coordinator at 127.0.0.1:9 does not answer" in script.output
+    assert "shardyard coordinator" in script.output

@@ -1,0 +1,396 @@
+"""The command line with real processes: a yard that is started, used, broken and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+DEADLINE_S = 60.0
+STOP_WITHIN_S = 10.0
+"""What the README promises for a yard that breaks under a script."""
+
+SLEEPS = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
+
+
+def await_true(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    give_up = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up, what
+        time.sleep(0.02)
+
+
+class Shell:
+    """Runs `shardyard` in a folder of its own; knows the processes that belong to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self.state = folder / "state"
+        self.environment = {name: text for name, text in os.environ.items() if not name.startswith("SHARDYARD")}
+        # inherited by every process that is started here, so that they can be told from all others
+        self.environment |= {"TMPDIR": str(self.temporary), "SHELL_OF_TEST": str(folder)}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shardyard_launcher.command_line", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return finish(self.start(*arguments))
+
+    def up(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run("up", "--state", str(self.state), "--set", "yard.coordinator_port=0", *arguments)
+
+    def down(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run("down", "--state", str(self.state), *arguments)
+
+    def status(self) -> Any:
+        ended = self.run("status", "--state", str(self.state), "--json")
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes that descend from this shell's, the commands themselves included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("SHELL_OF_TEST") == str(self.folder)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def pid_of(self, role: str) -> int:
+        """Of the first process that runs this role."""
+        lines = ((process.pid, process.cmdline()) for process in self.processes())
+        return next(pid for pid, line in lines if "shardyard_launcher.command_line" in line and role in line)
+
+    def close(self) -> None:
+        for process in self.processes():
+            process.kill()
+        for started in self._started:
+            started.communicate(timeout=DEADLINE_S)
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def read_until(process: subprocess.Popen[str], wanted: str) -> None:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if wanted in line:
+            return
+    pytest.fail(f"{wanted!r} was not printed, but {seen}")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(tmp_path)
+    try:
+        yield made
+        left = [process.cmdline() for process in made.processes()]
+    finally:
+        made.close()
+    assert left == []
+
+
+@pytest.fixture(scope="module")
+def yard() -> Iterator[Shell]:
+    """A yard that is up, for tests that leave it as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Shell(Path(folder))
+        try:
+            started = made.up()
+            assert started.returncode == 0, started.stderr
+            yield made
+            assert made.down().returncode == 0
+        finally:
+            made.close()
+
+
+# ---- run
+
+
+def test_run_starts_everything_around_a_script_and_stops_it_all(shell: Shell) -> None:
+    script = shell.script(
+        """
+        import os, sys
+        print("arguments", sys.argv[1:])
+        print("coordinator", os.environ["SHARDYARD_COORDINATOR"])
+        print("workers", os.environ["SHARDYARD_WORKERS"])
+        """
+    )
+    ended = shell.run("run", "--workers", "3", script, "--epochs", "2")
+    assert ended.returncode == 0, ended.stderr
+    for index in range(3):
+        assert f"[{index}] arguments ['--epochs', '2']" in ended.stdout
+        assert f"[{index}] workers 3" in ended.stdout
+    assert re.search(r"coordinator 127\.0\.0\.1:\d+", ended.stdout)
+    assert shell.processes() == []
+    assert list(shell.temporary.iterdir()) == []
+
+
+def test_run_of_a_script_that_raises_shows_its_traceback_and_fails(shell: Shell) -> None:
+    script = shell.script("def deep():\n    raise ValueError('boom')\n\ndeep()\n")
+    ended = shell.run("run", script)
+    assert ended.returncode == 1
+    report = ended.stderr[ended.stderr.index("error: ") :]
+    assert "script.py failed" in report
+    assert "in deep" in report
+    assert report.rstrip().endswith("ValueError: boom")
+    assert shell.processes() == []
+    assert list(shell.temporary.iterdir()) == []
+
+
+def test_run_ends_with_the_exit_code_of_the_script(shell: Shell) -> None:
+    assert shell.run("run", "--workers", "1", shell.script("raise SystemExit(9)\n")).returncode == 9
+
+
+def test_run_of_a_script_that_is_killed_ends_as_a_shell_would(shell: Shell) -> None:
+    script = shell.script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    ended = shell.run("run", "--set", "yard.restarts_max=1", "--workers", "1", script)
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert "the agent starts it again" in ended.stderr
+    assert "was killed by SIGKILL after 1 restarts" in ended.stderr
+
+
+@pytest.mark.parametrize("role", ["server", "coordinator", "agent"])
+def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shell, role: str) -> None:
+    process = shell.start("run", shell.script(SLEEPS))
+    read_until(process, "ready")
+    victim = shell.pid_of(role)
+    os.kill(victim, signal.SIGKILL)
+    begin = time.monotonic()
+    ended = finish(process)
+    assert time.monotonic() - begin < STOP_WITHIN_S
+    assert ended.returncode == 1
+    assert re.search(rf"error: {role}\S* \(pid {victim}\) was killed by SIGKILL; the end of .*\.log:", ended.stderr)
+    assert shell.processes() == []
+    if role != "agent":
+        assert list(shell.temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_a_run_cleanly(shell: Shell, number: signal.Signals) -> None:
+    process = shell.start("run", shell.script(SLEEPS))
+    read_until(process, "ready")
+    process.send_signal(number)
+    ended = finish(process)
+    assert ended.returncode == 128 + number
+    assert "Traceback" not in ended.stderr
+    assert shell.processes() == []
+    assert list(shell.temporary.iterdir()) == []
+
+
+def test_signal_while_a_yard_starts_stops_it_cleanly(shell: Shell) -> None:
+    process = shell.start("run", shell.script(SLEEPS))
+    await_true(lambda: len(shell.processes()) > 1, "the first process of the yard")
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
+    assert shell.processes() == []
+
+
+def test_killed_run_leaves_no_process(shell: Shell) -> None:
+    process = shell.start("run", shell.script(SLEEPS))
+    read_until(process, "ready")
+    process.kill()
+    process.wait(DEADLINE_S)
+    await_true(lambda: shell.processes() == [], "the processes of a killed run")
+
+
+# ---- up, down
+
+
+def test_yard_is_up_is_used_again_and_goes_down(shell: Shell) -> None:
+    started = shell.up(shell.script("print('trained')\n"))
+    assert started.returncode == 0, started.stderr
+    assert "[0] trained" in started.stdout
+    coordinator = shell.status()["coordinator"]
+    last = started.stdout.splitlines()[-4:]
+    assert coordinator in last[0]
+    assert f"SHARDYARD_COORDINATOR={coordinator}" in last[1]
+    assert f"shardyard down --state {shell.state}" in last[3]
+    roles = sorted(member["role"] for member in shell.status()["members"])
+    assert roles == ["agent", "server", "server"]
+
+    pids = {process.pid for process in shell.processes()}
+    again = shell.up(shell.script("raise ValueError('second')\n"))
+    assert again.returncode == 1
+    assert "is up already" in again.stdout
+    assert "ValueError: second" in again.stderr
+    assert {process.pid for process in shell.processes()} == pids
+
+    stopped = shell.down()
+    assert stopped.returncode == 0, stopped.stderr
+    assert shell.processes() == []
+    host, port = coordinator.split(":")
+    with pytest.raises(ConnectionRefusedError):
+        __import__("socket").create_connection((host, int(port)), timeout=5)
+    assert (shell.state / "logs" / "coordinator.log").exists()
+    assert "no yard is up" in shell.down("--purge").stdout
+    assert not shell.state.exists()
+
+
+def test_yard_that_has_lost_a_server_is_not_used(shell: Shell) -> None:
+    assert shell.up().returncode == 0
+    victim = shell.pid_of("server")
+    os.kill(victim, signal.SIGKILL)
+    await_true(lambda: not alive(victim), "the server's end")
+    again = shell.up(shell.script("print('trained')\n"))
+    assert again.returncode == 1
+    assert re.search(rf"not whole: server-\d \(pid {victim}\).* is gone", again.stderr)
+    assert f"shardyard down --state {shell.state}" in again.stderr
+    assert "trained" not in again.stdout
+    assert shell.down().returncode == 0
+
+
+def test_yard_that_has_died_is_started_anew(shell: Shell) -> None:
+    assert shell.up().returncode == 0
+    for process in shell.processes():
+        process.kill()
+    await_true(lambda: shell.processes() == [], "the end of the yard")
+    again = shell.up()
+    assert again.returncode == 0, again.stderr
+    assert "has died; starting a new one" in again.stdout
+    assert shell.down().returncode == 0
+
+
+def test_up_that_is_killed_leaves_a_yard_that_down_can_stop(shell: Shell) -> None:
+    process = shell.start("up", "--state", str(shell.state), "--set", "yard.coordinator_port=0")
+    await_true(lambda: len(shell.processes()) >= 3, "some processes of the yard")
+    process.kill()
+    process.wait(DEADLINE_S)
+    assert shell.processes() != []
+    assert shell.down().returncode == 0
+    await_true(lambda: shell.processes() == [], "the processes of a start that was killed")
+
+
+def test_process_that_nobody_has_written_down_ends_by_itself(shell: Shell) -> None:
+    ended = shell.run("coordinator", "--awaits-go", "--bind", "127.0.0.1:0")
+    assert ended.returncode == 1
+    assert "the launcher has gone" in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_interrupted_up_stops_what_it_started(shell: Shell) -> None:
+    process = shell.start("up", "--state", str(shell.state), "--set", "yard.coordinator_port=0", shell.script(SLEEPS))
+    read_until(process, "ready")
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert ended.returncode == 130
+    assert "Traceback" not in ended.stderr
+    assert shell.processes() == []
+    assert "no yard is up" in shell.down().stdout
+
+
+def test_server_that_cannot_start_is_named_with_the_end_of_its_log(shell: Shell) -> None:
+    shell.environment["PYTHONPATH"] = str(shell.folder)
+    (shell.folder / "shardyard_ps_server.py").write_text("raise RuntimeError('a broken installation')\n")
+    ended = shell.run("run", shell.script(SLEEPS))
+    assert ended.returncode == 1
+    assert re.search(r"error: server-\d \(pid \d+\) ended with exit code 1 before it was ready", ended.stderr)
+    assert "a broken installation" in ended.stderr
+    assert shell.processes() == []
+
+
+# ---- on a yard that is up
+
+
+def test_script_runs_on_a_running_yard_and_leaves_it_standing(yard: Shell) -> None:
+    coordinator = yard.status()["coordinator"]
+    before = {process.pid for process in yard.processes()}
+    ended = yard.run("run", "--coordinator", coordinator, "--workers", "1", yard.script("print('there')\n"))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "there\n"
+    assert {process.pid for process in yard.processes()} == before
+
+
+def test_signal_stops_a_script_on_a_running_yard_and_leaves_the_yard(yard: Shell) -> None:
+    coordinator = yard.status()["coordinator"]
+    before = {process.pid for process in yard.processes()}
+    process = yard.start("run", "--coordinator", coordinator, yard.script(SLEEPS))
+    read_until(process, "ready")
+    process.send_signal(signal.SIGINT)
+    assert finish(process).returncode == 130
+    assert {process.pid for process in yard.processes()} == before
+
+
+def test_status_shows_the_members(yard: Shell) -> None:
+    ended = yard.run("status", "--state", str(yard.state))
+    assert ended.returncode == 0
+    for role in ("server", "agent"):
+        assert re.search(rf"^{role} +\d+ +127\.0\.0\.1:\d+ ", ended.stdout, re.MULTILINE)
+
+
+def test_agent_started_by_hand_runs_a_script_and_ends_with_it(yard: Shell) -> None:
+    coordinator = yard.status()["coordinator"]
+    script = yard.script("import sys\nprint('by hand', sys.argv[1:])\nsys.exit(3)\n")
+    ended = yard.run("agent", "--coordinator", coordinator, "--workers", "1", "--", script, "--x", "1")
+    assert ended.returncode == 3, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert re.fullmatch(r"ready 127\.0\.0\.1:\d+", lines[0])
+    assert lines[1:] == ["by hand ['--x', '1']"]
+
+
+@pytest.mark.parametrize("role", ["server", "agent"])
+def test_role_says_that_it_is_ready_and_stops_at_a_signal(yard: Shell, role: str) -> None:
+    process = yard.start(role, "--coordinator", yard.status()["coordinator"])
+    read_until(process, "ready 127.0.0.1:")
+    process.send_signal(signal.SIGTERM)
+    ended = finish(process)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_two_yards_never_share_a_port(yard: Shell, shell: Shell) -> None:
+    port = yard.status()["coordinator"].split(":")[1]
+    ended = shell.run("up", "--state", str(shell.state), "--set", f"yard.coordinator_port={port}")
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    direct = shell.run("coordinator", "--bind", f"127.0.0.1:{port}")
+    assert direct.returncode == 1
+    assert f"error: cannot listen on 127.0.0.1:{port}" in direct.stderr
+    assert "Traceback" not in direct.stderr
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,364 @@
+"""The wire layer under whatever comes: frames and their assembly, conversion there and back, arbitrary bytes."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardyard.ground import limits, optimizers
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DataLease,
+    DataShardSource,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    Missing,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PartitionMap,
+    PartitionOwner,
+    PartPull,
+    PartResult,
+    PulledPart,
+    PullResult,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankLease,
+    RankSource,
+    SourceKey,
+    Term,
+    Token,
+    VariableKind,
+    VariableSpec,
+    Version,
+    Watermark,
+    WorkerSource,
+    aligned_bytes,
+)
+from shardyard.wire import convert, frames
+from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as coordinator
+from shardyard.wire.v1 import parameter_server_pb2 as server
+
+bounded = settings(max_examples=120, deadline=None)
+
+u32 = st.integers(0, (1 << 32) - 1)
+u64 = st.integers(0, (1 << 64) - 1)
+finite = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+texts = st.text(max_size=20)
+
+callers = st.builds(Caller, u64.map(JobId), u64.map(Incarnation), u64.map(Term))
+sources = st.one_of(
+    st.builds(DataShardSource, u32, u32, u32), st.builds(RankSource, u32.map(Rank)), st.builds(WorkerSource, u64)
+)
+keys = st.builds(SourceKey, sources, u32)
+versions = st.builds(Version, u64, u64)
+spans = st.lists(st.integers(0, limits.SEQUENCE_MAX), min_size=2, max_size=2).map(sorted)
+names = st.builds(lambda key, token, span: PushName(key, Token(token), *span), keys, u64, spans)
+partition_numbers = u32.map(PartitionId)
+part_pulls = st.builds(PartPull, partition_numbers, u64, st.booleans())
+wishes = st.builds(
+    PullWish,
+    callers,
+    u64.map(Incarnation),
+    u64.map(Generation),
+    st.lists(part_pulls, max_size=4, unique_by=lambda part: part.partition).map(tuple),
+    st.integers(0, limits.PULL_WAIT_MS_MAX),
+)
+push_parts = st.builds(
+    PushPart, partition_numbers, st.integers(0, limits.GIB), st.lists(u32, max_size=4, unique=True).map(tuple)
+)
+groups = st.lists(st.lists(finite, max_size=6).map(tuple), max_size=3).map(tuple)
+orders = st.builds(
+    PushOrder,
+    caller=callers,
+    server=u64.map(Incarnation),
+    generation=u64.map(Generation),
+    name=names,
+    kind=st.sampled_from([PushKind.GRADIENT, PushKind.VALUES]),
+    parts=st.lists(push_parts, max_size=4, unique_by=lambda part: part.partition).map(tuple),
+    weight=finite,
+    groups=groups,
+    pull=st.none() | wishes,
+)
+results = st.builds(PartResult, partition_numbers, st.sampled_from(Outcome), u64, versions)
+pull_results = st.builds(
+    PullResult,
+    parts=st.lists(st.builds(PulledPart, partition_numbers, versions, u64), max_size=3).map(tuple),
+    missing=st.lists(st.builds(Missing, partition_numbers, versions, u64, texts), max_size=3).map(tuple),
+    push=st.lists(results, max_size=3).map(tuple),
+)
+maps = st.builds(
+    lambda generation, servers: PartitionMap(
+        Generation(generation),
+        tuple(PartitionOwner(PartitionId(i), Incarnation(s), f"10.0.0.{i}:1") for i, s in enumerate(servers)),
+    ),
+    u64,
+    st.lists(u64, max_size=6),
+)
+
+
+@st.composite
+def optimizer_specs(draw: st.DrawFn) -> OptimizerSpec:
+    kind = draw(st.sampled_from(sorted(optimizers.KINDS)))
+    rates = draw(st.lists(st.floats(0, 10), min_size=1, max_size=3))
+    return OptimizerSpec(kind, tuple(optimizers.make_group(kind, {"lr": rate}) for rate in rates))
+
+
+@st.composite
+def variable_lists(draw: st.DrawFn, group_count: int) -> tuple[VariableSpec, ...]:
+    names_ = draw(st.lists(st.text(string.printable, min_size=1, max_size=8), min_size=1, max_size=4, unique=True))
+    specs = []
+    for name in names_:
+        kind = draw(st.sampled_from(VariableKind))
+        dtype = draw(st.sampled_from([d for d in DType if d.is_floating or kind is VariableKind.BUFFER]))
+        shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+        group = draw(st.integers(0, group_count - 1)) if kind is VariableKind.PARAMETER else 0
+        specs.append(VariableSpec(name, dtype, shape, kind, group))
+    return tuple(specs)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> JobLayout:
+    """Variables cut anywhere, the blocks dealt to the partitions in any order."""
+    optimizer = draw(optimizer_specs())
+    variables = draw(variable_lists(len(optimizer.groups)))
+    pieces: list[tuple[int, int, int]] = []
+    for index, spec in enumerate(variables):
+        cuts = draw(st.lists(st.integers(1, spec.elements - 1), max_size=3, unique=True)) if spec.elements > 1 else []
+        edges = [0, *sorted(cuts), spec.elements]
+        pieces += [(index, a, b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    count = draw(st.integers(1, 3))
+    held: list[list[Block]] = [[] for _ in range(count)]
+    ends = [0] * count
+    for variable, offset, length in draw(st.permutations(pieces)):
+        home = draw(st.integers(0, count - 1))
+        held[home].append(Block(variable, offset, length, ends[home]))
+        ends[home] += aligned_bytes(length * variables[variable].dtype.item_bytes)
+    partitions = tuple(
+        PartitionLayout(PartitionId(i), end, tuple(blocks))
+        for i, (end, blocks) in enumerate(zip(ends, held, strict=True))
+    )
+    return JobLayout(variables, optimizer, partitions)
+
+
+# ---- frames
+
+
+@bounded
+@given(
+    st.sampled_from([server.PushFrame, server.PullFrame]), st.integers(1, (1 << 64) - 1) | st.just(0), st.binary(), u64
+)
+def test_frame_is_what_the_generated_classes_write(kind: Any, offset: int, data: bytes, number: int) -> None:
+    theirs = kind(offset=offset, data=data)
+    if kind is server.PushFrame:
+        theirs.header.generation = number
+    else:
+        theirs.header.parts.add(payload_bytes=number)
+    ours = Frame(theirs.header.SerializeToString(), offset, data)
+    message = theirs.SerializeToString()
+    if ours.header:
+        assert frames.encode(ours) == message
+    assert frames.decode(message) == ours
+    assert kind.FromString(frames.encode(ours)).data == data
+
+
+@bounded
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_frame_or_a_typed_error(message: bytes) -> None:
+    _check_decoding(message)
+
+
+def _tagged(field: int, kind: int, body: bytes) -> bytes:
+    tag = field << 3 | kind
+    return bytes((tag & 0x7F | 0x80, tag >> 7)) + body
+
+
+fields = st.one_of(
+    st.builds(lambda f, d: _tagged(f, 2, bytes((len(d),)) + d), st.integers(0, 20), st.binary(max_size=90)),
+    st.builds(lambda f, d: _tagged(f, 1, d), st.integers(0, 20), st.binary(min_size=8, max_size=8)),
+    st.builds(lambda f, d: _tagged(f, 5, d), st.integers(0, 20), st.binary(min_size=4, max_size=4)),
+    st.builds(lambda f, n: _tagged(f, 0, bytes((n,))), st.integers(0, 20), st.integers(0, 127)),
+    st.binary(max_size=4),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(fields, max_size=6).map(b"".join))
+def test_bytes_that_are_nearly_a_frame_are_one_or_a_typed_error(message: bytes) -> None:
+    _check_decoding(message)
+
+
+def _check_decoding(message: bytes) -> None:
+    """Ours either refuses, or reads what the generated class reads (which also looks into the header)."""
+    try:
+        ours = frames.decode(message)
+    except (MalformedPayload, TooLarge):
+        return
+    assert len(ours.data) <= limits.FRAME_BYTES_MAX
+    assert 0 <= ours.offset < 1 << 64
+    try:
+        theirs = server.PushFrame.FromString(message)
+    except DecodeError:
+        return
+    assert (ours.offset, bytes(ours.data)) == (theirs.offset, theirs.data)
+    assert server.PushHeader.FromString(ours.header) == theirs.header
+
+
+@bounded
+@given(st.lists(st.binary(max_size=40), max_size=6), st.integers(1, 50), st.binary(min_size=1, max_size=5))
+def test_any_pieces_cut_anyhow_come_together_again(pieces: list[bytes], frame_bytes: int, header: bytes) -> None:
+    whole = b"".join(pieces)
+    found = list(frames.cut(header, pieces, frame_bytes))
+    assert [frame.header for frame in found] == [header] + [b""] * (len(found) - 1)
+    assert all(len(frame.data) <= frame_bytes for frame in found)
+    memory = bytearray(len(whole))
+    assembler = Assembler(memoryview(memory))
+    for frame in found:
+        assembler.add(frames.decode(frames.encode(frame)))
+    assembler.finish()
+    assert bytes(memory) == whole
+
+
+@bounded
+@given(st.binary(max_size=60), st.lists(st.tuples(st.integers(0, 70), st.binary(max_size=30)), max_size=8))
+def test_lying_stream_never_writes_beyond_its_room(whole: bytes, sent: list[tuple[int, bytes]]) -> None:
+    memory = bytearray(b"\xee" * (len(whole) + 16))
+    assembler = Assembler(memoryview(memory)[8 : 8 + len(whole)])
+    taken = b""
+    for offset, data in sent:
+        good = offset == len(taken) and len(taken) + len(data) <= len(whole)
+        if good or not data:
+            assembler.add(Frame(b"", offset, data))
+            taken += data
+        else:
+            with pytest.raises(MalformedPayload):
+                assembler.add(Frame(b"", offset, data))
+    assert assembler.complete == (len(taken) == len(whole))
+    assert bytes(memory) == b"\xee" * 8 + taken + b"\xee" * (len(whole) - len(taken) + 8)
+
+
+# ---- there and back
+
+
+PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
+    ("caller", callers, lambda v: convert.caller_from_wire(convert.caller_to_wire(v))),
+    ("source", sources, lambda v: convert.source_from_wire(convert.source_to_wire(v))),
+    ("name", names, lambda v: convert.name_from_wire(convert.name_to_wire(v))),
+    ("version", versions, lambda v: convert.version_from_wire(convert.version_to_wire(v))),
+    ("map", maps, lambda v: convert.map_from_wire(convert.map_to_wire(v))),
+    ("optimizer", optimizer_specs(), lambda v: convert.optimizer_from_wire(convert.optimizer_to_wire(v))),
+    (
+        "variables",
+        variable_lists(2),
+        lambda v: convert.variables_from_wire([convert.variable_to_wire(s) for s in v], 2),
+    ),
+    ("groups", groups, lambda v: convert.groups_from_wire(convert.groups_to_wire(v))),
+    ("layout", layouts(), lambda v: convert.layout_from_wire(convert.layout_to_wire(v))),
+    ("push", orders, lambda v: convert.push_from_header(convert.push_to_wire(v).SerializeToString())),
+    ("pull", wishes, lambda v: convert.pull_from_wire(convert.pull_to_wire(v))),
+    ("results", st.lists(results, max_size=4).map(tuple), lambda v: convert.results_from_wire(convert.results_to_wire(v))),
+    ("pulled", pull_results, lambda v: convert.pulled_from_header(convert.pulled_to_header(v))),
+    (
+        "sources",
+        st.lists(st.tuples(keys, u64.map(Token)), max_size=4).map(tuple),
+        lambda v: convert.sources_from_wire(convert.sources_to_wire(v)),
+    ),
+    (
+        "watermarks",
+        st.lists(
+            st.tuples(keys, st.lists(st.builds(Watermark, partition_numbers, u64, versions), max_size=3).map(tuple)),
+            max_size=3,
+        ).map(tuple),
+        lambda v: convert.watermarks_from_wire(convert.watermarks_to_wire(v)),
+    ),
+    (
+        "rank leases",
+        st.lists(st.builds(RankLease, u32.map(Rank), u64.map(Token)), max_size=4).map(tuple),
+        lambda v: convert.rank_leases_from_wire(convert.rank_leases_to_wire(v)),
+    ),
+    (
+        "data lease",
+        st.builds(DataLease, st.builds(DataShardSource, u32, u32, u32), u64.map(Token), u64, u64),
+        lambda v: convert.data_lease_from_wire(convert.data_lease_to_wire(v)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "there_and_back"), [pair[1:] for pair in PAIRS], ids=[pair[0] for pair in PAIRS])
+def test_value_comes_back_from_the_wire_as_it_was(
+    values: st.SearchStrategy[Any], there_and_back: Callable[[Any], Any]
+) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(values)
+    def run(value: Any) -> None:
+        assert there_and_back(value) == value
+
+    run()
+
+
+# ---- arbitrary bytes at the door
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=120))
+def test_arbitrary_bytes_as_a_header_are_an_order_or_a_typed_error(header: bytes) -> None:
+    try:
+        order = convert.push_from_header(header)
+    except (MalformedPayload, TooLarge, InvalidRequest):
+        pass
+    else:
+        assert math.isfinite(order.weight)
+        assert order.payload_bytes <= limits.PUSH_BYTES_MAX
+    try:
+        convert.pulled_from_header(header)
+    except (MalformedPayload, TooLarge, InvalidRequest):
+        pass
+
+
+DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
+    (common.JobLayout, convert.layout_from_wire),
+    (common.PartitionMap, convert.map_from_wire),
+    (common.OptimizerSpec, convert.optimizer_from_wire),
+    (common.VariableSpec, convert.variable_from_wire),
+    (common.PushName, convert.name_from_wire),
+    (server.PullRequest, convert.pull_from_wire),
+    (server.PushReply, convert.results_from_wire),
+    (coordinator.DataLease, convert.data_lease_from_wire),
+]
+
+
+@pytest.mark.parametrize(("kind", "door"), DOORS, ids=[kind.DESCRIPTOR.name for kind, _ in DOORS])
+def test_arbitrary_bytes_at_a_door_are_a_value_or_a_typed_error(kind: type[Any], door: Callable[[Any], object]) -> None:
+    @bounded
+    @given(st.lists(fields, max_size=6).map(b"".join))
+    def run(data: bytes) -> None:
+        try:
+            message = kind.FromString(data)
+        except DecodeError:
+            return
+        try:
+            door(message)
+        except (MalformedPayload, TooLarge, InvalidRequest):
+            return
+
+    run()
