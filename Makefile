@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down status protos protos-check check test clean
+.PHONY: help setup up down status protos protos-check check test test-containers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -47,6 +47,10 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 
 test: $(STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -m pytest tests --ignore=tests/containers
+
+test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
+	@docker info >/dev/null 2>&1 || test ! -x ../shared/containers/engine || ../shared/containers/engine up
+	@$(BIN)/python -m pytest tests/containers -m containers
 
 clean: ## remove .venv and caches
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -90,8 +90,9 @@ class LocalCluster:
         yard = self._settings.yard
         (self._folder / LOGS).mkdir(parents=True, exist_ok=True)
         self._settings_file = self._folder / "settings.yaml"
-        # JSON is YAML; the roles see the same values, wherever they came from
-        self._settings_file.write_text(json.dumps(self._settings.model_dump(mode="json"), indent=1), encoding="utf-8")
+        # JSON is YAML; the roles see what was given, wherever it came from
+        given = self._settings.model_dump(mode="json", exclude_unset=True)
+        self._settings_file.write_text(json.dumps(given, indent=1), encoding="utf-8")
         self._environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
         try:
             _check_free(yard.bind, yard.coordinator_port)

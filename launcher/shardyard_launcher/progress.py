@@ -40,9 +40,12 @@ def progress_line(status: wire.StatusReply, job: wire.JobStatus | None) -> str:
     if job is None:
         return f"waiting for the script to join a job | {members}"
     workers = sum(member.role == wire.ROLE_WORKER and member.job == job.job for member in status.members)
-    parts = [f"step {job.step:,}", f"{job.samples:,} samples", f"{job.samples_per_s:,.0f} samples/s"]
+    parts = [f"step {job.step:,}", f"{job.samples:,} samples"]
+    if job.state == wire.JOB_STATE_RUNNING:
+        parts.append(f"{job.samples_per_s:,.0f} samples/s")
     parts += [f"{metric.name} {metric.value:.4g}" for metric in job.metrics[:METRICS_SHOWN_MAX]]
-    parts.append(f"{_count(workers, 'worker')}, {_count(servers, 'server')}")
+    if job.state in (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING):
+        parts.append(f"{_count(workers, 'worker')}, {_count(servers, 'server')}")
     if job.state == wire.JOB_STATE_STARTING:
         parts.append("starting")
     elif job.state == wire.JOB_STATE_FINISHED:

@@ -243,7 +243,8 @@ def _pass_on(given: Given) -> None:
 
     from shardyard_launcher.script import launch_environment
 
-    os.environ.update(launch_environment(os.environ, config=given.config, sets=given.sets, whole=False))
+    passed = launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=False)
+    os.environ.update(passed)
 
 
 def _ready(address: str) -> None:

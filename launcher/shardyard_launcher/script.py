@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from shardyard.ground import errors
-from shardyard.runtime.configuration import CONFIG_VARIABLE, PREFIX, PROCESS_VARIABLES, Flag, environment_name
+from shardyard.runtime.assignments import Layer
+from shardyard.runtime.configuration import CONFIG_VARIABLE, PREFIX, PROCESS_VARIABLES, Flag, Loaded, environment_name
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.peers import Peer
 from shardyard.wire import methods
@@ -35,6 +36,7 @@ GRACE_MS: Final = 5_000
 EVENTS_QUEUED_MAX: Final = 10_000
 PROGRESS_MS: Final = 1_000
 SLICE_S: Final = 0.1
+WORKERS_EXPECTED: Final = "job.workers_expected"
 
 
 class Display(Protocol):
@@ -60,7 +62,12 @@ class Script:
 
 
 def launch_environment(
-    environment: Mapping[str, str], *, config: str | None, sets: Sequence[tuple[str, Flag]], whole: bool
+    environment: Mapping[str, str],
+    loaded: Loaded,
+    *,
+    config: str | None,
+    sets: Sequence[tuple[str, Flag]],
+    whole: bool,
 ) -> dict[str, str]:
     """What training processes inherit of the launcher: its settings, from file, environment and flags, so that they
     see the values that it saw; with `whole` (the agent is on this machine) the rest of its environment too."""
@@ -76,6 +83,9 @@ def launch_environment(
             taken[environment_name(path)] = str(flag.value)
             if path == "job.name":
                 taken.pop("SHARDYARD_JOB", None)
+    # an agent says how many it starts; a file that says more knows of other agents
+    if loaded.origins[WORKERS_EXPECTED].layer is Layer.FILE:
+        taken[environment_name(WORKERS_EXPECTED)] = str(loaded.settings.job.workers_expected)
     return taken
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardyard.ground import errors
+from shardyard.ground.types import Incarnation, JobId
 from shardyard.transport.peers import Network
 from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
@@ -171,6 +172,7 @@ def show(report: YardReport, console: Console) -> None:
     uptime = _duration(status.uptime_ms)
     parts: list[RenderableType] = [
         Text(f"coordinator {report.coordinator}, up {uptime}, term {status.term}"),
+        _title("members"),
         _members_table(report),
     ]
     if not status.jobs:
@@ -180,8 +182,12 @@ def show(report: YardReport, console: Console) -> None:
     console.print(Group(*parts))
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+def _title(text: str) -> Text:
+    return Text("\n" + text, style="bold")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
@@ -189,7 +195,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _members_table(report: YardReport) -> Table:
     names = {job.job: job.name for job in report.status.jobs}
-    table = _table("members", "role", "id", "address", "host", "pid", "seen", "job", "step", "says")
+    table = _table("role", "id", "address", "host", "pid", "seen", "job", "step", "says")
     for member in sorted(report.status.members, key=lambda m: (m.role, m.incarnation)):
         worker = member.role == wire.ROLE_WORKER
         said = report.servers.get(member.incarnation)
@@ -202,7 +208,7 @@ def _members_table(report: YardReport) -> Table:
             says = "; ".join(part for part in (ranks, waiting) if part)
         cells = [
             ROLES.get(member.role, "unknown"),
-            str(member.incarnation),
+            str(Incarnation(member.incarnation)),
             member.address or "-",
             member.host,
             str(member.pid),
@@ -216,10 +222,7 @@ def _members_table(report: YardReport) -> Table:
 
 
 def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]:
-    found: list[RenderableType] = []
-    table = _table(
-        f"job {job.name} (id {job.job})", "state", "mode", "workers", "step", "samples", "samples/s", "metrics"
-    )
+    table = _table("state", "mode", "workers", "step", "samples", "samples/s", "metrics")
     metrics = ", ".join(f"{metric.name} {metric.value:.4g}" for metric in job.metrics) or "-"
     mode = MODES.get(job.mode, "unknown")
     cells = [
@@ -232,26 +235,25 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         metrics,
     ]
     table.add_row(*map(Text, cells))
-    found.append(table)
+    found: list[RenderableType] = [_title(f"job {job.name} (id {JobId(job.job)})"), table]
     if job.HasField("failure"):
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
     if job.map.owners:
-        found.append(_partitions_table(report, job))
+        size = f"{job.parameters:,} parameters, {job.payload_bytes:,} bytes"
+        title = f"partitions of {job.name} (generation {job.map.generation}, {size})"
+        found += [_title(title), _partitions_table(report, job)]
     if job.feeds:
-        feeds = _table("  data", "feed", "samples", "epochs", "free", "leased", "done", "finished")
+        feeds = _table("feed", "samples", "epochs", "free", "leased", "done", "finished")
         for feed in job.feeds:
             numbers = [feed.feed, feed.samples, feed.epochs, feed.free, feed.leased, feed.done]
             feeds.add_row(*(f"{number:,}" for number in numbers), "yes" if feed.finished else "no")
-        found.append(feeds)
+        found += [_title(f"data of {job.name}"), feeds]
     return found
 
 
 def _partitions_table(report: YardReport, job: wire.JobStatus) -> Table:
     versions = _versions(report, job.job)
-    title = (
-        f"  partitions (generation {job.map.generation}, {job.parameters:,} parameters, {job.payload_bytes:,} bytes)"
-    )
-    table = _table(title, "server", "address", "partitions", "versions")
+    table = _table("server", "address", "partitions", "versions")
     owned: dict[tuple[int, str], list[int]] = {}
     for owner in job.map.owners:
         owned.setdefault((owner.server, owner.address), []).append(owner.partition)
@@ -259,7 +261,7 @@ def _partitions_table(report: YardReport, job: wire.JobStatus) -> Table:
         known = [versions[p].number for p in partitions if p in versions]
         low, high = min(known, default=None), max(known, default=None)
         span = "-" if low is None else str(low) if low == high else f"{low} to {high}"
-        table.add_row(str(server), address, ", ".join(map(str, partitions)), span)
+        table.add_row(str(Incarnation(server)), address, ", ".join(map(str, partitions)), span)
     return table
 
 

@@ -231,7 +231,7 @@ def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int
     return Script(
         path=Path(command[0]),
         arguments=command[1:],
-        environment=launch_environment(os.environ, config=given.config, sets=given.sets, whole=whole),
+        environment=launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=whole),
         workers=workers,
         restarts_max=given.loaded.settings.yard.restarts_max,
     )

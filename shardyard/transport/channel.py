@@ -72,7 +72,7 @@ class GrpcPeer:
         try:
             answer: bytes = self._begin(method, sent, timeout_ms)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.name, self._unavailable) from None
+            raise self._failure(method, error) from None
         return method.response.decode(answer)
 
     def _stream(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Iterator[Response]:
@@ -81,7 +81,7 @@ class GrpcPeer:
             for answer in call:
                 yield method.response.decode(answer)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self.name, self._unavailable) from None
+            raise self._failure(method, error) from None
         finally:
             call.cancel()
 
@@ -90,6 +90,9 @@ class GrpcPeer:
             return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
         except ValueError as error:  # gRPC's word for a channel that was closed
             raise self._unavailable(f"{self.name} does not answer ({error})") from None
+
+    def _failure(self, method: Method[Any, Any], error: grpc.RpcError) -> errors.ShardyardError:
+        return from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
 
     def _stub(self, method: Method[Any, Any]) -> Any:
         stub = self._stubs.get(method.path)

@@ -59,6 +59,7 @@ class Listener:
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self._names = names
+        self._started = False
         try:
             self.port = self._server.add_insecure_port(bind)
         except RuntimeError:
@@ -71,7 +72,7 @@ class Listener:
     def start(self) -> None:
         """Begins to serve. Health says NOT_SERVING until `set_ready`."""
         self.set_ready(ready=False)
-        self._server.start()
+        self._begin()
 
     def set_ready(self, *, ready: bool) -> None:
         kind = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -81,8 +82,14 @@ class Listener:
     def stop(self, grace_ms: int = 500) -> None:
         """Takes no new calls, gives those under way the grace time, and waits for all threads."""
         self._health.enter_graceful_shutdown()
+        if not self._started:
+            self._begin()  # gRPC gives back the port of a server that was started, no other's
         self._server.stop(grace_ms / 1000).wait()
         self._pool.shutdown(wait=True)
+
+    def _begin(self) -> None:
+        self._server.start()
+        self._started = True
 
 
 def _refusal(host: str, port: int) -> errors.ShardyardError:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardyard.ground import errors
+from shardyard.runtime.log import bind
 from shardyard.transport.peers import Context, Handler, request_id
 from shardyard.wire.methods import Method
 
@@ -27,6 +28,7 @@ def serve(
     """Runs one call. Yields the answers, one or many, as bytes. Raises only ShardyardError."""
     scope = contextvars.copy_context()
     scope.run(request_id.set, id_)
+    scope.run(bind, request=id_)
     try:
         given: object
         if method.streams_in:

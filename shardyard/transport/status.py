@@ -69,9 +69,11 @@ def from_detail(detail: wire.ErrorDetail) -> errors.ShardyardError:
     return errors.rebuild(detail.code, detail.what, detail.why, detail.todo, dict(detail.facts))
 
 
-def from_rpc_error(error: grpc.RpcError, peer: str, unavailable: type[errors.Unavailable]) -> errors.ShardyardError:
-    """What a failed call means. `peer` says who was called, for the message; `unavailable` is the class to raise
-    where nobody answered."""
+def from_rpc_error(
+    error: grpc.RpcError, *, peer: str, path: str, unavailable: type[errors.Unavailable]
+) -> errors.ShardyardError:
+    """What a failed call means. `peer` says who was called and `path` with which method, for the message;
+    `unavailable` is the class to raise where nobody answered."""
     for key, value in _trailers(error):
         if key == DETAIL_KEY and isinstance(value, bytes):
             try:
@@ -83,12 +85,12 @@ def from_rpc_error(error: grpc.RpcError, peer: str, unavailable: type[errors.Una
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return unavailable(f"{peer} does not answer ({said})")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return errors.DeadlineExceeded(f"{peer} did not answer in time ({said})")
+        return errors.DeadlineExceeded(f"{peer} did not answer {path} in time ({said})")
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.ProtocolMismatch(f"{peer} does not know this method ({said})")
+        return errors.ProtocolMismatch(f"{peer} does not know this method ({path})")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return errors.TooLarge(f"{peer} refused a message ({said})")
-    return errors.Internal(f"{peer} failed with {code.name} ({said})")
+        return errors.TooLarge(f"{peer} refused a message of {path} ({said})")
+    return errors.Internal(f"{peer} failed in {path} with {code.name} ({said})")
 
 
 def _cut(text: str, bytes_max: int) -> str:

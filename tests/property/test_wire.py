@@ -276,7 +276,11 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
     ("layout", layouts(), lambda v: convert.layout_from_wire(convert.layout_to_wire(v))),
     ("push", orders, lambda v: convert.push_from_header(convert.push_to_wire(v).SerializeToString())),
     ("pull", wishes, lambda v: convert.pull_from_wire(convert.pull_to_wire(v))),
-    ("results", st.lists(results, max_size=4).map(tuple), lambda v: convert.results_from_wire(convert.results_to_wire(v))),
+    (
+        "results",
+        st.lists(results, max_size=4).map(tuple),
+        lambda v: convert.results_from_wire(convert.results_to_wire(v)),
+    ),
     ("pulled", pull_results, lambda v: convert.pulled_from_header(convert.pulled_to_header(v))),
     (
         "sources",

@@ -148,6 +148,8 @@ class Yard:
             self.trace.append(f"{event} ! {error.what}")
             raise
         self.trace.append(f"{event} -> {found}")
+        kinds = [isinstance(effect, effects.Persist) for effect in found]
+        assert kinds == sorted(kinds, reverse=True), "a record comes after another effect"
         reply: object = None
         for effect in found:
             match effect:
@@ -270,6 +272,10 @@ class Yard:
         """The batch, to one partition; then, when all have it, the next batch."""
         lease, partition = process.lease, self.partitions[process.sent_to]
         assert lease is not None
+        if self.random.random() < 0.1:
+            answer = self.handle(events.LeaseRequested(self.caller(process), 0))
+            stolen = isinstance(answer, DataLease) and answer.source != lease.source
+            assert not stolen, "a worker that holds a data shard was given another one"
         if process.incarnation in self.refused[partition.server]:
             raise StaleIncarnation("fenced")
         if lease.token < partition.tokens[lease.source]:
@@ -291,10 +297,13 @@ class Yard:
         answer = self.handle(event)
         assert isinstance(answer, effects.LeaseClosed)
         self.books.closed(lease, done=answer.done)
-        if answer.done:
-            again = self.handle(event)
-            assert again == effects.LeaseClosed(done=True), "a retry is answered alike"
         process.lease = None
+        if answer.done:
+            try:
+                again = self.handle(event)
+            except StaleToken as error:
+                raise AssertionError("a retry of a close was refused") from error
+            assert again == effects.LeaseClosed(done=True), "a retry is answered alike"
 
     @property
     def shards(self) -> int:

@@ -239,6 +239,14 @@ def test_block_tells_a_process_its_place() -> None:
     }
 
 
+def test_expected_workers_that_are_given_win_over_those_of_the_launch() -> None:
+    block = environment_block(
+        {"SHARDYARD__JOB__WORKERS_EXPECTED": "8", "SHARDYARD_WORKERS": "3"}, PLACE, threads=0, gpu=None
+    )
+    assert block["SHARDYARD__JOB__WORKERS_EXPECTED"] == "8"
+    assert "SHARDYARD_WORKERS" not in block
+
+
 def test_threads_are_set_unless_the_environment_says() -> None:
     block = environment_block({"OMP_NUM_THREADS": "7"}, PLACE, threads=2, gpu="3")
     assert (block["OMP_NUM_THREADS"], block["MKL_NUM_THREADS"]) == ("7", "2")

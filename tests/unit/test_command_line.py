@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from rich.console import Console
 
 from shardyard.ground import errors
-from shardyard.runtime.configuration import Flag
+from shardyard.runtime.configuration import Flag, load
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher import status_view
 from shardyard_launcher.command_line import main
-from shardyard_launcher.progress import JobChoice, PlainDisplay, progress_line
+from shardyard_launcher.progress import JobChoice, LiveDisplay, PlainDisplay, progress_line
 from shardyard_launcher.role_process import RoleProcess, RunningRole, tail
 from shardyard_launcher.roles import addresses, exit_status
 from shardyard_launcher.script import launch_environment
@@ -155,15 +159,21 @@ def test_script_on_this_machine_inherits_the_environment() -> None:
         "SHARDYARD_JOB": "mine",
         "SHARDYARD__JOB__SEED": "1",
     }
-    got = launch_environment(environment, config=None, sets=[("job.seed", Flag("2", "--set"))], whole=True)
+    got = launch_environment(environment, load(), config=None, sets=[("job.seed", Flag("2", "--set"))], whole=True)
     assert got == {"HOME": "/h", "SHARDYARD_JOB": "mine", "SHARDYARD__JOB__SEED": "2"}
 
 
 def test_script_on_another_machine_inherits_settings_alone() -> None:
     environment = {"HOME": "/h", "SHARDYARD_JOB": "mine"}
     sets = [("job.name", Flag("his", "--set"))]
-    got = launch_environment(environment, config="a.yaml", sets=sets, whole=False)
+    got = launch_environment(environment, load(), config="a.yaml", sets=sets, whole=False)
     assert got == {"SHARDYARD_CONFIG": os.path.abspath("a.yaml"), "SHARDYARD__JOB__NAME": "his"}
+
+
+def test_expected_workers_of_a_file_win_over_those_of_one_agent(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("job:\n  workers_expected: 8\n")
+    got = launch_environment({}, load(tmp_path / "a.yaml"), config="a.yaml", sets=[], whole=False)
+    assert got["SHARDYARD__JOB__WORKERS_EXPECTED"] == "8"
 
 
 # ---- state files
@@ -201,14 +211,12 @@ def test_two_starts_from_one_folder_exclude_each_other(tmp_path: Path) -> None:
 def test_process_with_a_recycled_pid_is_left_alone(tmp_path: Path) -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        import psutil
-
         created_s = psutil.Process(stranger.pid).create_time()
         ours = RunningRole(role(stranger.pid, created_s, tmp_path / "log"))
         assert ours.alive
         old = RunningRole(role(stranger.pid, created_s - 60, tmp_path / "log"))
         assert not old.alive
-        old.signal(__import__("signal").SIGKILL)
+        old.signal(signal.SIGKILL)
         assert old.wait(0)
         # had it been signalled, its answer would not come
         assert ours.alive
@@ -300,6 +308,19 @@ def test_output_names_its_process_where_there_are_several(capsys: pytest.Capture
     assert (captured.out, captured.err) == ("alone\n", "[1] one of two\n")
 
 
+def test_terminal_shows_output_above_a_line_of_progress() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100)
+    with LiveDisplay(lambda: 2, console) as display:
+        display.output(1, False, "[bold]not markup[/bold] \x1b[31mred\x1b[0m")
+        display.progress(yard_status(), frozenset({4}))
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "[1] [bold]not markup[/bold] red\n" in shown
+    assert shown.rstrip().endswith(
+        "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
+    )
+
+
 # ---- status
 
 
@@ -339,8 +360,6 @@ def test_status_as_json_has_all_there_is() -> None:
 
 
 def test_status_tables_show_members_jobs_and_versions() -> None:
-    from rich.console import Console
-
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
     try:
         status_view.show(report(), console)
@@ -361,8 +380,6 @@ def test_server_that_does_not_answer_is_part_of_the_status() -> None:
 
 
 def test_wait_for_a_process_is_bounded(tmp_path: Path) -> None:
-    import psutil
-
     me = RunningRole(role(os.getpid(), psutil.Process().create_time(), tmp_path / "log"))
     begin = time.monotonic()
     assert not me.wait(100)

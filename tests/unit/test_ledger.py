@@ -98,7 +98,9 @@ def test_rule_a5_lower_token_is_refused_whatever_the_sequence() -> None:
     ledger = ledger_with(3)
     ledger.open(SHARD, Token(9))
     for sequence in (2, 3, 4):
-        with pytest.raises(StaleToken, match="token 4 of data shard 0.2.5 in partition 3, which has seen 9") as refused:
+        with pytest.raises(
+            StaleToken, match=r"token 4 of data shard 0\.2\.5 in partition 3, which has seen 9"
+        ) as refused:
             ledger.is_duplicate(name(sequence))
         assert refused.value.facts == {"token": "9"}
     assert ledger.next(SHARD) == 3

@@ -22,6 +22,7 @@ STOP_GRACE_MS: Final = 3_000
 """Between SIGTERM and SIGKILL, where the one who stops a launch does not say."""
 RESTART_BACKOFF_MS: Final = 200
 RESTART_BACKOFF_MS_MAX: Final = 10_000
+WORKERS_EXPECTED_VARIABLE: Final = "SHARDYARD__JOB__WORKERS_EXPECTED"
 TAIL_LINES_MAX: Final = 20
 """Lines of output kept of each process, to show where it left no traceback."""
 
@@ -331,11 +332,15 @@ def environment_block(base: Mapping[str, str], place: ProcessPlace, *, threads: 
             block.setdefault(name, str(threads))
     if gpu is not None:
         block["CUDA_VISIBLE_DEVICES"] = gpu
+    # the workers that a job expects are those of this launch, unless somebody who knows of other machines says more
+    if WORKERS_EXPECTED_VARIABLE in block:
+        block.pop("SHARDYARD_WORKERS", None)
+    else:
+        block["SHARDYARD_WORKERS"] = str(place.workers)
     return block | {
         "SHARDYARD_COORDINATOR": place.coordinator,
-        "SHARDYARD_AGENT": str(place.agent),
+        "SHARDYARD_AGENT": str(int(place.agent)),
         "SHARDYARD_LOCAL_INDEX": str(place.index),
-        "SHARDYARD_WORKERS": str(place.workers),
         "SHARDYARD_ERROR_FILE": place.error_file,
     }
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from shardyard.ground import errors
-from shardyard.ground.types import MemberRole
+from shardyard.ground.types import Incarnation, MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.settings import Settings
 from shardyard.transport.channel import GrpcNetwork
@@ -51,8 +51,8 @@ class Standing:
         self._enrolment = self._new()
 
     @property
-    def incarnation(self) -> int:
-        return int(self._enrolment.incarnation)
+    def incarnation(self) -> Incarnation:
+        return self._enrolment.incarnation
 
     def enrol(self, stop: threading.Event) -> None:
         """Raises CoordinatorUnavailable when it does not answer for REGISTER_PATIENCE_MS."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardyard.ground.errors import DTypeMismatch, ShapeMismatch, UnsupportedModel
 from shardyard.ground.types import (
@@ -42,6 +43,14 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 
 def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0) -> VariableSpec:
     """The variable that a tensor becomes. Raises UnsupportedModel for what servers cannot hold."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedModel(f"{kind.value} {name!r} is {_kind_of(tensor)}", todo="give a torch.Tensor")
+    if is_lazy(tensor) or tensor.is_meta:
+        raise UnsupportedModel(
+            f"{kind.value} {name!r} has no values yet ({type(tensor).__name__} on {tensor.device})",
+            todo="before job.prepare, call the model once on a batch (lazy modules), or model.to_empty(device=...) and"
+            " initialise it (meta)",
+        )
     dtype = next((ours for ours, theirs in TORCH_DTYPES.items() if theirs is tensor.dtype), None)
     if dtype is None or (kind is VariableKind.PARAMETER and not dtype.is_floating):
         raise UnsupportedModel(
@@ -173,6 +182,8 @@ class Buckets:
 
 def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
     """Raises ShapeMismatch, DTypeMismatch or UnsupportedModel unless the tensor fits its variable."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DTypeMismatch(f"{spec.name!r} given as {_kind_of(tensor)}; expected a torch.Tensor")
     if tensor.layout is not torch.strided:
         raise UnsupportedModel(
             f"the gradient of {spec.name!r} has the layout {tensor.layout}",
@@ -182,6 +193,10 @@ def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
         raise ShapeMismatch(f"{spec.name!r} of shape {tuple(tensor.shape)}; expected {spec.shape}")
     if tensor.dtype is not TORCH_DTYPES[spec.dtype]:
         raise DTypeMismatch(f"{spec.name!r} of dtype {tensor.dtype}; expected {TORCH_DTYPES[spec.dtype]}")
+
+
+def _kind_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _zeros(nbytes: int) -> Bytes:

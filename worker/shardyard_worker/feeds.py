@@ -212,7 +212,8 @@ class SyncFeed(Feed):
             raise InvalidRequest(
                 f"step {step} before the first step of this data set, {self._opened.first_step}",
                 why="in a synchronous job the steps of one data set follow those of the other",
-                todo="call job.batches for the same data sets, in the same order, on all workers",
+                todo="go through each job.batches to its end, and call it for the same data sets, in the same order,"
+                " on all workers",
             )
         chosen = self._samples(rank, step)
         self.work = Work(name, len(chosen))

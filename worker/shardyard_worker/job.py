@@ -17,9 +17,15 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from shardyard.ground.errors import ConfigurationError, InvalidRequest, UnknownVariable, UnsupportedModel
-from shardyard.ground.limits import METRICS_MAX
-from shardyard.ground.optimizers import make_group, setting_names
+from shardyard.ground.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    UnknownVariable,
+    UnsupportedModel,
+    UnsupportedOptimizer,
+)
+from shardyard.ground.limits import METRIC_NAME_CHARACTERS_MAX, METRICS_MAX
+from shardyard.ground.optimizers import KINDS, make_group, setting_names
 from shardyard.ground.types import Incarnation, OptimizerSpec, UpdateMode, VariableKind
 from shardyard.runtime.settings import Settings
 from shardyard.transport.channel import GrpcNetwork
@@ -33,7 +39,7 @@ from shardyard_worker.randomness import seed_everything
 from shardyard_worker.schedule import JobScheduler
 from shardyard_worker.session import Place, Session
 from shardyard_worker.strategies import AsyncStrategy, LostWork, Strategy, SyncStrategy
-from shardyard_worker.training import Sending, Training, Variable
+from shardyard_worker.training import BufferPlace, Sending, Training, Variable
 
 log = logging.getLogger("shardyard.worker")
 
@@ -49,9 +55,10 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
     tune_malloc()
     if settings.worker.threads:
         torch.set_num_threads(settings.worker.threads)
-    session = Session(network or GrpcNetwork(), settings.coordinator, settings, _place(os.environ))
-    device = pick_device(settings.worker.device, _place(os.environ).local_index)
+    place = _place(os.environ)
+    session = Session(network or GrpcNetwork(), settings.coordinator, settings, place)
     try:
+        device = pick_device(settings.worker.device, place.local_index)
         session.join()
     except BaseException:
         session.leave("could not join")
@@ -138,11 +145,13 @@ class Job:
         """Reports metrics, by name; the last value of each is shown by `shardyard status` and the progress display.
 
         Tensors are kept as they are and read when the next heartbeat is due, so a GPU is not waited for here.
+        Raises InvalidRequest for what is not one real number, and for a name that is too long.
         """
+        taken = {name: _metric(name, value) for name, value in metrics.items()}
         with self._metrics_lock:
-            for name, value in metrics.items():
+            for name, value in taken.items():
                 if len(self._metrics) < METRICS_MAX or name in self._metrics:
-                    self._metrics[name] = value.detach() if isinstance(value, torch.Tensor) else value
+                    self._metrics[name] = value
 
     def _take_metrics(self) -> dict[str, float]:
         with self._metrics_lock:
@@ -164,20 +173,21 @@ class Job:
 
         Gives back the same model, whose parameters and persistent buffers now hold the job's values, an optimizer whose
         `step()` pushes the gradients and pulls the parameters, and, if one was given, the scheduler as a function of
-        the job's step: it stands where it would after one call of its `step()` for each step of the job. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict.
+        the job's step: it stands where it would after one call of its `step()` for each step of the job.
+
+        Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, InvalidRequest.
         """
         spec = translate(optimizer)
-        variables = [*_parameters(model, optimizer), *_buffers(model)]
-        parameters = [v.target for v in variables if v.spec.kind is VariableKind.PARAMETER]
-        buffers = [v.target for v in variables if v.spec.kind is VariableKind.BUFFER]
-        self._register(variables, spec)
-
-        schedule = None if scheduler is None else JobScheduler(scheduler, lambda: self.step)
+        schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: self.step)
+        parameters, buffers = _parameters(model, optimizer), _buffers(model)
+        self._register([*parameters, *buffers], spec)
+        if schedule is not None:
+            schedule.follow()
 
         def contribute(server_optimizer: ServerOptimizer) -> None:
             if schedule is not None:
                 schedule.follow()
-            sent = [*(parameter.grad for parameter in parameters), *buffers]
+            sent = [*(parameter.target.grad for parameter in parameters), *(buffer.found for buffer in buffers)]
             self._contribute(Sending(sent, 1.0, server_optimizer.settings()))
 
         moved = ServerOptimizer(optimizer, spec.kind, contribute)
@@ -200,10 +210,10 @@ class Job:
         within a data shard). Ends when all samples are counted. All workers must make the same calls in the same order.
         Raises UnseekableDataset, FeedConflict, JobFailed.
         """
+        self._session.check()
         if self._training is None or self._strategy is None:
             raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
-        if self._feed is not None:
-            raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
+        self._refuse_nesting()
         if self._own_steps and self.mode is UpdateMode.SYNC:
             raise InvalidRequest(
                 "job.batches after steps without it, in a synchronous job",
@@ -212,13 +222,20 @@ class Job:
             )
         if batch_size < 1 or epochs < 0:
             raise InvalidRequest(f"batch_size {batch_size}, epochs {epochs}; expected at least 1 and at least 0")
-        settings = FeedSettings(batch_size, epochs, shuffle, drop_last)
         reader = Reader(dataset, self._device, collate_fn)
+        if epochs == 0:
+            return iter(())
+        settings = FeedSettings(batch_size, epochs, shuffle, drop_last)
         feed = open_feed(self._training, self._strategy, reader, number=self._feeds, settings=settings)
         self._feeds += 1
         return self._iterate(feed)
 
+    def _refuse_nesting(self) -> None:
+        if self._feed is not None:
+            raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
+
     def _iterate(self, feed: Feed) -> Iterator[Any]:
+        self._refuse_nesting()
         self._feed = feed
         try:
             yield from feed.batches()
@@ -231,11 +248,14 @@ class Job:
         """Gives the job variables by name, with first values, and the optimizer that updates them.
 
         `optimizer` and `settings` as in docs/optimizers.md, for example `optimizer="adam", lr=1e-3`. The first worker's
-        values win. Raises UnsupportedModel, VariableConflict, InvalidRequest.
+        values win. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, InvalidRequest.
         """
+        if optimizer not in KINDS:
+            raise UnsupportedOptimizer(f"optimizer {optimizer!r}", todo=f"use one of {', '.join(sorted(KINDS))}")
+        specs = [spec_of(name, tensor, VariableKind.PARAMETER) for name, tensor in variables.items()]
         made = [
-            Variable(spec_of(name, tensor, VariableKind.PARAMETER), tensor.detach().clone().contiguous())
-            for name, tensor in variables.items()
+            Variable(spec, tensor.detach().clone(memory_format=torch.contiguous_format))
+            for spec, tensor in zip(specs, variables.values(), strict=True)
         ]
         self._registered_groups = (make_group(optimizer, settings),)
         self._register(made, OptimizerSpec(optimizer, self._registered_groups))
@@ -295,6 +315,7 @@ class Job:
     # ---- inside
 
     def _register(self, variables: Sequence[Variable], spec: OptimizerSpec) -> None:
+        self._session.check()
         if self._training is not None:
             raise InvalidRequest(
                 "a second job.prepare or job.register in one job",
@@ -307,6 +328,7 @@ class Job:
         self._strategy.begin()
 
     def _contribute(self, sending: Sending) -> None:
+        self._session.check()
         if self._feed is not None:
             self._feed.push(sending)
             return
@@ -318,6 +340,7 @@ class Job:
             log.info("the last batch was computed by another worker as well; this one's does not count")
 
     def _need_training(self) -> Training:
+        self._session.check()
         if self._training is None:
             raise InvalidRequest("no variables yet", todo="call job.prepare or job.register first")
         return self._training
@@ -337,8 +360,23 @@ def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> lis
 
 def _buffers(model: torch.nn.Module) -> list[Variable]:
     persistent = model.state_dict(keep_vars=True)
-    return [
-        Variable(spec_of(name, buffer, VariableKind.BUFFER), buffer)
-        for name, buffer in model.named_buffers()
-        if name in persistent
-    ]
+    found = []
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            owner, _, key = name.rpartition(".")
+            place = BufferPlace(model.get_submodule(owner), key)
+            found.append(Variable(spec_of(name, buffer, VariableKind.BUFFER), buffer, place))
+    return found
+
+
+def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
+    if len(name) > METRIC_NAME_CHARACTERS_MAX:
+        raise InvalidRequest(f"a metric's name of {len(name)} characters; at most {METRIC_NAME_CHARACTERS_MAX}")
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(
+            f"metric {name!r} is not one real number ({error})", todo="log loss.mean(), say"
+        ) from error

@@ -7,7 +7,7 @@ push travels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import torch
@@ -60,15 +60,26 @@ def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be moved to the servers",
             todo=_ALTERNATIVES,
         )
-    if any(optimizer.state.values()):
+    name = type(optimizer).__name__
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise UnsupportedOptimizer(
-            f"torch.optim.{type(optimizer).__name__} has taken steps already; its state would be lost",
+            f"torch.optim.{name} has taken steps already; its state would be lost",
             todo="give job.prepare an optimizer that has not taken a step",
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedOptimizer(
+            f"torch.optim.{name} with a hook for its steps, which would not be called any more",
+            todo="register the hook on the optimizer that job.prepare gives back",
         )
     kind, _ = found
     for index, group in enumerate(optimizer.param_groups):
-        _check_options(type(optimizer).__name__, kind, index, group)
+        _check_options(name, kind, index, group)
     return OptimizerSpec(kind, tuple(settings_of(kind, group) for group in optimizer.param_groups))
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    # Adagrad has its state from the beginning, at step 0
+    return bool(state["step"] > 0) if "step" in state else bool(state)
 
 
 def settings_of(kind: str, group: Group) -> tuple[float, ...]:
@@ -123,6 +134,14 @@ class ServerOptimizer(torch.optim.Optimizer):
     def settings(self) -> tuple[tuple[float, ...], ...]:
         """All groups' settings as they stand now."""
         return tuple(settings_of(self._kind, group) for group in self.param_groups)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Refused: the state is not in this process."""
+        raise UnsupportedOptimizer(
+            "load_state_dict on the optimizer of a job",
+            why="its state lives on the servers, and begins with the job",
+            todo="set what you need in param_groups, for example group['lr']",
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         if hasattr(self, "_contribute"):

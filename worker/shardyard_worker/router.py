@@ -183,7 +183,12 @@ class Router:
         self._session.check()
         if self._pool is None:
             return [patiently(server, peer) for server, peer in self._peers.items()]
-        futures: list[Future[R]] = [self._pool.submit(patiently, s, peer) for s, peer in self._peers.items()]
+        try:
+            futures: list[Future[R]] = [self._pool.submit(patiently, s, peer) for s, peer in self._peers.items()]
+        except RuntimeError:
+            # closed meanwhile, by a failure that another thread has heard of
+            self._session.check()
+            raise
         wait(futures)
         return [future.result() for future in futures]
 

@@ -11,19 +11,27 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shardyard.ground.errors import UnsupportedOptimizer
+from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
 
 
 class JobScheduler:
     """Wraps a `torch.optim.lr_scheduler` object that is stepped once a step of the job."""
 
-    def __init__(self, scheduler: LRScheduler, step: Callable[[], int]) -> None:
+    def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer, step: Callable[[], int]) -> None:
+        """Raises UnsupportedOptimizer, InvalidRequest. `optimizer`: the one whose rates it must set."""
         if isinstance(scheduler, ReduceLROnPlateau):
             raise UnsupportedOptimizer(
                 "ReduceLROnPlateau cannot be a function of the job's step, since it looks at a metric",
                 todo="use a scheduler without a metric, or set group['lr'] on all workers alike",
+            )
+        if scheduler.optimizer is not optimizer:
+            raise InvalidRequest(
+                f"{type(scheduler).__name__} was built on another optimizer than the one to prepare",
+                why="it would set rates that nobody uses",
+                todo="build the scheduler on the optimizer that is given to job.prepare with it",
             )
         self._scheduler = scheduler
         self._step = step

@@ -151,11 +151,15 @@ class Session:
             log.debug("the coordinator did not answer a heartbeat")
 
     def check(self) -> None:
-        """Raises the job's failure, if it has failed."""
+        """Raises the job's failure, if it has failed, and InvalidRequest once this worker has left."""
         with self._lock:
-            failure = self._failure
+            failure, left = self._failure, self._left
         if failure is not None:
             raise failure
+        if left:
+            raise errors.InvalidRequest(
+                "the job has been left", why="this worker is not in it any more", todo="call shardyard.connect again"
+            )
 
     def fail(self, error: errors.ShardyardError) -> None:
         """Ends the job for this worker: whoever waits is woken, and `check` raises from now on."""
@@ -172,6 +176,12 @@ class Session:
         """`callback` is called, from another thread, when the job fails."""
         with self._lock:
             self._on_failure.append(callback)
+
+    def reached(self, step: int) -> None:
+        """The worker stands at a step, and waits for nothing."""
+        self.progress.step = step
+        self.progress.waiting_for = ""
+        bind_process(step=step)
 
     # ---- calls
 

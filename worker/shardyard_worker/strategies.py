@@ -56,7 +56,7 @@ class Strategy(ABC):
         fresh = any(result.outcome is not Outcome.DUPLICATE for result in answer.results)
         if sending is not None and fresh:
             self._session.progress.samples += round(sending.weight)
-        self._session.progress.step = self.step
+        self._session.reached(self.step)
 
 
 class AsyncStrategy(Strategy):
@@ -73,7 +73,7 @@ class AsyncStrategy(Strategy):
 
     def begin(self) -> None:
         self._step = self._training.pull_newest().version_max
-        self._session.progress.step = self._step
+        self._session.reached(self._step)
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         if name is None:
@@ -183,7 +183,7 @@ class SyncStrategy(Strategy):
         assert self._version is not None
         self._version += 1
         self._training.load()
-        self._session.progress.step = self._version
+        self._session.reached(self._version)
 
     def _settle(self) -> None:
         """Until the step is complete, or another rank of it is this worker's to compute (rule B4)."""
@@ -225,7 +225,7 @@ class SyncStrategy(Strategy):
                 self._look_for_ranks()
         self._version = version
         self._training.load()
-        self._session.progress.step = version
+        self._session.reached(version)
 
     # ---- ranks
 
@@ -269,4 +269,5 @@ class SyncStrategy(Strategy):
     def _wait_on(self, wait: ExplainedWait, waiting_for: Callable[[], str]) -> None:
         wait.tick()
         self._session.check()
-        self._session.progress.waiting_for = waiting_for() if wait.waited_ms > 1_000 else ""
+        if wait.waited_ms > 1_000:
+            self._session.progress.waiting_for = waiting_for()

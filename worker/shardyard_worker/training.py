@@ -35,11 +35,30 @@ SLICE_MS = 200
 
 
 @dataclass(frozen=True)
+class BufferPlace:
+    """Where a buffer hangs. Modules may update it in place (BatchNorm) or put a new tensor there."""
+
+    module: torch.nn.Module
+    key: str
+
+
+@dataclass(frozen=True)
 class Variable:
     """A variable and the tensor that holds its value in this process."""
 
     spec: VariableSpec
     target: torch.Tensor
+    place: BufferPlace | None = None
+
+    @property
+    def found(self) -> torch.Tensor | None:
+        """What the model has now: the target, or the tensor that a module has put into its place."""
+        return self.target if self.place is None else self.place.module._buffers[self.place.key]
+
+    def put_back(self) -> None:
+        """The model has the target again."""
+        if self.place is not None:
+            self.place.module._buffers[self.place.key] = self.target
 
 
 @dataclass(frozen=True)
@@ -68,9 +87,13 @@ class Training:
         self.buckets = Buckets(layout, map_)
         self.router = Router(session, map_, self.buckets)
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
-        if reply.initializer:
-            self._initialize()
-        self._await_values()
+        try:
+            if reply.initializer:
+                self._initialize()
+            self._await_values()
+        except BaseException:
+            self.router.close()
+            raise
 
     def close(self) -> None:
         self.router.close()
@@ -86,7 +109,9 @@ class Training:
         return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent)
 
     def load(self) -> None:
-        """Puts the current version into the targets."""
+        """Puts the current version into the targets, and those into the model."""
+        for variable in self.variables:
+            variable.put_back()
         self.buckets.load(self._targets)
 
     def pull_newest(self, at_least: int = 0) -> Answer:

@@ -1,0 +1,71 @@
+"""No test leaves anything behind: no process, thread, file descriptor to a listening port, or file in /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+SETTLE_S = 5.0
+# grpc's own, which live as long as it likes; loader threads of torch
+NOT_OURS = ("_channel_spin", "channel_spin", "_ping_thread", "pin_memory", "_poll_connectivity", "asyncio_")
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What this process has that a test may have left behind."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    listening: frozenset[int]
+    shared_memory: frozenset[str]
+
+    def without(self, other: Belongings) -> list[str]:
+        return [
+            *(f"thread {thread.name}" for thread in self.threads - other.threads),
+            *(f"process {pid}" for pid in self.children - other.children),
+            *(f"listening port {port}" for port in self.listening - other.listening),
+            *(f"/dev/shm/{name}" for name in self.shared_memory - other.shared_memory),
+        ]
+
+
+def look() -> Belongings:
+    myself = psutil.Process()
+    return Belongings(
+        frozenset(t for t in threading.enumerate() if t.is_alive() and not any(name in t.name for name in NOT_OURS)),
+        frozenset(child.pid for child in myself.children(recursive=True)),
+        frozenset(c.laddr.port for c in myself.net_connections("inet") if c.status == psutil.CONN_LISTEN),
+        frozenset(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else frozenset(),
+    )
+
+
+def wait_until_clean(before: Belongings) -> list[str]:
+    """What is there beyond `before`, after a while for it to go."""
+    until = time.monotonic() + SETTLE_S
+    while left := look().without(before):
+        if time.monotonic() > until:
+            return left
+        time.sleep(0.02)
+    return []
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    before = look()
+    yield
+    left = wait_until_clean(before)
+    assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_leaves_nothing_behind() -> Iterator[None]:
+    before = look()
+    yield
+    left = wait_until_clean(before)
+    assert not left, f"the tests left behind: {', '.join(left)}"

@@ -1,0 +1,304 @@
+"""The blocks of one partition: what comes in, and updates against plain numpy and torch.optim."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    DType,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    PushPart,
+    VariableKind,
+    VariableSpec,
+    aligned_bytes,
+)
+from shardyard_ps_server import blocks as blocks_module
+from shardyard_ps_server.blocks import Blocks, Contribution
+from shardyard_ps_server.versions import Bytes, aligned_empty
+
+Values = Mapping[str, Sequence[float]]
+SGD = (make_group("sgd", {"lr": 1.0}),)
+
+
+def variable(name: str, length: int, dtype: DType = DType.FLOAT64, group: int = 0) -> VariableSpec:
+    return VariableSpec(name, dtype, (length,), group=group)
+
+
+def buffer(name: str, length: int, dtype: DType) -> VariableSpec:
+    return VariableSpec(name, dtype, (length,), VariableKind.BUFFER)
+
+
+class OnePartition:
+    """Variables of one partition, each one block, under the Blocks that are tried."""
+
+    def __init__(self, *variables: VariableSpec, kind: str = "sgd", groups: blocks_module.Groups = SGD) -> None:
+        self.variables = variables
+        self.groups = groups
+        position, laid = 0, []
+        for index, spec in enumerate(variables):
+            laid.append(Block(index, 0, spec.elements, position))
+            position += aligned_bytes(spec.payload_bytes)
+        self.layout = PartitionLayout(PartitionId(0), position, tuple(laid))
+        self.blocks = Blocks(JobLayout(variables, OptimizerSpec(kind, groups), (self.layout,)), self.layout)
+        self.values = aligned_empty(position)
+        self.values[:] = 0
+
+    def of(self, payload: Bytes, index: int) -> np.ndarray:
+        spec, block = self.variables[index], self.layout.blocks[index]
+        return payload[block.position : block.position + spec.payload_bytes].view(spec.dtype.value)
+
+    def start(self, **values: Sequence[float]) -> None:
+        for index, spec in enumerate(self.variables):
+            self.of(self.values, index)[:] = values[spec.name]
+
+    def push(self, weight: float = 1.0, **values: Sequence[float]) -> Contribution:
+        """A contribution as it comes off the wire; variables not named are absent, filling is rubbish."""
+        packed, absent = [], []
+        for index, spec in enumerate(self.variables):
+            if spec.name not in values:
+                absent.append(index)
+                continue
+            room = np.full(aligned_bytes(spec.payload_bytes), 0xFF, np.uint8)
+            room[: spec.payload_bytes].view(spec.dtype.value)[:] = values[spec.name]
+            packed.append(room)
+        payload = aligned_empty(sum(room.size for room in packed))
+        payload[:] = np.concatenate([*packed, np.empty(0, np.uint8)])
+        part = PushPart(PartitionId(0), payload.size, tuple(absent))
+        assert self.blocks.expected_bytes(part) == payload.size
+        full, present = self.blocks.unpack(part, payload)
+        return Contribution(weight, self.groups, full, present)
+
+    def update(self, *members: Contribution, shares: Sequence[float] | None = None) -> dict[str, np.ndarray]:
+        total = sum(member.weight for member in members)
+        new = aligned_empty(self.values.size)
+        new[:] = 0xEE
+        before = self.values.tobytes()
+        self.blocks.update(members, shares or [member.weight / total for member in members], self.values, new)
+        assert self.values.tobytes() == before
+        self.values = new
+        return {spec.name: self.of(new, index) for index, spec in enumerate(self.variables)}
+
+
+# ---- what comes in
+
+
+def test_absent_blocks_are_left_out_of_the_payload_with_their_filling() -> None:
+    one = OnePartition(variable("a", 3), variable("b", 9), variable("c", 1, DType.FLOAT32))
+    whole = aligned_bytes(24) + aligned_bytes(72) + aligned_bytes(4)
+    assert one.blocks.expected_bytes(PushPart(PartitionId(0), whole)) == whole
+    assert one.blocks.expected_bytes(PushPart(PartitionId(0), 1, (1,))) == whole - aligned_bytes(72)
+    assert one.blocks.expected_bytes(PushPart(PartitionId(0), 1, (0, 1, 2))) == 0
+
+
+def test_part_without_payload_has_no_gradient_for_any_block() -> None:
+    one = OnePartition(variable("a", 3), variable("b", 9))
+    part = PushPart(PartitionId(0), 0)
+    assert one.blocks.expected_bytes(part) == 0
+    assert one.blocks.unpack(part, aligned_empty(0))[1] == (False, False)
+
+
+@pytest.mark.parametrize("absent", [(3,), (1, 1), (2, 0), (0, 1, 2, 3), (1 << 40,)])
+def test_absent_blocks_must_exist_and_ascend(absent: tuple[int, ...]) -> None:
+    one = OnePartition(variable("a", 3), variable("b", 9), variable("c", 1))
+    for payload_bytes in (0, 64):
+        with pytest.raises(MalformedPayload, match="of partition 0, which has 3; expected ascending"):
+            one.blocks.expected_bytes(PushPart(PartitionId(0), payload_bytes, absent))
+
+
+def test_unpacked_part_has_every_present_block_in_its_place() -> None:
+    one = OnePartition(variable("a", 3), variable("b", 9), variable("c", 1))
+    found = one.push(a=[1, 2, 3], c=[4])
+    assert found.present == (True, False, True)
+    assert one.of(found.payload, 0).tolist() == [1, 2, 3]
+    assert one.of(found.payload, 1).tolist() == [0] * 9
+    assert one.of(found.payload, 2).tolist() == [4]
+
+
+# ---- updates
+
+
+def test_update_without_members_keeps_all_values() -> None:
+    one = OnePartition(variable("a", 3), buffer("n", 2, DType.INT64))
+    one.start(a=[1, 2, 3], n=[4, 5])
+    after = one.update(shares=())
+    assert after["a"].tolist() == [1, 2, 3]
+    assert after["n"].tolist() == [4, 5]
+
+
+def test_single_member_steps_along_its_gradient() -> None:
+    one = OnePartition(variable("a", 3))
+    one.start(a=[10, 20, 30])
+    assert one.update(one.push(a=[1, 2, 3]))["a"].tolist() == [9, 18, 27]
+
+
+def test_members_step_along_their_weighted_mean() -> None:
+    one = OnePartition(variable("a", 2))
+    members = [one.push(1, a=[8, 0]), one.push(2, a=[4, 0]), one.push(1, a=[0, 16])]
+    assert one.update(*members)["a"].tolist() == [-4, -4]
+
+
+def test_rule_b2_sum_is_in_the_order_of_the_members_and_in_the_dtype_of_the_block() -> None:
+    one = OnePartition(variable("a", 1, DType.FLOAT32), groups=(make_group("sgd", {"lr": 1.0}),))
+    words = [1e8, 1.0, -1e8, 3.0]
+    members = [one.push(1, a=[word]) for word in words]
+    quarter = np.float32(0.25)
+    expected = np.float32(0)
+    for word in words:
+        expected = expected + np.float32(word) * quarter
+    assert one.update(*members)["a"][0] == -expected
+    assert expected == np.float32(0.75)  # what is small beside 1e8 is rounded away: another order, another sum
+
+
+def test_gradient_that_some_members_lack_counts_as_zero() -> None:
+    one = OnePartition(variable("a", 1), variable("b", 1))
+    after = one.update(one.push(1, a=[4], b=[4]), one.push(3, b=[4]))
+    assert (after["a"][0], after["b"][0]) == (-1, -4)
+
+
+def test_block_that_no_member_has_keeps_its_value() -> None:
+    one = OnePartition(variable("a", 2), variable("b", 2))
+    one.start(a=[5, 6], b=[7, 8])
+    after = one.update(one.push(1, b=[1, 1]), one.push(1, b=[1, 1]))
+    assert after["a"].tolist() == [5, 6]
+    assert after["b"].tolist() == [6, 7]
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    groups = (make_group("sgd", {"lr": 1.0}), make_group("sgd", {"lr": 0.5, "momentum": 0.5}))
+    one = OnePartition(variable("a", 1, group=0), variable("b", 1, group=1), variable("c", 1, group=0), groups=groups)
+    one.update(one.push(a=[1], b=[1], c=[1]))
+    after = one.update(one.push(a=[1], b=[1], c=[1]))
+    assert after["a"][0] == after["c"][0] == -2
+    assert after["b"][0] == -0.5 - 0.5 * 1.5
+
+
+def test_dtypes_may_be_mixed() -> None:
+    one = OnePartition(variable("a", 5, DType.FLOAT32), variable("b", 3), variable("c", 2, DType.FLOAT32))
+    one.start(a=[1] * 5, b=[1 + 2**-40] * 3, c=[1] * 2)
+    after = one.update(one.push(1, a=[0.5] * 5, b=[1] * 3, c=[2] * 2), one.push(1, a=[0.5] * 5, b=[1] * 3, c=[0] * 2))
+    assert after["a"].tolist() == [0.5] * 5
+    assert after["b"].tolist() == [2**-40] * 3
+    assert after["c"].tolist() == [0, 0]
+
+
+def test_rule_b5_floating_buffer_becomes_the_weighted_mean_of_those_who_have_it() -> None:
+    one = OnePartition(variable("a", 1), buffer("mean", 1, DType.FLOAT32))
+    members = [one.push(1, a=[0], mean=[8]), one.push(3, a=[0], mean=[4]), one.push(4, a=[0])]
+    assert one.update(*members)["mean"][0] == 5
+
+
+def test_rule_b5_floating_buffer_of_one_member_is_taken_as_it_is() -> None:
+    one = OnePartition(variable("a", 1), buffer("mean", 1, DType.FLOAT32))
+    third = np.float32(1 / 3)
+    assert one.update(one.push(1, a=[0]), one.push(6, a=[0], mean=[float(third)]))["mean"][0] == third
+
+
+@pytest.mark.parametrize("dtype", [DType.INT64, DType.INT32, DType.UINT8])
+def test_rule_b5_integer_buffer_becomes_the_maximum(dtype: DType) -> None:
+    one = OnePartition(buffer("batches", 3, dtype))
+    one.start(batches=[100, 100, 100])
+    members = [one.push(5, batches=[3, 9, 1]), one.push(1, batches=[7, 2, 1]), one.push(1)]
+    assert one.update(*members)["batches"].tolist() == [7, 9, 1]
+
+
+def test_rule_b5_truth_buffer_is_true_where_any_member_says_so() -> None:
+    one = OnePartition(buffer("seen", 3, DType.BOOL))
+    assert one.update(one.push(seen=[1, 0, 0]), one.push(seen=[0, 0, 1]))["seen"].tolist() == [True, False, True]
+
+
+def test_buffer_that_nobody_has_keeps_its_value() -> None:
+    one = OnePartition(variable("a", 1), buffer("mean", 1, DType.FLOAT64), buffer("batches", 1, DType.INT64))
+    one.start(a=[0], mean=[2.5], batches=[7])
+    after = one.update(one.push(a=[1]), one.push(a=[1]))
+    assert (after["mean"][0], after["batches"][0]) == (2.5, 7)
+
+
+def test_frozen_variable_begins_its_own_count_when_it_is_thawed_as_in_torch() -> None:
+    rng = np.random.default_rng(5)
+    group = {"lr": 0.1, "weight_decay": 0.01}
+    one = OnePartition(
+        variable("a", 7), variable("b", 7), variable("c", 7), kind="adam", groups=(make_group("adam", group),)
+    )
+    first = {name: rng.standard_normal(7) for name in "abc"}
+    one.start(**first)
+    theirs = {name: torch.nn.Parameter(torch.from_numpy(first[name].copy())) for name in "abc"}
+    adam = torch.optim.Adam(theirs.values(), **group)
+    for step in range(12):
+        having = [name for name in "abc" if name == "a" or (name == "b" and step >= 4) or (name == "c" and step % 3)]
+        gradients = {name: rng.standard_normal(7) for name in having}
+        for name, parameter in theirs.items():
+            parameter.grad = torch.from_numpy(gradients[name].copy()) if name in gradients else None
+        adam.step()
+        after = one.update(one.push(**gradients))
+        for name, parameter in theirs.items():
+            np.testing.assert_allclose(after[name], parameter.detach().numpy(), rtol=1e-12, atol=1e-14)
+
+
+def test_kept_runs_stay_right_when_presence_and_members_change() -> None:
+    one = OnePartition(variable("a", 1), variable("b", 1), variable("c", 1), groups=(make_group("sgd", {"lr": 1.0}),))
+    one.update(one.push(a=[1], b=[1], c=[1]))
+    one.update(one.push(a=[1], b=[1], c=[1]), one.push(a=[1], b=[1], c=[1]))
+    one.update(one.push(a=[1], c=[1]), one.push(a=[1], b=[1], c=[1]))
+    one.update(one.push(b=[1]))
+    after = one.update(one.push(a=[1], b=[1], c=[1]))
+    assert [after[name][0] for name in "abc"] == [-4, -4.5, -4]
+
+
+def test_initial_state_of_an_optimizer_is_that_of_its_own_group() -> None:
+    groups = tuple(
+        make_group("adagrad", {"lr": 1.0, "initial_accumulator_value": first, "eps": 0.0}) for first in (0.0, 3.0)
+    )
+    one = OnePartition(variable("a", 2, group=0), variable("b", 2, group=1), kind="adagrad", groups=groups)
+    after = one.update(one.push(a=[1, 1], b=[1, 1]))
+    assert after["a"].tolist() == [-1, -1]
+    assert after["b"].tolist() == [-0.5, -0.5]
+
+
+def test_what_is_not_finite_goes_through_in_silence() -> None:
+    one = OnePartition(variable("a", 3, DType.FLOAT32), buffer("mean", 1, DType.FLOAT32))
+    huge = float(np.finfo(np.float32).max)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        members = [
+            one.push(2, a=[np.inf, huge, np.nan], mean=[np.inf]),
+            one.push(1, a=[-np.inf, huge, 1], mean=[-np.inf]),
+        ]
+        after = one.update(*members, shares=(1.0, 1.0))
+    assert np.isnan(after["a"]).tolist() == [True, False, True]
+    assert after["a"][1] == -np.inf
+
+
+def test_variables_without_elements_are_no_work() -> None:
+    one = OnePartition(variable("a", 0), variable("b", 2), variable("c", 0))
+    assert one.update(one.push(a=[], b=[1, 2], c=[]))["b"].tolist() == [-1, -2]
+
+
+def test_partition_without_blocks_is_updated_to_nothing() -> None:
+    one = OnePartition()
+    one.update(one.push(), one.push())
+    assert one.values.size == 0
+
+
+def test_memory_of_an_update_can_be_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = OnePartition(variable("a", 2))
+    members = [one.push(1, a=[2, 4]), one.push(1, a=[2, 4])]
+
+    def none_left(nbytes: int) -> Bytes:
+        raise TooLarge(f"{nbytes} bytes")
+
+    one.blocks.reserve_sums()
+    new = aligned_empty(one.values.size)
+    monkeypatch.setattr(blocks_module, "aligned_empty", none_left)
+    one.blocks.update(members, (0.5, 0.5), one.values, new)
+    assert one.of(new, 0).tolist() == [-2, -4]

@@ -1,0 +1,317 @@
+"""Every check at the door: what a peer may not send, and which error it is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from shardyard.ground import limits, optimizers
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    MemberRole,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableKind,
+    VariableSpec,
+)
+from shardyard.wire import convert
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as coordinator
+from shardyard.wire.v1 import parameter_server_pb2 as server
+
+SGD = OptimizerSpec("sgd", (optimizers.make_group("sgd", {"lr": 0.5}),))
+ORDER = PushOrder(
+    caller=Caller(JobId(7), Incarnation(9), Term(1)),
+    server=Incarnation(2),
+    generation=Generation(1),
+    name=PushName(SourceKey(RankSource(Rank(0))), Token(3), 41, 41),
+    kind=PushKind.GRADIENT,
+    parts=(PushPart(PartitionId(0), 64), PushPart(PartitionId(2), 0)),
+    weight=64.0,
+    groups=SGD.groups,
+)
+
+
+def variable(**changes: object) -> common.VariableSpec:
+    given: dict[str, object] = {
+        "name": "w",
+        "dtype": common.DTYPE_FLOAT32,
+        "shape": [4, 5],
+        "kind": common.VARIABLE_KIND_PARAMETER,
+    }
+    return common.VariableSpec(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def layout(*partitions: tuple[int, list[tuple[int, int, int, int]]]) -> common.JobLayout:
+    """Of "w", 20 float32, and "mean", 3 float64. Partitions as (payload_bytes, blocks)."""
+    return common.JobLayout(
+        variables=[
+            variable(),
+            variable(name="mean", dtype=common.DTYPE_FLOAT64, shape=[3], kind=common.VARIABLE_KIND_BUFFER),
+            variable(name="void", shape=[0, 4]),
+        ],
+        optimizer=convert.optimizer_to_wire(SGD),
+        partitions=[
+            common.PartitionLayout(
+                partition=index,
+                payload_bytes=nbytes,
+                blocks=[common.Block(variable=v, offset=o, length=n, position=p) for v, o, n, p in blocks],
+            )
+            for index, (nbytes, blocks) in enumerate(partitions)
+        ],
+    )
+
+
+GOOD = ((64, [(0, 0, 16, 0)]), (128, [(1, 0, 3, 0), (0, 16, 4, 64)]))
+
+
+def test_good_layout_is_taken() -> None:
+    taken = convert.layout_from_wire(layout(*GOOD))
+    assert isinstance(taken, JobLayout)
+    assert taken.variables[0] == VariableSpec("w", DType.FLOAT32, (4, 5))
+    assert taken.variables[1].kind is VariableKind.BUFFER
+    assert taken.partitions[1] == PartitionLayout(PartitionId(1), 128, (Block(1, 0, 3, 0), Block(0, 16, 4, 64)))
+    assert convert.layout_to_wire(taken) == layout(*GOOD)
+
+
+FIRST, SECOND = GOOD
+BAD_LAYOUTS = {
+    "partition out of order": lambda m: m.partitions.reverse(),
+    "partition missing": lambda m: m.partitions.pop(0),
+    "payload too long": lambda m: setattr(m.partitions[0], "payload_bytes", 128),
+    "payload too short": lambda m: setattr(m.partitions[1], "payload_bytes", 64),
+    "payload not filled up": lambda m: setattr(m.partitions[0], "payload_bytes", 60),
+    "no such variable": lambda m: setattr(m.partitions[0].blocks[0], "variable", 3),
+    "beyond the variable's end": lambda m: setattr(m.partitions[1].blocks[1], "length", 5),
+    "offset beyond the end": lambda m: setattr(m.partitions[1].blocks[1], "offset", (1 << 64) - 2),
+    "misaligned": lambda m: setattr(m.partitions[1].blocks[1], "position", 24),
+    "gap in the payload": lambda m: setattr(m.partitions[1].blocks[1], "position", 128),
+    "blocks on top of each other in the payload": lambda m: setattr(m.partitions[1].blocks[1], "position", 0),
+    "elements in two blocks": lambda m: setattr(m.partitions[1].blocks[1], "offset", 12),
+    "elements in no block": lambda m: setattr(m.partitions[1].blocks[1], "length", 3),
+    "variable without blocks": lambda m: (
+        m.partitions[0].ClearField("blocks"),
+        m.partitions[0].ClearField("payload_bytes"),
+    ),
+    "block without elements": lambda m: m.partitions[0].blocks.add(variable=0, offset=0, length=0, position=64),
+    "block of nothing": lambda m: m.partitions[0].blocks.add(variable=2, offset=0, length=0, position=64),
+}
+
+
+@pytest.mark.parametrize("spoil", BAD_LAYOUTS.values(), ids=BAD_LAYOUTS.keys())
+def test_bad_layout_is_malformed(spoil: Callable[[common.JobLayout], object]) -> None:
+    message = layout(*GOOD)
+    spoil(message)
+    with pytest.raises(MalformedPayload):
+        convert.layout_from_wire(message)
+
+
+def test_layout_beyond_the_limits_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BLOCKS_MAX", 2)
+    with pytest.raises(TooLarge, match="3 blocks"):
+        convert.layout_from_wire(layout(*GOOD))
+    with pytest.raises(TooLarge, match="4097 partitions"):
+        convert.layout_from_wire(layout(*[(0, [])] * (limits.PARTITIONS_MAX + 1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"name": ""}, InvalidRequest),
+        ({"name": "w" * (limits.VARIABLE_NAME_CHARACTERS_MAX + 1)}, TooLarge),
+        ({"dtype": 0}, MalformedPayload),
+        ({"dtype": 99}, MalformedPayload),
+        ({"kind": 0}, MalformedPayload),
+        ({"kind": 7}, MalformedPayload),
+        ({"shape": [1] * (limits.DIMENSIONS_MAX + 1)}, TooLarge),
+        ({"shape": [limits.VARIABLE_BYTES_MAX // 4 + 1]}, TooLarge),
+        ({"shape": [(1 << 64) - 1] * limits.DIMENSIONS_MAX}, TooLarge),
+        ({"dtype": common.DTYPE_INT64}, InvalidRequest),
+    ],
+)
+def test_bad_variable_is_refused(changes: dict[str, object], expected: type[ShardyardError]) -> None:
+    convert.variable_from_wire(variable())
+    with pytest.raises(expected) as raised:
+        convert.variable_from_wire(variable(**changes))
+    assert type(raised.value) is expected
+
+
+def test_variables_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = variable(name="b", kind=common.VARIABLE_KIND_BUFFER, group=5)
+    assert len(convert.variables_from_wire([variable(), buffer], 1)) == 2
+    with pytest.raises(InvalidRequest, match="comes twice"):
+        convert.variables_from_wire([variable(), variable()], 1)
+    with pytest.raises(InvalidRequest, match="parameter group 1"):
+        convert.variables_from_wire([variable(group=1)], 1)
+    monkeypatch.setattr(limits, "JOB_BYTES_MAX", 100)
+    with pytest.raises(TooLarge, match="160 bytes"):
+        convert.variables_from_wire([variable(), variable(name="v")], 1)
+    monkeypatch.setattr(limits, "VARIABLES_MAX", 1)
+    with pytest.raises(TooLarge, match="2 variables"):
+        convert.variables_from_wire([variable(), variable(name="v")], 1)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda m: setattr(m, "kind", "lion"),
+        lambda m: setattr(m, "kind", ""),
+        lambda m: m.settings.pop(),
+        lambda m: m.settings.reverse(),
+        lambda m: m.settings.append("lr"),
+        lambda m: m.groups[0].values.pop(),
+        lambda m: m.groups[0].values.append(0.0),
+        lambda m: m.groups[0].values.__setitem__(0, math.nan),
+        lambda m: m.groups[0].values.__setitem__(0, math.inf),
+        lambda m: m.groups[0].values.__setitem__(0, -1.0),
+        lambda m: m.groups[0].values.__setitem__(5, 0.5),
+    ],
+)
+def test_bad_optimizer_is_refused(spoil: Callable[[common.OptimizerSpec], object]) -> None:
+    message = convert.optimizer_to_wire(SGD)
+    assert convert.optimizer_from_wire(message) == SGD
+    spoil(message)
+    with pytest.raises(InvalidRequest):
+        convert.optimizer_from_wire(message)
+
+
+def test_too_many_parameter_groups_are_too_large() -> None:
+    with pytest.raises(TooLarge):
+        convert.groups_from_wire([common.ParameterGroup()] * (limits.GROUPS_MAX + 1))
+
+
+def spoiled_header(spoil: Callable[[server.PushHeader], object]) -> bytes:
+    message = convert.push_to_wire(ORDER)
+    spoil(message)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda m: m.ClearField("kind"), MalformedPayload),
+        (lambda m: setattr(m, "kind", 99), MalformedPayload),
+        (lambda m: m.ClearField("name"), MalformedPayload),
+        (lambda m: m.name.ClearField("source"), MalformedPayload),
+        (lambda m: setattr(m.name, "first", 42), MalformedPayload),
+        (lambda m: setattr(m.name, "last", limits.SEQUENCE_MAX + 1), TooLarge),
+        (lambda m: setattr(m.name, "last", (1 << 64) - 1), TooLarge),
+        (lambda m: setattr(m, "weight", math.nan), InvalidRequest),
+        (lambda m: setattr(m, "weight", math.inf), InvalidRequest),
+        (lambda m: setattr(m, "weight", -1.0), InvalidRequest),
+        (lambda m: m.parts.add(partition=2), MalformedPayload),
+        (lambda m: m.parts.extend([server.PushPart()] * (limits.PARTITIONS_MAX + 1)), TooLarge),
+        (lambda m: setattr(m.parts[0], "payload_bytes", limits.PUSH_BYTES_MAX + 1), TooLarge),
+        (lambda m: [setattr(p, "payload_bytes", limits.PUSH_BYTES_MAX) for p in m.parts], TooLarge),
+        (lambda m: [setattr(p, "payload_bytes", (1 << 64) - 1) for p in m.parts], TooLarge),
+        (lambda m: [p.absent_blocks.extend(range(limits.BLOCKS_MAX // 2 + 1)) for p in m.parts], TooLarge),
+        (lambda m: setattr(m, "kind", server.PUSH_KIND_EMPTY), MalformedPayload),
+        (lambda m: m.groups.extend([common.ParameterGroup()] * (limits.GROUPS_MAX + 1)), TooLarge),
+        (lambda m: setattr(m.pull, "wait_ms", limits.PULL_WAIT_MS_MAX + 1), InvalidRequest),
+        (lambda m: m.pull.parts.extend([server.PartPull(), server.PartPull()]), MalformedPayload),
+    ],
+)
+def test_bad_push_header_is_refused(
+    spoil: Callable[[server.PushHeader], object], expected: type[ShardyardError]
+) -> None:
+    assert convert.push_from_header(spoiled_header(lambda m: None)) == ORDER
+    with pytest.raises(expected) as raised:
+        convert.push_from_header(spoiled_header(spoil))
+    assert type(raised.value) is expected
+
+
+@pytest.mark.parametrize("header", [b"", b"\xff", b"\x0a\x05", b"\x0a\xff\xff\xff\xff\x0f", b"\x00" * 9])
+def test_bytes_that_are_no_header_are_malformed(header: bytes) -> None:
+    with pytest.raises(MalformedPayload):
+        convert.push_from_header(header)
+    if header:
+        with pytest.raises(MalformedPayload):
+            convert.pulled_from_header(header)
+
+
+def test_bad_pull_is_refused() -> None:
+    good = server.PullRequest(parts=[{"partition": 0}, {"partition": 1}], wait_ms=limits.PULL_WAIT_MS_MAX)
+    assert len(convert.pull_from_wire(good).parts) == 2
+    with pytest.raises(MalformedPayload, match="twice"):
+        convert.pull_from_wire(server.PullRequest(parts=[{"partition": 1}, {"partition": 1}]))
+    with pytest.raises(TooLarge):
+        many = [server.PartPull(partition=index) for index in range(limits.PARTITIONS_MAX + 1)]
+        convert.pull_from_wire(server.PullRequest(parts=many))
+    with pytest.raises(InvalidRequest, match="1001 ms"):
+        convert.pull_from_wire(server.PullRequest(wait_ms=limits.PULL_WAIT_MS_MAX + 1))
+
+
+def test_bad_answers_are_refused() -> None:
+    with pytest.raises(MalformedPayload, match="outcome"):
+        convert.results_from_wire(server.PushReply(parts=[{"outcome": 9}]))
+    with pytest.raises(MalformedPayload, match="without a source"):
+        convert.watermarks_from_wire([server.SourceWatermarks()])
+
+
+def test_partition_map_is_in_order_and_bounded() -> None:
+    with pytest.raises(MalformedPayload):
+        convert.map_from_wire(common.PartitionMap(owners=[{"partition": 1}]))
+    with pytest.raises(TooLarge):
+        convert.map_from_wire(common.PartitionMap(owners=[{"partition": 0, "address": "a" * 513}]))
+    with pytest.raises(TooLarge):
+        convert.map_from_wire(common.PartitionMap(owners=[common.PartitionOwner()] * (limits.PARTITIONS_MAX + 1)))
+
+
+def test_too_many_sources_are_too_large() -> None:
+    one = server.SourceToken(source={"logical_rank": 1})
+    assert convert.sources_from_wire([one] * 2)[1][0] == SourceKey(RankSource(Rank(1)))
+    with pytest.raises(TooLarge):
+        convert.sources_from_wire([one] * (limits.SOURCES_PER_REQUEST_MAX + 1))
+
+
+def test_unknown_roles_and_modes_are_malformed() -> None:
+    for role in MemberRole:
+        assert convert.role_from_wire(convert.role_to_wire(role)) is role
+    for mode in UpdateMode:
+        assert convert.mode_from_wire(convert.mode_to_wire(mode)) is mode
+    for number in (0, 99):
+        with pytest.raises(MalformedPayload):
+            convert.role_from_wire(number)  # type: ignore[arg-type]
+        with pytest.raises(MalformedPayload):
+            convert.mode_from_wire(number)  # type: ignore[arg-type]
+
+
+def test_long_text_is_too_large() -> None:
+    assert convert.text("abc", "a word", 3) == "abc"
+    with pytest.raises(TooLarge, match="a word has 4"):
+        convert.text("abcd", "a word", 3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (DType, common.DType),
+        (VariableKind, common.VariableKind),
+        (UpdateMode, common.UpdateMode),
+        (MemberRole, coordinator.Role),
+        (PushKind, server.PushKind),
+    ],
+)
+def test_every_value_of_a_wire_enum_is_known(ours: type, theirs: object) -> None:
+    suffixes = {name.rpartition("_")[2].lower() for name in theirs.keys()}  # type: ignore[attr-defined]  # noqa: SIM118
+    assert suffixes - {"unspecified"} == {member.value for member in ours}  # type: ignore[attr-defined]

@@ -1,0 +1,502 @@
+"""A partition: the way of a push through ledger, gate, verdict and blocks, and pulls by version."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from shardyard.ground.errors import (
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RateMismatch,
+    Refused,
+    SequenceGap,
+    ShardyardError,
+    StaleGeneration,
+    StaleToken,
+    StraddlingRange,
+    TooLarge,
+)
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    DataShardSource,
+    DType,
+    Incarnation,
+    JobLayout,
+    Missing,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PartPull,
+    PartResult,
+    PushName,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    Version,
+    WorkerSource,
+)
+from shardyard_ps_server import blocks as blocks_module
+from shardyard_ps_server import versions as versions_module
+from shardyard_ps_server.blocks import Contribution, Groups
+from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.versions import Bytes, aligned_empty
+
+DEADLINE_S = 10.0
+ELEMENTS = 8
+RATE = (make_group("sgd", {"lr": 1.0}),)
+LAYOUT = JobLayout(
+    (VariableSpec("a", DType.FLOAT64, (ELEMENTS,)),),
+    OptimizerSpec("sgd", RATE),
+    (PartitionLayout(PartitionId(0), ELEMENTS * 8, (Block(0, 0, ELEMENTS, 0),)),),
+)
+TOKEN = Token(1)
+SHARD = DataShardSource(0, 0, 0)
+
+
+def current() -> None:
+    """The generation has not changed."""
+
+
+def gradient(*values: float, weight: float = 1.0, groups: Groups = RATE) -> Contribution:
+    """Descends by `values` (zeros after them)."""
+    payload = aligned_empty(ELEMENTS * 8)
+    payload[:] = 0
+    payload.view(np.float64)[: len(values)] = values
+    return Contribution(weight, groups, payload, (True,))
+
+
+EMPTY = Contribution(0.0, None, aligned_empty(0), (False,))
+
+
+def name(source: Source, first: int, last: int | None = None, token: Token = TOKEN) -> PushName:
+    return PushName(SourceKey(source), token, first, first if last is None else last)
+
+
+def rank(number: int, step: int, token: Token = TOKEN) -> PushName:
+    return name(RankSource(Rank(number)), step, token=token)
+
+
+def asynchronous() -> Partition:
+    """Of an asynchronous job; SHARD is open under TOKEN."""
+    partition = Partition(LAYOUT, PartitionId(0), UpdateMode.ASYNC, 0)
+    partition.open_source(SourceKey(SHARD), TOKEN)
+    return partition
+
+
+def synchronous(ranks: int) -> Partition:
+    """Of a synchronous job; all ranks are open under TOKEN."""
+    partition = Partition(LAYOUT, PartitionId(0), UpdateMode.SYNC, ranks)
+    for number in range(ranks):
+        partition.open_source(SourceKey(RankSource(Rank(number))), TOKEN)
+    return partition
+
+
+def take_steps(partition: Partition, ranks: int, steps: int) -> None:
+    """Each step descends by (1, 0, ...)."""
+    for _ in range(steps):
+        step = partition.describe()[0].number
+        for number in range(ranks):
+            partition.push(rank(number, step), gradient(1), current)
+
+
+def values(partition: Partition, number: int | None = None) -> list[float]:
+    """Of that version, or of the newest."""
+    wish = PartPull(PartitionId(0), number or 0, exactly=number is not None)
+    found = partition.hold(wish, 0.0)
+    assert not isinstance(found, Missing), found
+    _, buffer = found
+    read: list[float] = buffer.view(np.float64).tolist()
+    partition.release(buffer)
+    return read
+
+
+def state(partition: Partition, *sources: Source) -> object:
+    """All that a push could change."""
+    next_ = [partition.watermark(SourceKey(source)).next for source in sources]
+    return values(partition), partition.describe(), next_
+
+
+# ---- asynchronous pushes
+
+
+def test_rule_a2_async_push_applies_at_once_and_says_where_its_source_stands() -> None:
+    partition = asynchronous()
+    result = partition.push(name(SHARD, 0), gradient(3), current)
+    assert result == PartResult(PartitionId(0), Outcome.APPLIED, next=1, version=Version(1, 1))
+    assert values(partition)[0] == -3
+
+
+def test_rule_a2_duplicate_changes_nothing_and_is_answered_with_next_and_version() -> None:
+    partition = asynchronous()
+    for sequence in range(3):
+        partition.push(name(SHARD, sequence), gradient(1), current)
+    before = state(partition, SHARD)
+    again = partition.push(name(SHARD, 1), gradient(1), current)
+    assert again == PartResult(PartitionId(0), Outcome.DUPLICATE, next=3, version=Version(1, 3))
+    assert state(partition, SHARD) == before
+
+
+def test_rule_a4_named_empty_push_moves_the_watermark_and_makes_no_version() -> None:
+    partition = asynchronous()
+    result = partition.push(name(SHARD, 0), EMPTY, current)
+    assert result == PartResult(PartitionId(0), Outcome.APPLIED, next=1, version=Version(1, 0))
+    again = partition.push(name(SHARD, 0), EMPTY, current)
+    assert again.outcome is Outcome.DUPLICATE
+
+
+def test_rule_a12_range_of_batches_is_one_update() -> None:
+    partition = asynchronous()
+    result = partition.push(name(SHARD, 0, 3), gradient(1, weight=4.0), current)
+    assert (result.next, result.version.number) == (4, 1)
+
+
+def test_workers_and_data_shards_push_side_by_side() -> None:
+    partition = asynchronous()
+    partition.push(name(SHARD, 0), gradient(1), current)
+    partition.push(name(WorkerSource(Incarnation(5)), 0), gradient(1), current)
+    partition.push(name(WorkerSource(Incarnation(6)), 0), gradient(1), current)
+    assert values(partition)[0] == -3
+    assert partition.describe() == (Version(1, 3), 3)
+
+
+def test_first_values_are_overwritten_until_the_partition_is_open() -> None:
+    partition = asynchronous()
+    partition.set_values(gradient(9, 9).payload, current)
+    partition.set_values(gradient(5, 6).payload, current)
+    assert partition.describe()[0] == Version(1, 0)
+    partition.open()
+    with pytest.raises(InvalidRequest, match="first values for partition 0, which is open"):
+        partition.set_values(gradient(7).payload, current)
+    assert values(partition)[:2] == [5, 6]
+
+
+def test_first_values_of_a_sender_that_is_no_longer_current_are_not_taken() -> None:
+    partition = asynchronous()
+
+    def moved() -> None:
+        raise StaleGeneration("generation 1")
+
+    with pytest.raises(StaleGeneration):
+        partition.set_values(gradient(9).payload, moved)
+    assert values(partition) == [0] * ELEMENTS
+
+
+# ---- synchronous pushes
+
+
+def test_rule_b2_contribution_is_recorded_and_the_last_rank_takes_the_step() -> None:
+    partition = synchronous(3)
+    for number in (2, 0):
+        result = partition.push(rank(number, 0), gradient(3), current)
+        assert result == PartResult(PartitionId(0), Outcome.RECORDED, next=1, version=Version(1, 0))
+        assert values(partition) == [0] * ELEMENTS
+    result = partition.push(rank(1, 0), gradient(6), current)
+    assert result == PartResult(PartitionId(0), Outcome.APPLIED, next=1, version=Version(1, 1))
+    assert values(partition)[0] == pytest.approx(-4)
+
+
+def test_rule_b2_recorded_contribution_makes_the_next_a_duplicate() -> None:
+    partition = synchronous(2)
+    partition.push(rank(0, 0), gradient(1), current)
+    again = partition.push(rank(0, 0), gradient(100), current)
+    assert again == PartResult(PartitionId(0), Outcome.DUPLICATE, next=1, version=Version(1, 0))
+    partition.push(rank(1, 0), gradient(1), current)
+    assert values(partition)[0] == -1
+    assert partition.push(rank(0, 0), gradient(100), current).outcome is Outcome.DUPLICATE
+    assert values(partition)[0] == -1
+
+
+def test_rule_b1_rank_computed_again_by_another_worker_is_counted_once() -> None:
+    partition = synchronous(2)
+    partition.push(rank(0, 0), gradient(2), current)
+    assert partition.open_source(SourceKey(RankSource(Rank(0))), Token(2)).next == 1
+    with pytest.raises(StaleToken):
+        partition.push(rank(0, 1), gradient(9), current)
+    assert partition.push(rank(0, 0, Token(2)), gradient(2), current).outcome is Outcome.DUPLICATE
+    partition.push(rank(1, 0), gradient(4), current)
+    assert values(partition)[0] == -3
+
+
+def test_version_is_the_number_of_steps_taken() -> None:
+    partition = synchronous(2)
+    for step in range(4):
+        partition.push(rank(1, step), gradient(1), current)
+        assert partition.describe()[0] == Version(1, step)
+        partition.push(rank(0, step), gradient(1), current)
+        assert partition.describe()[0] == Version(1, step + 1)
+
+
+def test_rule_a4_step_of_empty_pushes_is_a_version_with_the_same_values() -> None:
+    partition = synchronous(2)
+    take_steps(partition, 2, 1)
+    partition.push(rank(0, 1), EMPTY, current)
+    assert partition.push(rank(1, 1), EMPTY, current).version == Version(1, 2)
+    assert values(partition, 2) == values(partition, 1)
+
+
+def test_rule_b1_mean_is_weighted_by_samples_and_empty_pushes_have_no_weight() -> None:
+    partition = synchronous(3)
+    partition.push(rank(0, 0), gradient(8, weight=3.0), current)
+    partition.push(rank(1, 0), EMPTY, current)
+    partition.push(rank(2, 0), gradient(4, weight=1.0), current)
+    assert values(partition)[0] == -7
+
+
+def test_rank_that_is_ahead_by_a_step_asks_again_later() -> None:
+    partition = synchronous(2)
+    partition.push(rank(0, 0), gradient(1), current)
+    with pytest.raises(NotReady, match="step 1 in partition 0, which gathers step 0"):
+        partition.push(rank(0, 1), gradient(1), current)
+    partition.push(rank(1, 0), gradient(1), current)
+    assert partition.push(rank(0, 1), gradient(1), current).outcome is Outcome.RECORDED
+
+
+@pytest.mark.parametrize(("source", "last"), [(WorkerSource(Incarnation(3)), 0), (RankSource(Rank(0)), 1)])
+def test_synchronous_work_is_named_by_a_rank_and_one_step(source: Source, last: int) -> None:
+    partition = synchronous(2)
+    with pytest.raises(InvalidRequest, match="in a synchronous job"):
+        partition.push(name(source, 0, last), gradient(1), current)
+    assert partition.push(rank(0, 0), gradient(1), current).outcome is Outcome.RECORDED
+
+
+# ---- refusals
+
+
+def test_refused_push_leaves_values_ledger_and_version_untouched() -> None:
+    partition = asynchronous()
+    for sequence in range(3):
+        partition.push(name(SHARD, sequence), gradient(1), current)
+    partition.open_source(SourceKey(SHARD), Token(5))
+    before = state(partition, SHARD)
+    refusals: list[tuple[PushName, type[ShardyardError]]] = [
+        (name(SHARD, 3), StaleToken),
+        (name(SHARD, 3, token=Token(6)), InvalidRequest),
+        (name(SHARD, 4, token=Token(5)), SequenceGap),
+        (name(SHARD, 2, 4, token=Token(5)), StraddlingRange),
+        (name(DataShardSource(0, 0, 1), 0), InvalidRequest),
+    ]
+    for push, kind in refusals:
+        for ask in (partition.check_push, lambda n, c: partition.push(n, c, current)):
+            with pytest.raises(kind):
+                ask(push, gradient(1))
+            assert state(partition, SHARD) == before
+    assert partition.push(name(SHARD, 3, token=Token(5)), gradient(1), current).outcome is Outcome.APPLIED
+
+
+def test_rule_b5_rate_mismatch_leaves_the_step_as_it_was() -> None:
+    partition = synchronous(2)
+    partition.push(rank(0, 0), gradient(1), current)
+    before = state(partition, RankSource(Rank(0)), RankSource(Rank(1)))
+    with pytest.raises(RateMismatch):
+        partition.push(rank(1, 0), gradient(1, groups=(make_group("sgd", {"lr": 2.0}),)), current)
+    assert state(partition, RankSource(Rank(0)), RankSource(Rank(1))) == before
+    partition.push(rank(1, 0), gradient(1), current)
+    assert values(partition)[0] == -1
+
+
+def test_rule_a3_generation_is_checked_before_anything_else() -> None:
+    for partition, push in ((asynchronous(), name(SHARD, 0)), (synchronous(1), rank(0, 0))):
+
+        def moved() -> None:
+            raise StaleGeneration("generation 1")
+
+        before = state(partition, push.key.source)
+        with pytest.raises(StaleGeneration):
+            partition.push(push, gradient(1), moved)
+        assert state(partition, push.key.source) == before
+        assert partition.push(push, gradient(1), current).outcome is Outcome.APPLIED
+
+
+def test_checking_a_push_changes_nothing() -> None:
+    for partition, push in ((asynchronous(), name(SHARD, 0)), (synchronous(1), rank(0, 0))):
+        before = state(partition, push.key.source)
+        partition.check_push(push, gradient(1))
+        assert state(partition, push.key.source) == before
+
+
+@pytest.mark.parametrize("module", [versions_module, blocks_module])
+def test_step_for_which_there_is_no_memory_is_refused_and_can_be_taken_later(
+    module: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partition = synchronous(2)
+    partition.push(rank(0, 0), gradient(1), current)
+    sources = (RankSource(Rank(0)), RankSource(Rank(1)))
+    before = state(partition, *sources)
+
+    def none_left(nbytes: int) -> Bytes:
+        raise TooLarge(f"{nbytes} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "aligned_empty", none_left)
+        with pytest.raises(TooLarge):
+            partition.push(rank(1, 0), gradient(3), current)
+        assert state(partition, *sources) == before
+    assert partition.push(rank(1, 0), gradient(3), current).outcome is Outcome.APPLIED
+    assert values(partition)[0] == -2
+
+
+def test_async_push_for_which_there_is_no_memory_is_refused_and_can_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    partition = asynchronous()
+    before = state(partition, SHARD)
+
+    def none_left(nbytes: int) -> Bytes:
+        raise TooLarge(f"{nbytes} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(versions_module, "aligned_empty", none_left)
+        with pytest.raises(TooLarge):
+            partition.push(name(SHARD, 0), gradient(3), current)
+        assert state(partition, SHARD) == before
+    assert partition.push(name(SHARD, 0), gradient(3), current).outcome is Outcome.APPLIED
+
+
+# ---- several threads
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Runs work(0) to work(count - 1) at once; all must end without an exception."""
+    barrier = threading.Barrier(count, timeout=DEADLINE_S)
+
+    def run(number: int) -> None:
+        barrier.wait()
+        work(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        for future in [pool.submit(run, number) for number in range(count)]:
+            future.result(DEADLINE_S)
+
+
+def test_rule_a2_same_name_pushed_by_two_threads_is_counted_once() -> None:
+    partition = asynchronous()
+    outcomes: list[Outcome] = []
+
+    def push(_: int) -> None:
+        for sequence in range(100):
+            outcomes.append(partition.push(name(SHARD, sequence), gradient(1), current).outcome)
+
+    in_threads(2, push)
+    assert outcomes.count(Outcome.APPLIED) == outcomes.count(Outcome.DUPLICATE) == 100
+    assert values(partition)[0] == -100
+
+
+def test_steps_pushed_by_a_thread_for_each_rank_are_counted_once() -> None:
+    partition = synchronous(3)
+    steps = 60
+
+    def push(number: int) -> None:
+        for step in range(steps):
+            wish = PartPull(PartitionId(0), step, exactly=True)
+            found = partition.hold(wish, time.monotonic() + DEADLINE_S)
+            assert not isinstance(found, Missing), found
+            assert found[1].view(np.float64)[0] == -2 * step
+            partition.release(found[1])
+            for _ in range(2):
+                partition.push(rank(number, step), gradient(float(number + 1)), current)
+
+    in_threads(3, push)
+    assert partition.describe()[0] == Version(1, steps)
+    assert values(partition)[0] == -2 * steps
+
+
+# ---- pulls
+
+
+def pull(number: int, *, exactly: bool) -> PartPull:
+    return PartPull(PartitionId(0), number, exactly)
+
+
+def test_rule_b3_version_can_be_pulled_while_the_next_one_exists() -> None:
+    partition = synchronous(1)
+    take_steps(partition, 1, 5)
+    assert values(partition, 4)[0] == -4
+    assert values(partition, 5)[0] == -5
+
+
+def test_rule_b3_older_version_is_not_found_and_the_newest_is_named() -> None:
+    partition = synchronous(1)
+    take_steps(partition, 1, 5)
+    with pytest.raises(NotFound, match="version 3 of partition 0, whose newest is 5") as refused:
+        partition.hold(pull(3, exactly=True), 0.0)
+    assert refused.value.facts == {"partition": "0", "newest": "5"}
+
+
+def test_pull_of_a_version_or_a_newer_one_gives_the_newest() -> None:
+    partition = synchronous(1)
+    take_steps(partition, 1, 5)
+    found = partition.hold(pull(2, exactly=False), 0.0)
+    assert not isinstance(found, Missing)
+    assert found[0] == Version(1, 5)
+    partition.release(found[1])
+
+
+def test_buffer_that_is_held_keeps_its_bytes_through_later_steps() -> None:
+    partition = synchronous(1)
+    take_steps(partition, 1, 1)
+    found = partition.hold(pull(1, exactly=True), 0.0)
+    assert not isinstance(found, Missing)
+    take_steps(partition, 1, 8)
+    assert found[1].view(np.float64)[0] == -1
+    partition.release(found[1])
+
+
+def test_promise_7_missing_version_names_the_ranks_that_it_waits_for() -> None:
+    partition = synchronous(12)
+    partition.push(rank(1, 0), gradient(1), current)
+    found = partition.hold(pull(1, exactly=True), 0.0)
+    assert found == Missing(
+        PartitionId(0), Version(1, 0), 1, waiting_for="logical rank 0, 2, 3, 4, 5, 6, 7, 8 of step 0"
+    )
+    for number in (0, *range(3, 12)):
+        partition.push(rank(number, 0), gradient(1), current)
+    found = partition.hold(pull(1, exactly=False), 0.0)
+    assert isinstance(found, Missing)
+    assert found.waiting_for == "logical rank 2 of step 0"
+
+
+def test_promise_7_missing_version_of_an_asynchronous_partition_waits_for_a_push() -> None:
+    found = asynchronous().hold(pull(1, exactly=False), 0.0)
+    assert found == Missing(PartitionId(0), Version(1, 0), 1, waiting_for="a push")
+
+
+def test_pull_waits_until_the_version_is_there() -> None:
+    partition = synchronous(1)
+    found: list[object] = []
+
+    def work(number: int) -> None:
+        if number:
+            held = partition.hold(pull(3, exactly=True), time.monotonic() + DEADLINE_S)
+            found.append(held if isinstance(held, Missing) else held[0])
+        else:
+            take_steps(partition, 1, 3)
+
+    in_threads(2, work)
+    assert found == [Version(1, 3)]
+
+
+def test_pull_waits_no_longer_than_it_was_told() -> None:
+    partition = synchronous(1)
+    begun = time.monotonic()
+    assert isinstance(partition.hold(pull(1, exactly=True), begun + 0.05), Missing)
+    assert 0.05 <= time.monotonic() - begun < DEADLINE_S
+
+
+def test_refusals_of_a_push_are_of_the_kind_that_the_sender_may_learn_from() -> None:
+    partition = asynchronous()
+    with pytest.raises(Refused) as refused:
+        partition.push(name(SHARD, 7), gradient(1), current)
+    assert refused.value.facts["next"] == "0"

@@ -1,0 +1,588 @@
+"""What a server holds: who is admitted, what is refused before and after the payload comes, and what is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+
+from shardyard.ground import limits
+from shardyard.ground.errors import (
+    InvalidRequest,
+    MalformedPayload,
+    NotFound,
+    NotReady,
+    RateMismatch,
+    SequenceGap,
+    ShapeMismatch,
+    ShardyardError,
+    StaleGeneration,
+    StaleIncarnation,
+    StaleTerm,
+    TooLarge,
+)
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DataShardSource,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PartPull,
+    PartResult,
+    PullResult,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    Version,
+    WorkerSource,
+)
+from shardyard_ps_server import blocks, store, versions
+from shardyard_ps_server.store import HostedJob, Store
+from shardyard_ps_server.versions import Bytes, aligned_empty
+
+JOB = JobId(1)
+HERE = Incarnation(3)
+GENERATION = Generation(4)
+WORKER = Caller(JOB, Incarnation(10))
+RATE = (make_group("sgd", {"lr": 1.0}),)
+TOKEN = Token(1)
+SHARD = DataShardSource(0, 0, 0)
+PART_BYTES = 2 * limits.BLOCK_ALIGN_BYTES
+LAYOUT = JobLayout(
+    tuple(VariableSpec(name, DType.FLOAT64, (8,)) for name in "abcdef"),
+    OptimizerSpec("sgd", RATE),
+    tuple(
+        PartitionLayout(PartitionId(p), PART_BYTES, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64)))
+        for p in range(3)
+    ),
+)
+OWNED = [PartitionId(0), PartitionId(2)]
+
+
+def server(mode: UpdateMode = UpdateMode.ASYNC, *, ranks: int = 2, opened: bool = True) -> Store:
+    """Holds partitions 0 and 2; SHARD and all ranks are open under TOKEN."""
+    found = Store()
+    found.become(HERE, Term(2))
+    found.create(JOB, GENERATION, LAYOUT, OWNED, mode, ranks)
+    if opened:
+        found.open(JOB, GENERATION)
+    keys = [SourceKey(SHARD), *(SourceKey(RankSource(Rank(rank))) for rank in range(ranks))]
+    found.open_sources(found.admit(WORKER, HERE, GENERATION), [(key, TOKEN) for key in keys])
+    return found
+
+
+def parts(owned: Iterable[int] = OWNED, payload_bytes: int = PART_BYTES) -> tuple[PushPart, ...]:
+    return tuple(PushPart(PartitionId(p), payload_bytes) for p in owned)
+
+
+def order(source: Source = SHARD, sequence: int = 0, **changed: object) -> PushOrder:
+    """A gradient for both partitions."""
+    name = PushName(SourceKey(source), TOKEN, sequence, sequence)
+    found = PushOrder(WORKER, HERE, GENERATION, name, PushKind.GRADIENT, parts(), 1.0, RATE)
+    return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
+
+
+def empty(source: Source = SHARD, sequence: int = 0, owned: Iterable[int] = OWNED) -> PushOrder:
+    return order(source, sequence, kind=PushKind.EMPTY, parts=parts(owned, 0), weight=0.0, groups=())
+
+
+def first_values(**changed: object) -> PushOrder:
+    return order(WorkerSource(WORKER.incarnation), kind=PushKind.VALUES, weight=0.0, groups=(), **changed)
+
+
+def payload(order: PushOrder, fill: float = 1.0) -> Bytes:
+    found = aligned_empty(order.payload_bytes)
+    found.view(np.float64)[:] = fill
+    return found
+
+
+def send(to: Store, order: PushOrder, fill: float = 1.0) -> tuple[PartResult, ...]:
+    return to.push(to.admit_push(order), order, payload(order, fill))
+
+
+def wish(*wanted: tuple[int, int], exactly: bool = False, wait_ms: int = 0) -> PullWish:
+    found = tuple(PartPull(PartitionId(p), number, exactly) for p, number in wanted)
+    return PullWish(WORKER, HERE, GENERATION, found, wait_ms)
+
+
+def values(of: Store) -> dict[int, list[float]]:
+    with of.pull(of.admit_pull(wish((0, 0), (2, 0))), wish((0, 0), (2, 0))) as (result, buffers):
+        return {
+            part.partition: buffer.view(np.float64).tolist() for part, buffer in zip(result.parts, buffers, strict=True)
+        }
+
+
+def state(of: Store) -> object:
+    """All that a push could change in the partitions."""
+    hosted = of.hosted()[0]
+    sources = [SHARD, WorkerSource(WORKER.incarnation), RankSource(Rank(0)), RankSource(Rank(1))]
+    ledger = of.read_ledger(hosted, [(SourceKey(source), Token(0)) for source in sources])
+    described = [hosted.partitions[p].describe() for p in sorted(hosted.partitions)]
+    return ledger, described, values(of) if hosted.open else None
+
+
+# ---- who is admitted
+
+
+def test_request_for_another_server_is_refused() -> None:
+    for other in (Incarnation(0), Incarnation(2), Incarnation(4)):
+        with pytest.raises(StaleIncarnation, match=f"a request for server {other}; here is server {HERE}"):
+            server().admit(WORKER, other, GENERATION)
+
+
+def test_promise_4_fenced_worker_can_neither_push_nor_pull_nor_open() -> None:
+    here = server()
+    here.fence([WORKER.incarnation])
+    before = here.counters
+    for ask in (
+        lambda: here.admit_push(order()),
+        lambda: here.admit_pull(wish((0, 0))),
+        lambda: here.admit(WORKER, HERE, GENERATION),
+    ):
+        with pytest.raises(StaleIncarnation, match="which was declared dead"):
+            ask()
+    assert here.counters == before
+    assert here.admit(Caller(JOB, Incarnation(11)), HERE, GENERATION).job == JOB
+
+
+def test_server_that_registers_anew_has_fenced_nobody() -> None:
+    here = server()
+    here.fence([WORKER.incarnation])
+    here.become(Incarnation(9), Term(3))
+    assert here.incarnation == 9
+    assert here.admit(WORKER, Incarnation(9), GENERATION).job == JOB
+
+
+@pytest.mark.parametrize("generation", [3, 5])
+def test_rule_a3_other_generation_is_refused(generation: int) -> None:
+    with pytest.raises(StaleGeneration) as refused:
+        server().admit(WORKER, HERE, Generation(generation))
+    assert refused.value.facts == {"generation": "4"}
+
+
+def test_caller_without_an_incarnation_only_reads() -> None:
+    here, nobody = server(), Caller(JOB)
+    with pytest.raises(InvalidRequest, match="a request without an incarnation"):
+        here.admit(nobody, HERE, GENERATION)
+    assert here.admit(nobody, HERE, GENERATION, reads=True).job == JOB
+
+
+def test_job_that_is_not_here_is_not_found() -> None:
+    with pytest.raises(NotFound, match="job 8 is not on this server"):
+        server().admit(Caller(JobId(8), Incarnation(10)), HERE, GENERATION)
+
+
+def test_rule_c4_coordinator_of_a_lower_term_is_refused_and_a_higher_one_is_remembered() -> None:
+    here = server()
+    here.check_coordinator(Caller(term=Term(2)))
+    here.check_coordinator(Caller(term=Term(5)))
+    with pytest.raises(StaleTerm, match="term 4; this server has seen 5"):
+        here.check_coordinator(Caller(term=Term(4)))
+    here.check_coordinator(Caller(term=Term(5)))
+
+
+# ---- the coordinator's orders
+
+
+def test_same_order_to_create_again_keeps_what_is_there() -> None:
+    here = server()
+    send(here, order())
+    before = values(here)
+    here.create(JOB, GENERATION, LAYOUT, list(reversed(OWNED)), UpdateMode.ASYNC, 2)
+    assert values(here) == before
+    assert here.hosted()[0].open
+
+
+def test_same_order_of_a_later_generation_moves_the_generation_and_never_back() -> None:
+    here = server()
+    here.create(JOB, Generation(6), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    assert here.admit(WORKER, HERE, Generation(6)).generation == 6
+
+
+@pytest.mark.parametrize(
+    ("owned", "mode", "ranks"),
+    [
+        ([PartitionId(0)], UpdateMode.SYNC, 2),
+        ([PartitionId(0), PartitionId(1)], UpdateMode.SYNC, 2),
+        (OWNED, UpdateMode.ASYNC, 2),
+        (OWNED, UpdateMode.SYNC, 3),
+    ],
+)
+def test_another_order_for_a_job_that_is_here_is_refused(
+    owned: list[PartitionId], mode: UpdateMode, ranks: int
+) -> None:
+    here = server(UpdateMode.SYNC, ranks=2)
+    with pytest.raises(InvalidRequest, match="job 1 is on this server with another layout, mode or number of ranks"):
+        here.create(JOB, GENERATION, LAYOUT, owned, mode, ranks)
+    assert here.hosted()[0].mode is UpdateMode.SYNC
+
+
+@pytest.mark.parametrize("ranks", [0, limits.LOGICAL_RANKS_MAX + 1])
+def test_synchronous_job_has_a_bounded_number_of_ranks(ranks: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{ranks} logical ranks"):
+        Store().create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.SYNC, ranks)
+
+
+def test_partitions_must_be_of_the_layout() -> None:
+    with pytest.raises(InvalidRequest, match="of a layout with 3"):
+        Store().create(JOB, GENERATION, LAYOUT, [PartitionId(3)], UpdateMode.ASYNC, 0)
+
+
+def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def enough_for_one(nbytes: int) -> Bytes:
+        asked.append(nbytes)
+        if len(asked) > 1:
+            raise TooLarge(f"{nbytes} bytes, for which this server has no memory")
+        return aligned_empty(nbytes)
+
+    monkeypatch.setattr(versions, "aligned_empty", enough_for_one)
+    here = Store()
+    with pytest.raises(TooLarge, match="job 1, one of them with 128 bytes, for which this server has no memory"):
+        here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 0)
+    assert here.hosted() == []
+
+
+def test_dropped_job_is_gone_and_can_be_dropped_again() -> None:
+    here = server()
+    here.drop(JOB)
+    here.drop(JOB)
+    assert here.hosted() == []
+    with pytest.raises(NotFound):
+        here.admit(WORKER, HERE, GENERATION)
+
+
+def test_push_on_its_way_while_its_job_is_dropped_and_made_anew_is_not_counted() -> None:
+    here = server()
+    admitted = here.admit_push(order())
+    here.drop(JOB)
+    with pytest.raises(NotFound):
+        here.push(admitted, order(), payload(order()))
+    here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    with pytest.raises(
+        NotFound, match="job 1 was dropped while data shard 0.0.0 #0 was on its way".replace(".", r"\.")
+    ):
+        here.push(admitted, order(), payload(order()))
+    assert here.counters.pushes_applied == 0
+
+
+def test_opening_takes_the_present_generation() -> None:
+    here = server(opened=False)
+    with pytest.raises(StaleGeneration):
+        here.open(JOB, Generation(3))
+    assert not here.hosted()[0].open
+    with pytest.raises(NotFound):
+        here.open(JobId(8), GENERATION)
+
+
+# ---- first values
+
+
+def initialize(to: Store, order: PushOrder, fill: float) -> None:
+    to.initialize(to.admit_push(order), order, payload(order, fill))
+
+
+def test_first_values_are_what_is_pulled_after_opening() -> None:
+    here = server(opened=False)
+    initialize(here, first_values(), 3.0)
+    initialize(here, first_values(), 5.0)
+    here.open(JOB, GENERATION)
+    assert values(here) == {0: [5.0] * 16, 2: [5.0] * 16}
+
+
+def test_gradient_before_the_first_values_is_not_ready() -> None:
+    here = server(opened=False)
+    for push in (order(), empty()):
+        with pytest.raises(NotReady, match="job 1 has no first values yet"):
+            here.admit_push(push)
+
+
+def test_first_values_after_opening_are_refused() -> None:
+    here = server()
+    with pytest.raises(InvalidRequest, match="first values for job 1, which is open"):
+        here.admit_push(first_values())
+
+
+def test_first_values_whose_sender_was_fenced_on_the_way_are_not_taken() -> None:
+    here = server(opened=False)
+    initialize(here, first_values(), 5.0)
+    admitted = here.admit_push(first_values())
+    here.fence([WORKER.incarnation])
+    with pytest.raises(StaleIncarnation):
+        here.initialize(admitted, first_values(), payload(first_values(), 7.0))
+    here.become(HERE, Term(2))
+    here.open(JOB, GENERATION)
+    assert values(here)[0] == [5.0] * 16
+
+
+def test_first_values_that_arrive_after_opening_are_not_taken() -> None:
+    here = server(opened=False)
+    initialize(here, first_values(), 5.0)
+    admitted = here.admit_push(first_values())
+    here.open(JOB, GENERATION)
+    with pytest.raises(InvalidRequest, match="which is open"):
+        here.initialize(admitted, first_values(), payload(first_values(), 7.0))
+    assert values(here)[0] == [5.0] * 16
+
+
+def test_first_values_must_be_all_of_them() -> None:
+    here = server(opened=False)
+    for part in (PushPart(PartitionId(0), 64, (1,)), PushPart(PartitionId(0), 0), PushPart(PartitionId(0), 64)):
+        with pytest.raises(ShapeMismatch, match="expected 128"):
+            here.admit_push(first_values(parts=(part,)))
+
+
+# ---- what is refused before the payload comes
+
+
+REFUSED: list[tuple[Callable[[], PushOrder], type[ShardyardError], str]] = [
+    (lambda: order(WorkerSource(Incarnation(11))), InvalidRequest, "worker 11 #0 sent by worker 10"),
+    (lambda: order(name=PushName(SourceKey(SHARD, lane=1), TOKEN, 0, 0)), InvalidRequest, "this job has lane 0 only"),
+    (lambda: order(weight=0.0), InvalidRequest, "a gradient of weight 0"),
+    (lambda: order(groups=()), InvalidRequest, "settings for 0 parameter groups"),
+    (lambda: order(groups=(make_group("sgd", {"momentum": 0.9}),)), InvalidRequest, "momentum was 0"),
+    (lambda: order(parts=parts([0, 1])), NotFound, "partition 1 of job 1 is not on this server"),
+    (lambda: order(parts=parts(payload_bytes=PART_BYTES + 64)), ShapeMismatch, "192 bytes; expected 128"),
+    (lambda: order(parts=parts(payload_bytes=1 << 60)), ShapeMismatch, "expected 128"),
+    (lambda: order(parts=(PushPart(PartitionId(0), 128, (1,)),)), ShapeMismatch, "128 bytes; expected 64"),
+    (lambda: order(parts=(PushPart(PartitionId(0), 64, (2,)),)), MalformedPayload, "absent blocks"),
+    (lambda: dataclasses.replace(empty(), parts=parts()), ShapeMismatch, "128 bytes; expected 0"),
+    (lambda: order(pull=wish((1, 0))), NotFound, "partition 1"),
+    (lambda: order(pull=dataclasses.replace(wish((0, 0)), generation=Generation(3))), StaleGeneration, "generation 3"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "said"), REFUSED)
+def test_push_that_does_not_fit_is_refused_before_memory_is_asked_for(
+    make: Callable[[], PushOrder], kind: type[ShardyardError], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = server()
+    before = state(here)
+
+    def never(nbytes: int) -> Bytes:
+        raise AssertionError(f"asked for {nbytes} bytes")
+
+    for module in (store, blocks, versions):
+        monkeypatch.setattr(module, "aligned_empty", never)
+    with pytest.raises(kind, match=said):
+        here.admit_push(make())
+    assert state(here) == before
+
+
+def test_memory_for_a_payload_that_is_not_there_is_refused_in_words() -> None:
+    huge = order(parts=(PushPart(PartitionId(0), 1 << 62),))
+    with pytest.raises(TooLarge, match="for which this server has no memory"):
+        server().reserve(huge)
+
+
+def test_memory_for_a_payload_is_of_its_length() -> None:
+    assert server().reserve(order()).size == 2 * PART_BYTES
+
+
+# ---- pushes
+
+
+def test_each_partition_takes_its_own_piece_of_the_payload() -> None:
+    here = server()
+    push = order(parts=(PushPart(PartitionId(2), 128), PushPart(PartitionId(0), 64, (0,))))
+    memory = aligned_empty(192)
+    memory.view(np.float64)[:] = np.arange(24)
+    results = here.push(here.admit_push(push), push, memory)
+    assert [result.partition for result in results] == [2, 0]
+    assert values(here) == {0: [0.0] * 8 + [-float(x) for x in range(16, 24)], 2: [-float(x) for x in range(16)]}
+
+
+def test_rule_a2_duplicate_is_answered_for_every_partition() -> None:
+    here = server()
+    send(here, order())
+    before = values(here)
+    assert send(here, order()) == tuple(
+        PartResult(PartitionId(p), Outcome.DUPLICATE, next=1, version=Version(1, 1)) for p in OWNED
+    )
+    assert values(here) == before
+
+
+def test_rule_a3_push_advances_the_listed_partitions_only() -> None:
+    here = server()
+    send(here, empty(owned=[2]))
+    hosted = here.hosted()[0]
+    ((_, marks),) = here.read_ledger(hosted, [(SourceKey(SHARD), Token(0))])
+    assert [(mark.partition, mark.next) for mark in marks] == [(0, 0), (2, 1)]
+
+
+def test_rule_a4_named_empty_push_advances_and_changes_no_value() -> None:
+    here = server()
+    results = send(here, empty())
+    assert {(result.outcome, result.next) for result in results} == {(Outcome.APPLIED, 1)}
+    assert values(here) == {0: [0.0] * 16, 2: [0.0] * 16}
+    assert {result.outcome for result in send(here, order(sequence=1))} == {Outcome.APPLIED}
+
+
+def test_rule_a4_all_parts_are_judged_before_any_is_applied() -> None:
+    here = server()
+    send(here, order(sequence=0))
+    send(here, order(sequence=1, parts=parts([0])))
+    before = state(here)
+    with pytest.raises(SequenceGap) as refused:  # next in partition 0, beyond the next in partition 2
+        send(here, order(sequence=2))
+    assert refused.value.facts == {"partition": "2", "next": "1"}
+    assert state(here) == before
+
+
+def test_rule_a4_rates_that_one_partition_refuses_are_recorded_by_none() -> None:
+    here = server(UpdateMode.SYNC)
+    other = (make_group("sgd", {"lr": 0.5}),)
+    send(here, order(RankSource(Rank(1)), parts=parts([2]), groups=other))
+    before = state(here)
+    with pytest.raises(RateMismatch):
+        send(here, order(RankSource(Rank(0))))
+    assert state(here) == before
+
+
+def test_partition_that_has_a_push_skips_it_and_the_other_applies_it() -> None:
+    here = server()
+    send(here, order(parts=parts([0])))
+    results = send(here, order())
+    assert [result.outcome for result in results] == [Outcome.DUPLICATE, Outcome.APPLIED]
+    assert values(here) == {0: [-1.0] * 16, 2: [-1.0] * 16}
+
+
+@pytest.mark.parametrize("change", ["fenced", "moved"])
+def test_rule_a3_push_that_was_overtaken_after_it_was_admitted_changes_nothing(change: str) -> None:
+    here = server()
+    admitted = here.admit_push(order())
+    before = state(here)
+    if change == "fenced":
+        here.fence([WORKER.incarnation])
+    else:
+        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    with pytest.raises(StaleIncarnation if change == "fenced" else StaleGeneration):
+        here.push(admitted, order(), payload(order()))
+    here.become(HERE, Term(2))
+    hosted = here.hosted()[0]
+    hosted.generation = GENERATION
+    assert state(here) == before
+
+
+def test_rule_a5_opening_writes_the_token_to_every_partition_and_brings_back_the_watermarks() -> None:
+    here = server()
+    send(here, order(parts=parts([2])))
+    hosted = here.admit(WORKER, HERE, GENERATION)
+    ((key, marks),) = here.open_sources(hosted, [(SourceKey(SHARD), Token(2))])
+    assert key == SourceKey(SHARD)
+    assert [(mark.partition, mark.next, mark.version.number) for mark in marks] == [(0, 0, 0), (2, 1, 1)]
+    for owned in OWNED:
+        with pytest.raises(ShardyardError, match="which has seen 2"):
+            send(here, order(sequence=1 if owned == 2 else 0, parts=parts([owned])))
+
+
+def test_reading_the_ledger_makes_no_entry() -> None:
+    here = server()
+    hosted = here.hosted()[0]
+    before = [hosted.partitions[p].describe() for p in OWNED]
+    found = here.read_ledger(hosted, [(SourceKey(DataShardSource(0, 7, 7)), Token(3))])
+    assert [mark.next for mark in found[0][1]] == [0, 0]
+    assert [hosted.partitions[p].describe() for p in OWNED] == before
+
+
+# ---- pulls
+
+
+def pull(from_: Store, asked: PullWish) -> PullResult:
+    with from_.pull(from_.admit_pull(asked), asked) as (result, buffers):
+        assert [buffer.size for buffer in buffers] == [part.payload_bytes for part in result.parts]
+        return result
+
+
+def test_pull_answers_all_parts_or_says_what_is_missing() -> None:
+    here = server()
+    send(here, order(parts=parts([0])))
+    whole = pull(here, wish((2, 0), (0, 1)))
+    assert [(part.partition, part.version.number) for part in whole.parts] == [(2, 0), (0, 1)]
+    torn = pull(here, wish((0, 1), (2, 1)))
+    assert torn.parts == ()
+    assert [(missing.partition, missing.want, missing.waiting_for) for missing in torn.missing] == [(2, 1, "a push")]
+
+
+def test_pull_before_opening_waits_for_the_initializer() -> None:
+    result = pull(server(opened=False), wish((0, 0), (2, 0)))
+    assert [missing.waiting_for for missing in result.missing] == ["first values from the initializer"] * 2
+
+
+def test_pull_of_a_partition_that_is_elsewhere_is_not_found() -> None:
+    with pytest.raises(NotFound):
+        server().admit_pull(wish((0, 0), (1, 0)))
+
+
+def held_buffers(hosted: HostedJob) -> int:
+    return sum(len(partition._versions._readers) for partition in hosted.partitions.values())
+
+
+def test_buffers_are_held_during_a_pull_and_released_whatever_happens() -> None:
+    here = server(UpdateMode.SYNC, ranks=1)
+    hosted = here.hosted()[0]
+    asked = wish((0, 0), (2, 0))
+    with here.pull(hosted, asked):
+        assert held_buffers(hosted) == 2
+    assert held_buffers(hosted) == 0
+    with pytest.raises(OSError, match="the receiver is gone"), here.pull(hosted, asked):
+        raise OSError("the receiver is gone")
+    assert held_buffers(hosted) == 0
+    for step in range(3):
+        send(here, order(RankSource(Rank(0)), step))
+    gone = wish((0, 3), (2, 1), exactly=True)
+    with pytest.raises(NotFound, match="version 1 of partition 2"), here.pull(hosted, gone):
+        pass
+    assert held_buffers(hosted) == 0
+    torn = wish((0, 3), (2, 4))
+    with here.pull(hosted, torn) as (result, buffers):
+        assert len(result.missing) == 1
+        assert buffers == []
+    assert held_buffers(hosted) == 0
+
+
+# ---- counters
+
+
+def test_pushes_and_bytes_are_counted() -> None:
+    here = server()
+    send(here, order())
+    send(here, order())
+    send(here, empty(sequence=1))
+    send(here, order(sequence=2, parts=parts([0])))
+    send(here, order(sequence=2))  # applied by one partition
+    pull(here, wish((0, 0), (2, 0)))
+    pull(here, wish((0, 99)))
+    counters = here.counters
+    assert (counters.pushes_applied, counters.pushes_duplicate) == (4, 1)
+    assert counters.bytes_received == 7 * PART_BYTES
+    assert counters.bytes_sent == 2 * PART_BYTES
+
+
+def test_refused_push_is_not_counted() -> None:
+    here = server()
+    with pytest.raises(SequenceGap):
+        send(here, order(sequence=1))
+    assert here.counters == type(here.counters)()
