@@ -43,7 +43,7 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports --no-timing
+	@$(BIN)/lint-imports
 
 test: $(STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -m pytest tests --ignore=tests/containers

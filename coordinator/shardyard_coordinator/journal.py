@@ -48,19 +48,22 @@ class Record:
 
 
 class Journal:
-    """Opens the journal of `folder` for this process; None keeps it in memory.
+    """Opens the journal of `folder` for this process; None keeps it in memory. `secluded`: no member of a former life
+    can come by, as in a yard inside one process.
 
     Not safe for several threads at a time. Raises ConfigurationError where another process has it, or where the folder
     cannot be written.
     """
 
-    def __init__(self, folder: Path | None, *, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path | None, *, wall_clock: Callable[[], float] = time.time, secluded: bool = False
+    ) -> None:
         self._wall_clock = wall_clock
         self._lock: int | None = None
         if folder is None:
             self._database = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
             # nothing remembers former lives; the time of day keeps their incarnations apart from ours
-            term = int(wall_clock())
+            term = 1 if secluded else int(wall_clock())
         else:
             self._lock = _lock(folder)
             try:

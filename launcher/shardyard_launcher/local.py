@@ -28,7 +28,7 @@ class LocalYard:
 
     def __init__(self, settings: Settings) -> None:
         self.network = InProcessNetwork()
-        self._journal = Journal(None)
+        self._journal = Journal(None, secluded=True)
         self._coordinator = Coordinator(
             network=self.network, journal=self._journal, clock=SystemClock(), membership=settings.membership
         )

@@ -64,7 +64,11 @@ def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, objec
 
 class StopSignals:
     """SIGINT and SIGTERM set an event, in place of what they did before, while the block lasts. `exit_code` is what
-    a program ends with that such a signal has stopped; None while none came."""
+    a program ends with that such a signal has stopped; None while none came.
+
+    A thread sets the event: the interpreter runs a signal's handler on top of whatever the main thread does, and while
+    that waits for the event, or sets it, a handler that sets it would wait for the event's lock for ever.
+    """
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -75,15 +79,30 @@ class StopSignals:
         return None if self._number is None else 128 + self._number
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
+        read, self._write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=self._listen, args=(read,), name="stop-signals", daemon=True)
+        self._thread.start()
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *ended: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._write)
+        self._thread.join()
 
-    def _on(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self._number is None:
-            self._number = number
-        self.stop.set()
+    def _listen(self, read: int) -> None:
+        """Takes the numbers of signals as the interpreter writes them, until the other end is closed."""
+        with os.fdopen(read, "rb", buffering=0) as stream:
+            while got := stream.read(1):
+                if got[0] in (signal.SIGINT, signal.SIGTERM):
+                    if self._number is None:
+                        self._number = got[0]
+                    self.stop.set()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The signal's number is written to the pipe before this is called."""

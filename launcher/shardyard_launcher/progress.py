@@ -115,7 +115,7 @@ class LiveDisplay:
     def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
         job = self._choice.choose(status, pids)
         line = "" if last and job is None else progress_line(status, job)
-        self._live.update(Text(line, style="bold", overflow="ellipsis", no_wrap=True))
+        self._live.update(Text(line, style="bold"))
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from shardyard.ground.errors import InvalidRequest, MalformedPayload
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady
 from shardyard.ground.types import Generation, Incarnation, JobId, PartitionId, PushKind, PushOrder
 from shardyard.transport.peers import Context, Service
 from shardyard.wire import convert, frames, methods
@@ -47,7 +47,10 @@ class Servicer:
         caller = convert.caller_from_wire(request.caller)
         self._store.check_coordinator(caller)
         if request.server != self._store.incarnation:
-            raise InvalidRequest(f"partitions for server {request.server}; here is server {self._store.incarnation}")
+            # also in the moment between this server's registration and its learning of it
+            raise NotReady(
+                f"partitions for server {Incarnation(request.server)}; here is server {self._store.incarnation}"
+            )
         layout = convert.layout_from_wire(request.layout)
         self._store.create(
             caller.job,

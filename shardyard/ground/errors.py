@@ -144,7 +144,7 @@ class Refused(ShardyardError):
 
 class StaleIncarnation(Refused):
     why = "this member was declared dead, or is not the one that was meant; what it does now must not count"
-    todo = "register again; a restarted process does so by itself"
+    todo = "start the process again; it registers anew"
 
 
 class StaleToken(Refused):

@@ -45,6 +45,18 @@ def gone(pid: int) -> bool:
         return True
 
 
+@contextlib.contextmanager
+def killed_at_last(pids: list[int]) -> Iterator[None]:
+    """Leaves none of these processes behind, which exist now, if what is to end them does not."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 class Bench:
     """An agent that serves over gRPC, and the scripts it is given."""
 
@@ -347,7 +359,9 @@ def test_children_that_a_process_leaves_behind_end_with_it(bench: Bench) -> None
         """
     )
     assert ended.exit_code == 0
-    await_true(lambda: gone(int(ended.lines()[0])), "the child of a process that has ended")
+    pid = int(ended.lines()[0])
+    with killed_at_last([pid]):
+        await_true(lambda: gone(pid), "the child of a process that has ended")
 
 
 def test_stranger_that_holds_the_output_does_not_hold_up_the_end(bench: Bench) -> None:
@@ -359,10 +373,10 @@ def test_stranger_that_holds_the_output_does_not_hold_up_the_end(bench: Bench) -
         """
     )
     pid = int(ended.lines()[0])
-    assert ended.exit_code == 0
-    # a session of its own is a way out that we leave open
-    assert not gone(pid)
-    os.kill(pid, signal.SIGKILL)
+    with killed_at_last([pid]):
+        assert ended.exit_code == 0
+        # a session of its own is a way out that we leave open
+        assert not gone(pid)
 
 
 def test_much_output_comes_whole_and_in_order(bench: Bench) -> None:
@@ -401,10 +415,11 @@ def test_killed_agent_leaves_no_training_process(tmp_path: Path) -> None:
     try:
         assert agent.stdout is not None
         pids = [int(agent.stdout.readline()) for _ in range(2)]
-        assert not any(map(gone, pids))
-        agent.kill()
-        agent.wait(DEADLINE_S)
-        await_true(lambda: all(map(gone, pids)), "the processes of a killed agent")
+        with killed_at_last(pids):
+            assert not any(map(gone, pids))
+            agent.kill()
+            agent.wait(DEADLINE_S)
+            await_true(lambda: all(map(gone, pids)), "the processes of a killed agent")
     finally:
         agent.kill()
         agent.wait(DEADLINE_S)

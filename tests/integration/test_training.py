@@ -7,13 +7,14 @@ a whole number. The oracle of the synchronous ones: the digest of all values of 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from yards import Probes, finish, running_yard
+from yards import Probes, Script, finish, running_yard
 
 from shardyard_launcher.cluster import LocalCluster
 
@@ -79,6 +80,30 @@ def test_rule_b4_a_late_worker_changes_no_bit(yard: LocalCluster, probes: Probes
     results = [finish(*first), finish(*second)]
     assert {result["digest"] for result in results} == {undisturbed}
     assert results[1]["computed"] > 0
+
+
+def test_rule_b1_workers_beyond_the_ranks_stand_by_and_step_in(
+    yard: LocalCluster, probes: Probes, undisturbed: str
+) -> None:
+    # the grace time is long, so that only the fourth worker can step in
+    common = {"coordinator": yard.coordinator, "job": "standby", "job__workers_expected": 4, **SYNC}
+    common["job__rank_grace_ms"] = 60_000
+    started = [probes.start("model", "--pause-ms", "400", **common) for _ in range(4)]
+    for script, _ in started:
+        script.wait_for(" job 'standby'")
+    until = time.monotonic() + 30
+    at_work: list[tuple[Script, Path]] = []
+    while len(at_work) < 3:
+        assert time.monotonic() < until
+        at_work = [each for each in started if any("computes logical rank" in line for line in each[0].lines)]
+        time.sleep(0.01)
+    victim = at_work[-1]
+    victim[0].wait_for("computed 1")
+    victim[0].kill()
+    started.remove(victim)
+    results = [finish(script, out) for script, out in started]
+    assert {result["digest"] for result in results} == {undisturbed}
+    assert all(result["computed"] > 0 for result in results)
 
 
 def test_promise_2_each_sample_counts_once_with_three_workers(yard: LocalCluster, probes: Probes) -> None:

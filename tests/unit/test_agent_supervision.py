@@ -82,11 +82,12 @@ def test_failed_process_stops_the_others() -> None:
     assert (end.exit_code, end.first_error_index) == (3, 0)
 
 
-def test_first_error_by_time_is_told_though_noticed_last() -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_first_error_by_time_is_told_though_noticed_last(first: int) -> None:
     core = begun()
-    core.handle(ended(1, 1, error=failure("second", 20.0), time_s=21.0), 5)
-    end = told(core.handle(ended(0, 7, error=failure("first", 19.0), time_s=30.0), 6))
-    assert end == LaunchEnded(7, 0, "Traceback: first")
+    core.handle(ended(1 - first, 1, error=failure("second", 20.0), time_s=21.0), 5)
+    end = told(core.handle(ended(first, 7, error=failure("first", 19.0), time_s=30.0), 6))
+    assert end == LaunchEnded(7, first, "Traceback: first")
 
 
 def test_error_before_one_without_a_traceback_is_told() -> None:

@@ -254,8 +254,8 @@ def test_bad_pull_is_refused() -> None:
     assert len(convert.pull_from_wire(good).parts) == 2
     with pytest.raises(MalformedPayload, match="twice"):
         convert.pull_from_wire(server.PullRequest(parts=[{"partition": 1}, {"partition": 1}]))
+    many = [server.PartPull(partition=index) for index in range(limits.PARTITIONS_MAX + 1)]
     with pytest.raises(TooLarge):
-        many = [server.PartPull(partition=index) for index in range(limits.PARTITIONS_MAX + 1)]
         convert.pull_from_wire(server.PullRequest(parts=many))
     with pytest.raises(InvalidRequest, match="1001 ms"):
         convert.pull_from_wire(server.PullRequest(wait_ms=limits.PULL_WAIT_MS_MAX + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -72,6 +73,5 @@ def test_golden_layout_and_map_pass_the_door_and_come_back() -> None:
 
 def test_worked_example_of_the_protocol_is_a_golden_vector() -> None:
     text = (GOLDEN.parents[1] / "docs" / "protocol.md").read_text()
-    shown = [line.split("  ")[0] for line in text.splitlines() if line.startswith("    ") and line[4:6].isalnum()]
-    joined = "".join("".join(line.split()) for line in shown)
-    assert VECTORS["PushFrame.first"].hex() in joined
+    shown = re.findall(r"^ {4}((?:[0-9a-f]{2} ?)+)(?: |$)", text, re.MULTILINE)
+    assert bytes.fromhex("".join(shown)) == VECTORS["PushFrame.first"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 
-from shardyard.ground import errors
+from shardyard.ground import errors, limits
 from shardyard.ground.errors import ShardyardError
 from shardyard.transport import status
 from shardyard.transport.channel import GrpcNetwork
@@ -19,6 +21,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
+PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 TIMEOUT_MS = 10_000
 INVALID, ABORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED
 UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
@@ -117,8 +120,17 @@ def thrower() -> Iterator[Thrower]:
 WAYS = ("grpc", "in process")
 
 
-def test_every_error_has_a_row() -> None:
+def test_every_error_has_a_row_here_and_in_the_protocol() -> None:
     assert set(EXPECTED) == set(errors.BY_CODE.values())
+    listed = re.findall(r"^\| `([A-Z]\w+)` \| ([A-Z_]+) \|", PROTOCOL.read_text(), re.MULTILINE)
+    assert dict(listed) == {kind.__name__: code.name for kind, code in EXPECTED.items()}
+    assert len(listed) == len(EXPECTED)
+
+
+def test_limits_of_the_protocol_are_those_of_the_code() -> None:
+    listed = re.findall(r"^\| `([A-Z_]+)` \| (\d+) \|", PROTOCOL.read_text(), re.MULTILINE)
+    assert len(listed) > 20
+    assert {name: int(value) for name, value in listed} == {name: getattr(limits, name) for name, _ in listed}
 
 
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)

@@ -57,7 +57,7 @@ from shardyard.ground.types import (
     WorkerSource,
 )
 from shardyard_ps_server import blocks, store, versions
-from shardyard_ps_server.store import HostedJob, Store
+from shardyard_ps_server.store import Counters, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
@@ -153,7 +153,6 @@ def test_request_for_another_server_is_refused() -> None:
 def test_promise_4_fenced_worker_can_neither_push_nor_pull_nor_open() -> None:
     here = server()
     here.fence([WORKER.incarnation])
-    before = here.counters
     for ask in (
         lambda: here.admit_push(order()),
         lambda: here.admit_pull(wish((0, 0))),
@@ -161,7 +160,7 @@ def test_promise_4_fenced_worker_can_neither_push_nor_pull_nor_open() -> None:
     ):
         with pytest.raises(StaleIncarnation, match="which was declared dead"):
             ask()
-    assert here.counters == before
+    assert here.counters == Counters()
     assert here.admit(Caller(JOB, Incarnation(11)), HERE, GENERATION).job == JOB
 
 
@@ -585,4 +584,4 @@ def test_refused_push_is_not_counted() -> None:
     here = server()
     with pytest.raises(SequenceGap):
         send(here, order(sequence=1))
-    assert here.counters == type(here.counters)()
+    assert here.counters == Counters()

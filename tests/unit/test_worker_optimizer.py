@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardyard.ground.errors import UnsupportedOptimizer
-from shardyard.ground.optimizers import check_spec, setting_names
+from shardyard.ground.optimizers import check_spec, make_group, setting_names
 from shardyard.ground.types import OptimizerSpec
 from shardyard_worker.optimizer import ServerOptimizer, translate
 
@@ -44,8 +44,6 @@ def test_torchs_defaults_are_the_servers(kind: Make, name: str) -> None:
     spec = translate(kind(parameters()))
     assert spec.kind == name
     check_spec(spec)
-    from shardyard.ground.optimizers import make_group
-
     assert spec.groups == (make_group(name, {}),)
 
 
@@ -230,7 +228,7 @@ def test_a_closure_is_called_with_gradients_and_its_loss_returned() -> None:
         assert pushed == []
         loss = given[0].sum()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     with torch.no_grad():
         assert optimizer.step(closure) == 3.0

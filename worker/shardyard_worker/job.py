@@ -374,9 +374,10 @@ def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
         raise InvalidRequest(f"a metric's name of {len(name)} characters; at most {METRIC_NAME_CHARACTERS_MAX}")
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
+    if isinstance(value, torch.Tensor):
+        got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+        raise InvalidRequest(f"metric {name!r} is {got}; expected one real number", todo="log its mean, for example")
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(
-            f"metric {name!r} is not one real number ({error})", todo="log loss.mean(), say"
-        ) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"metric {name!r} is {value!r:.100}; expected one real number") from error

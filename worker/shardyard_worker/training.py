@@ -152,8 +152,11 @@ class Training:
 
 
 def explain(answer: Answer) -> str:
-    """What an unfinished pull waits for."""
+    """What an unfinished pull waits for, the same wait of several partitions once."""
+    waits: dict[tuple[int, str], list[int]] = {}
+    for item in answer.missing:
+        waits.setdefault((item.have.number, item.waiting_for), []).append(item.partition)
     return "; ".join(
-        f"partition {item.partition} at version {item.have.number} waits for {item.waiting_for}"
-        for item in answer.missing[:4]
+        f"partition {', '.join(map(str, sorted(partitions)[:8]))} at version {number} waits for {what}"
+        for (number, what), partitions in list(waits.items())[:4]
     )
