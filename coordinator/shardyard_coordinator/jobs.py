@@ -67,6 +67,7 @@ class Job:
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
+        self._chief_is_done = False
         self._finish_at_ms: int | None = None
         if settings.consistency.mode is UpdateMode.SYNC:
             self.ranks = RankBook(
@@ -91,8 +92,9 @@ class Job:
 
     @property
     def chief(self) -> Incarnation | None:
-        """The living worker that came first."""
-        return self.workers[0] if self.workers else None
+        """The living worker that came first; nobody once a chief has said goodbye, since what a chief does at the end
+        of a script is done then."""
+        return self.workers[0] if self.workers and not self._chief_is_done else None
 
     def require_unfinished(self) -> None:
         """Raises what the job failed with; NotFound where it is finished."""
@@ -140,10 +142,13 @@ class Job:
     def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
         have said so."""
+        was_chief = self.chief == worker
         self._remove(worker, f"left ({error})" if error else "left", now_ms)
         if self.state.ended:
             return []
-        self._goodbyes += 0 if error else 1
+        if not error:
+            self._goodbyes += 1
+            self._chief_is_done = self._chief_is_done or was_chief
         if self.workers:
             return [*self.free((worker,), now_ms), *self._fence(worker)]
         if error:

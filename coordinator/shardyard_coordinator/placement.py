@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
+from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, TooLarge
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
 from shardyard.ground.types import (
@@ -30,9 +30,6 @@ from shardyard.ground.types import (
     VariableSpec,
     aligned_bytes,
 )
-
-BLOCKS_MAX: Final = 250_000
-"""Blocks of a job: a layout travels in one message."""
 
 _KINDS = tuple(VariableKind)
 _DTYPES = tuple(DType)
@@ -73,9 +70,9 @@ def plan(
             todo="give job.prepare a model that has parameters",
         )
     blocks = sum(-(-spec.payload_bytes // block_bytes) for spec in variables)
-    if blocks > BLOCKS_MAX:
+    if blocks > limits.BLOCKS_MAX:
         raise TooLarge(
-            f"the variables make {blocks} blocks of {block_bytes} bytes; at most {BLOCKS_MAX} are taken",
+            f"the variables make {blocks} blocks of {block_bytes} bytes; at most {limits.BLOCKS_MAX} are taken",
             todo="set job.block_bytes higher",
         )
     pieces = [piece for index, spec in enumerate(variables) for piece in _cut(index, spec, block_bytes)]

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.shell import Coordinator
-from shardyard_ps_server.process import Server
-from shardyard_worker import job as worker
-
 from shardyard.ground import errors
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.settings import Settings
 from shardyard.transport.in_process import InProcessNetwork
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.shell import Coordinator
+from shardyard_ps_server.process import Server
+from shardyard_worker import job as worker
 
 log = logging.getLogger("shardyard.local")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, StraddlingRange
+from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, StraddlingRange, TooLarge
+from shardyard.ground.limits import LEDGER_SOURCES_MAX
 from shardyard.ground.types import PartitionId, PushName, SourceKey, Token, WorkerSource
 
 
@@ -33,11 +34,18 @@ class Ledger:
         entry = self._entries.get(key)
         return 0 if entry is None else entry.next
 
-    def open(self, key: SourceKey, token: Token) -> int:
-        """Rule A5: takes the token of a new lease and gives the next sequence. Raises StaleToken for a lower one."""
-        entry = self._entries.setdefault(key, _Entry())
-        if token < entry.token:
+    def check_open(self, key: SourceKey, token: Token) -> None:
+        """Raises what `open` would: StaleToken for a lower token than one seen, TooLarge."""
+        entry = self._entries.get(key)
+        if entry is None and len(self._entries) >= LEDGER_SOURCES_MAX:
+            raise TooLarge(f"{len(self._entries)} sources in partition {self._partition}; at most {LEDGER_SOURCES_MAX}")
+        if entry is not None and token < entry.token:
             raise self._stale(key, token, entry)
+
+    def open(self, key: SourceKey, token: Token) -> int:
+        """Rule A5: takes the token of a new lease and gives the next sequence."""
+        self.check_open(key, token)
+        entry = self._entries.setdefault(key, _Entry())
         entry.token = token
         return entry.next
 

@@ -82,6 +82,11 @@ class Partition:
 
     # ---- leases
 
+    def check_open(self, key: SourceKey, token: Token) -> None:
+        """Raises what `open_source` would refuse; changes nothing."""
+        with self._changed:
+            self._ledger.check_open(key, token)
+
     def open_source(self, key: SourceKey, token: Token) -> Watermark:
         with self._changed:
             return Watermark(self.id, self._ledger.open(key, token), self._versions.newest)

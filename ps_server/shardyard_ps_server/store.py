@@ -26,6 +26,7 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.types import (
     Caller,
+    DataShardSource,
     Generation,
     Incarnation,
     JobId,
@@ -39,6 +40,7 @@ from shardyard.ground.types import (
     PullWish,
     PushKind,
     PushOrder,
+    RankSource,
     SourceKey,
     Term,
     Token,
@@ -77,6 +79,20 @@ class HostedJob:
             and sorted(self.partitions) == sorted(owned)
             and (self.mode, self.logical_ranks) == (mode, logical_ranks)
         )
+
+    def check_leased(self, key: SourceKey) -> None:
+        """Raises InvalidRequest unless the job leases sources of this kind."""
+        source = key.source
+        if self.mode is UpdateMode.SYNC:
+            leased = isinstance(source, RankSource) and source.rank < self.logical_ranks
+        else:
+            leased = isinstance(source, DataShardSource)
+        if not leased or key.lane != 0:
+            raise InvalidRequest(
+                f"{source}, lane {key.lane}, to be opened in job {self.job}, which is {self.mode.value}"
+                + (f" with {self.logical_ranks} logical ranks" if self.mode is UpdateMode.SYNC else ""),
+                todo="open data shards in an asynchronous job, logical ranks in a synchronous one, lane 0",
+            )
 
     def find(self, partition: PartitionId) -> Partition:
         found = self.partitions.get(partition)
@@ -294,6 +310,11 @@ class Store:
     def open_sources(
         self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
     ) -> list[tuple[SourceKey, list[Watermark]]]:
+        """Rule A5. Raises StaleToken, InvalidRequest for a source that the job cannot have, TooLarge."""
+        for key, token in sources:
+            hosted.check_leased(key)
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].check_open(key, token)
         return [
             (key, [hosted.partitions[p].open_source(key, token) for p in sorted(hosted.partitions)])
             for key, token in sources

@@ -32,6 +32,8 @@ LOGICAL_RANKS_MAX: Final = 4_096
 SOURCES_PER_REQUEST_MAX: Final = 65_536
 SEQUENCE_MAX: Final = (1 << 63) - 1
 """The last sequence that a name may have, so that the one after it still fits on the wire."""
+LEDGER_SOURCES_MAX: Final = 10_000_000
+"""Sources in the ledger of one partition."""
 BLOCK_ALIGN_BYTES: Final = 64
 """Each block of a partition's payload is filled up to a multiple of this."""
 

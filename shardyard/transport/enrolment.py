@@ -54,7 +54,7 @@ class Enrolment:
         on_lost: Callable[[errors.ShardyardError], None],
         report: Callable[[wire.HeartbeatRequest], None] | None = None,
         deadline_ms: int = 3_000,
-        lost_after_ms: int = 5_000,
+        lost_after_ms: int = 4_000,
     ) -> None:
         self._peer = peer
         self._membership = membership
@@ -149,6 +149,11 @@ class Enrolment:
                     return
             except errors.ShardyardError as error:
                 self._lose(error)
+                return
+            except Exception as error:
+                # a defect in what the role reports or does with the answer must not look like a dead coordinator
+                log.exception("a heartbeat failed")
+                self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
                 return
 
     def _lose(self, error: errors.ShardyardError) -> None:

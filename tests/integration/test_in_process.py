@@ -259,7 +259,8 @@ def test_all_workers_begin_with_the_values_of_the_seed(connect: Connect) -> None
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
 
 
-def test_a_scheduler_given_to_prepare_follows_the_steps_of_the_job(connect: Connect) -> None:
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_a_scheduler_given_to_prepare_follows_the_steps_of_the_job(connect: Connect, calls: int) -> None:
     job = connect(settings=SYNC_2)
     model = mlp()
     plain = clone_of(model)
@@ -275,8 +276,8 @@ def test_a_scheduler_given_to_prepare_follows_the_steps_of_the_job(connect: Conn
             optimizer.zero_grad()
             model(batch[0]).square().mean().backward()
             optimizer.step()
-            schedule.step()
-            schedule.step()
+            for _ in range(calls):
+                schedule.step()
     theirs, scheduler = make[1]
     for step in range(6):
         theirs.zero_grad()
@@ -566,6 +567,7 @@ def test_variables_are_pushed_and_pulled_by_name(connect: Connect, settings: dic
     pulled = job.pull()
     assert {name: torch.equal(value, first[name]) for name, value in pulled.items()} == {"a": True, "b": True}
     pulled["a"].zero_()
+    assert torch.equal(job.pull()["a"], first["a"])
     job.push({"a": torch.ones(2, 3)})
     assert torch.equal(job.pull(["a"])["a"], first["a"] - 0.5)
     assert list(job.pull(["b"])) == ["b"]

@@ -331,7 +331,7 @@ def test_wrong_orders_are_refused_and_change_nothing(shop: Shop) -> None:
         (shop.stub.Fence, wire.FenceRequest(caller=old, incarnations=[WORKER]), "StaleTerm"),
         (shop.stub.OpenPartitions, wire.OpenPartitionsRequest(caller=old), "StaleTerm"),
         (shop.stub.OpenPartitions, wire.OpenPartitionsRequest(caller=ORDERS, generation=5), "StaleGeneration"),
-        (shop.stub.CreatePartitions, wire.CreatePartitionsRequest(caller=ORDERS, server=3), "InvalidRequest"),
+        (shop.stub.CreatePartitions, wire.CreatePartitionsRequest(caller=ORDERS, server=3), "NotReady"),
     ]
     for spoil in (
         lambda r: setattr(r.caller, "term", 0),

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardyard_ps_server import optimizers
 
 from shardyard.ground.optimizers import KINDS, make_group
+from shardyard_ps_server import optimizers
 
 Run = tuple[npt.NDArray[np.floating], list[npt.NDArray[np.floating]]]
 

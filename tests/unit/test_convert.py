@@ -105,6 +105,7 @@ BAD_LAYOUTS = {
     "beyond the variable's end": lambda m: setattr(m.partitions[1].blocks[1], "length", 5),
     "offset beyond the end": lambda m: setattr(m.partitions[1].blocks[1], "offset", (1 << 64) - 2),
     "misaligned": lambda m: setattr(m.partitions[1].blocks[1], "position", 24),
+    "misaligned before a good one": lambda m: setattr(m.partitions[1].blocks[0], "position", 8),
     "gap in the payload": lambda m: setattr(m.partitions[1].blocks[1], "position", 128),
     "blocks on top of each other in the payload": lambda m: setattr(m.partitions[1].blocks[1], "position", 0),
     "elements in two blocks": lambda m: setattr(m.partitions[1].blocks[1], "offset", 12),

@@ -324,9 +324,15 @@ def test_exit_is_believed_from_an_agent_only(yard: Yard) -> None:
 def test_chief_is_the_living_worker_that_came_first(yard: Yard) -> None:
     first, second, third = yard.join(), yard.join(), yard.join()
     assert [yard.beat(each.incarnation).chief for each in (first, second, third)] == [True, False, False]
-    yard.handle(events.MemberLeft(first.incarnation, ""))
+    yard.handle(events.MemberLeft(first.incarnation, "ValueError: spoilt"))
     standing = yard.beat(second.incarnation)
     assert (standing.chief, standing.workers) == (True, 2)
+
+
+def test_chief_that_says_goodbye_has_no_successor(yard: Yard) -> None:
+    first, second = yard.join(), yard.join()
+    yard.handle(events.MemberLeft(first.incarnation, ""))
+    assert not yard.beat(second.incarnation).chief
 
 
 def test_last_worker_that_leaves_ends_the_job(yard: Yard) -> None:

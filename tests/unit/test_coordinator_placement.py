@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, TooLarge
 from shardyard.ground.types import (
     Block,
@@ -14,7 +15,6 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
 )
-from shardyard_coordinator import placement
 from shardyard_coordinator.placement import Server, assign, plan
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
@@ -68,7 +68,7 @@ def test_job_without_variables_is_refused() -> None:
 
 
 def test_layout_of_too_many_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "BLOCKS_MAX", 3)
+    monkeypatch.setattr(limits, "BLOCKS_MAX", 3)
     with pytest.raises(TooLarge, match=r"make 4 blocks of 64 bytes.*job\.block_bytes higher"):
         plan((f32("w", 64),), SGD, partitions=1, block_bytes=64)
 

@@ -14,11 +14,11 @@ import numba
 import numpy as np
 import pytest
 import torch
-from shardyard_ps_server import kernels, optimizers
-from shardyard_ps_server.optimizers import Slot
 
 from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.optimizers import KINDS, check_group, make_group
+from shardyard_ps_server import kernels, optimizers
+from shardyard_ps_server.optimizers import Slot
 
 ELEMENTS = 1037  # no multiple of a vector's width
 STEPS = 200

@@ -80,13 +80,15 @@ OWNED = [PartitionId(0), PartitionId(2)]
 
 
 def server(mode: UpdateMode = UpdateMode.ASYNC, *, ranks: int = 2, opened: bool = True) -> Store:
-    """Holds partitions 0 and 2; SHARD and all ranks are open under TOKEN."""
+    """Holds partitions 0 and 2; what the mode leases, SHARD or all ranks, is open under TOKEN."""
     found = Store()
     found.become(HERE, Term(2))
     found.create(JOB, GENERATION, LAYOUT, OWNED, mode, ranks)
     if opened:
         found.open(JOB, GENERATION)
-    keys = [SourceKey(SHARD), *(SourceKey(RankSource(Rank(rank))) for rank in range(ranks))]
+    keys = [SourceKey(SHARD)]
+    if mode is UpdateMode.SYNC:
+        keys = [SourceKey(RankSource(Rank(rank))) for rank in range(ranks)]
     found.open_sources(found.admit(WORKER, HERE, GENERATION), [(key, TOKEN) for key in keys])
     return found
 

@@ -138,7 +138,10 @@ class Job:
 
     @property
     def chief(self) -> bool:
-        """True in one worker: the living one that joined first. The one to evaluate, print and save."""
+        """True in one worker: the living one that joined first. The one to evaluate, print and save.
+
+        If it dies another one is; once it has left well, nobody is, so that what it does is done once.
+        """
         return self._session.chief
 
     def log(self, **metrics: float | torch.Tensor) -> None:
