@@ -52,5 +52,8 @@ test-containers: $(STAMP) ## build the images and train in containers; needs a D
 	@docker info >/dev/null 2>&1 || test ! -x ../shared/containers/engine || ../shared/containers/engine up
 	@$(BIN)/python -m pytest tests/containers -m containers
 
+bench: $(STAMP) ## run benchmarks (BENCH=name for one)
+	@for f in $(if $(BENCH),benchmarks/$(BENCH).py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$f || exit 1; done
+
 clean: ## remove .venv and caches
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

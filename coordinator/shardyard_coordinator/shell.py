@@ -262,7 +262,11 @@ class Coordinator:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
     def _later(self, work: Callable[[A], None], about: A) -> None:
-        self._callers.submit(work, about).add_done_callback(_log_failure)
+        try:
+            self._callers.submit(work, about).add_done_callback(_log_failure)
+        except RuntimeError as error:
+            # the interpreter is going down, and with it, in a yard inside one process, everybody who could be told
+            log.debug("not done any more: %s", error)
 
 
 def _log_failure(future: Future[None]) -> None:

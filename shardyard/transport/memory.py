@@ -1,7 +1,7 @@
 """malloc, tuned at the start of every process that moves payloads.
 
 Messages of a megabyte come and go all the time; with glibc's defaults each one is mapped and unmapped anew, and fresh
-pages are the largest single cost of the data plane. Measured: 1.4 to 2 times the throughput (docs/architecture.md).
+pages are a large part of what it costs to move them.
 """
 
 from __future__ import annotations

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from yards import Probes, finish, running_yard
 
 from shardyard_launcher.cluster import LocalCluster

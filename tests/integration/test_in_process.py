@@ -1,12 +1,10 @@
 """A whole yard in this process: what a script sees of a job, held against plain torch.
 
-The oracle of most tests is the same training written with torch alone. That of the feeds is the one of test_training:
-each sample owns a coordinate and adds 1 to it.
+The oracle of most tests is the same training written with torch alone.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -17,53 +15,24 @@ from typing import Any
 
 import pytest
 import torch
+from alone import SYNC, SYNC_2, Connect, Counted, status
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.ground import errors
 from shardyard.runtime import configuration
-from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker
 
-SYNC = {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 1}
-SYNC_2 = SYNC | {"job.consistency.logical_ranks": 2}
+pytestmark = pytest.mark.usefixtures("alone")
+
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
 
-Connect = Callable[..., sy.Job]
 MakeModel = Callable[[], torch.nn.Module]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("SHARDYARD"):
-            monkeypatch.delenv(name)
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def connect() -> Iterator[Connect]:
-    """Jobs in this process; all are left at the end."""
-    jobs: list[sy.Job] = []
-
-    def start(**settings: Any) -> sy.Job:
-        given = {"yard.servers": 2, "log.level": "error"} | settings.pop("settings", {}) | settings
-        jobs.append(sy.connect(settings=given))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.close()
-
-
-def status(yard: LocalYard) -> wire.JobStatus:
-    peer = yard.network.connect(COORDINATOR, name="coordinator")
-    (job,) = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).jobs
-    return job
 
 
 def assert_close(mine: torch.Tensor, theirs: torch.Tensor, name: str) -> None:
@@ -309,251 +278,6 @@ def test_a_scheduler_that_is_refused_leaves_the_job_free(connect: Connect) -> No
     with pytest.raises(errors.UnsupportedOptimizer):
         job.prepare(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     job.prepare(model, optimizer)
-
-
-# ---- feeds
-
-
-class Counted:
-    """A job whose values are how often each sample has counted."""
-
-    def __init__(self, job: sy.Job, samples: int) -> None:
-        self.job = job
-        self.values = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
-        self.data = TensorDataset(torch.arange(samples))
-        _, self.optimizer = job.prepare(torch.nn.ParameterList([self.values]), torch.optim.SGD([self.values], lr=1.0))
-
-    def compute(self, index: torch.Tensor, share: float = 1.0) -> None:
-        (-self.values[index].sum() * share).backward()
-
-    def step(self, index: torch.Tensor, share: float = 1.0) -> None:
-        self.optimizer.zero_grad()
-        self.compute(index, share)
-        self.optimizer.step()
-
-    @property
-    def counts(self) -> list[float]:
-        return [round(value, 9) for value in self.job.pull()["0"].tolist()]
-
-
-@pytest.mark.parametrize("samples", [1, 7, 24, 25])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_promise_2_each_sample_counts_once_asynchronous(connect: Connect, samples: int, drop_last: bool) -> None:
-    counted = Counted(connect(settings={"job.data.batches_per_data_shard": 2}), samples)
-    if drop_last and samples < 4:
-        with pytest.raises(errors.InvalidRequest, match="drop_last"):
-            counted.job.batches(counted.data, batch_size=4, drop_last=True)
-        return
-    sizes = []
-    for (index,) in counted.job.batches(counted.data, batch_size=4, epochs=3, drop_last=drop_last):
-        counted.step(index)
-        sizes.append(len(index))
-    if drop_last:
-        assert set(sizes) == {4}
-        assert sum(counted.counts) == 3 * (samples // 4 * 4)
-        assert max(counted.counts) <= 3
-    else:
-        assert counted.counts == [3.0] * samples
-        assert len(sizes) == 3 * -(-samples // 4)
-
-
-@pytest.mark.parametrize("samples", [1, 7, 24, 25])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_promise_2_each_sample_counts_once_synchronous(connect: Connect, samples: int, ranks: int) -> None:
-    job = connect(settings=SYNC | {"job.consistency.logical_ranks": ranks})
-    counted = Counted(job, samples)
-    sizes: list[int] = []
-    steps: list[list[int]] = []
-    for (index,) in job.batches(counted.data, batch_size=4, epochs=2):
-        if len(steps) == job.step:
-            steps.append([])
-        steps[job.step] += index.tolist()
-        sizes.append(len(index))
-        # sum over the samples / samples of the step, weighted: the share of a sample is 1 / (its batch), times
-        # (its batch) / (the step); so each adds 1 / (samples of its step)
-        counted.step(index, 1 / len(index))
-    assert sum(sizes) == 2 * samples
-    per_epoch = -(-samples // (4 * ranks))
-    assert len(steps) == job.step == 2 * per_epoch
-    for epoch in range(2):
-        seen = [sample for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for sample in step]
-        assert sorted(seen) == list(range(samples))
-    expected = [0.0] * samples
-    for step in steps:
-        for sample in step:
-            expected[sample] += 1 / len(step)
-    assert counted.counts == [round(value, 9) for value in expected]
-
-
-def test_drop_last_in_a_synchronous_job_leaves_whole_steps(connect: Connect) -> None:
-    counted = Counted(connect(settings=SYNC_2), 21)
-    sizes = []
-    for (index,) in counted.job.batches(counted.data, batch_size=4, drop_last=True):
-        sizes.append(len(index))
-        counted.step(index)
-    assert sizes == [4] * 4
-    assert counted.job.step == 2
-
-
-@pytest.mark.parametrize("settings", [{}, SYNC_2])
-def test_no_epochs_are_no_batches(connect: Connect, settings: dict[str, Any]) -> None:
-    counted = Counted(connect(settings=settings), 6)
-    assert list(counted.job.batches(counted.data, epochs=0)) == []
-    for (index,) in counted.job.batches(counted.data, batch_size=1):
-        counted.step(index)
-    assert sum(counted.counts) == (6 if not settings else 3)
-
-
-@pytest.mark.parametrize("settings", [{}, SYNC_2])
-def test_two_data_sets_one_after_the_other(connect: Connect, settings: dict[str, Any]) -> None:
-    counted = Counted(connect(settings=settings), 10)
-    seen: list[int] = []
-    for length in (10, 5):
-        for (index,) in counted.job.batches(TensorDataset(torch.arange(length)), batch_size=3):
-            seen += index.tolist()
-            counted.step(index, 1.0 if not settings else 1 / len(index))
-    assert sorted(seen) == sorted([*range(10), *range(5)])
-    if not settings:
-        assert counted.counts == [2.0] * 5 + [1.0] * 5
-    else:
-        assert sum(counted.counts) == pytest.approx(counted.job.step)
-
-
-def test_batches_without_a_step_are_accumulated_within_a_data_shard(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    counted = Counted(connect(settings={"job.data.batches_per_data_shard": 6}), 24)
-    counted.optimizer.zero_grad()
-    with caplog.at_level("WARNING"):
-        for at, (index,) in enumerate(counted.job.batches(counted.data, batch_size=2)):
-            counted.compute(index)
-            if at % 3 == 2:
-                counted.optimizer.step()
-                counted.optimizer.zero_grad()
-    assert counted.counts == [1.0] * 24
-    assert counted.job.step == 4
-    assert not caplog.records
-
-
-def test_batches_without_a_step_at_the_end_of_a_data_shard_do_not_count_and_are_warned_of(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    counted = Counted(connect(settings={"job.data.batches_per_data_shard": 4}), 16)
-    dropped: list[int] = []
-    with caplog.at_level("WARNING"):
-        for at, (index,) in enumerate(counted.job.batches(counted.data, batch_size=2)):
-            if at % 4 < 2:
-                counted.step(index)
-            else:
-                dropped += index.tolist()
-    assert counted.counts == [0.0 if sample in dropped else 1.0 for sample in range(16)]
-    (record,) = (record for record in caplog.records if "empty push" in record.getMessage())
-    assert "data shard 0.0.0 #2-3" in record.getMessage()
-
-
-def test_a_synchronous_batch_without_a_step_does_not_count_and_is_warned_of(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
-    counted = Counted(connect(settings=SYNC_2), 16)
-    dropped: list[int] = []
-    with caplog.at_level("WARNING"):
-        for at, (index,) in enumerate(counted.job.batches(counted.data, batch_size=2)):
-            if at in (2, 4, 5):
-                dropped += index.tolist()
-            else:
-                counted.step(index, 1 / 2)
-    # step 1 has one rank left, step 2 none
-    assert counted.job.step == 4
-    assert sum(counted.counts) == pytest.approx(3)
-    assert [sample for sample, count in enumerate(counted.counts) if count == 0] == sorted(dropped)
-    assert sum("empty push" in record.getMessage() for record in caplog.records) == 1
-
-
-@pytest.mark.parametrize("settings", [{}, SYNC_2])
-def test_two_steps_for_one_batch_are_refused(connect: Connect, settings: dict[str, Any]) -> None:
-    counted = Counted(connect(settings=settings), 8)
-    batches = counted.job.batches(counted.data, batch_size=2)
-    (index,) = next(batches)
-    counted.step(index, 1.0)
-    with pytest.raises(errors.InvalidRequest, match="twice") as caught:
-        counted.optimizer.step()
-    assert "once for each batch" in caught.value.todo_text
-    for (index,) in batches:
-        counted.step(index, 1.0)
-    if not settings:
-        assert counted.counts == [1.0] * 8
-
-
-def test_a_loop_that_was_left_leaves_the_job_usable(connect: Connect) -> None:
-    counted = Counted(connect(), 12)
-    first: list[int] = []
-    for (index,) in counted.job.batches(counted.data, batch_size=2):
-        counted.step(index)
-        first += index.tolist()
-        if len(first) == 4:
-            break
-    for (index,) in counted.job.batches(counted.data, batch_size=2):
-        counted.step(index)
-    assert counted.counts == [2.0 if sample in first else 1.0 for sample in range(12)]
-
-
-def test_a_loop_that_was_left_in_a_synchronous_job_is_told_of(connect: Connect) -> None:
-    counted = Counted(connect(settings=SYNC), 12)
-    for (index,) in counted.job.batches(counted.data, batch_size=2):
-        counted.step(index)
-        break
-    with pytest.raises(errors.InvalidRequest, match="before the first step of this data set") as caught:
-        next(counted.job.batches(counted.data, batch_size=2))
-    assert "to its end" in caught.value.todo_text
-
-
-def test_batches_need_a_prepared_model(connect: Connect) -> None:
-    with pytest.raises(errors.InvalidRequest, match=r"job\.prepare"):
-        connect().batches(TensorDataset(torch.zeros(3)))
-
-
-def test_nested_batches_are_refused(connect: Connect) -> None:
-    counted = Counted(connect(), 12)
-    first, second = counted.job.batches(counted.data), counted.job.batches(counted.data)
-    next(first)
-    with pytest.raises(errors.InvalidRequest, match="inside"):
-        counted.job.batches(counted.data)
-    with pytest.raises(errors.InvalidRequest, match="inside"):
-        next(second)
-
-
-def test_steps_of_ones_own_before_batches_are_refused_in_a_synchronous_job(connect: Connect) -> None:
-    counted = Counted(connect(settings=SYNC), 4)
-    counted.step(torch.arange(4))
-    with pytest.raises(errors.InvalidRequest, match="after steps without it") as caught:
-        counted.job.batches(counted.data)
-    assert "job.batches for all steps" in caught.value.todo_text
-
-
-def test_steps_of_ones_own_and_batches_go_together_in_an_asynchronous_job(connect: Connect) -> None:
-    counted = Counted(connect(), 4)
-    counted.step(torch.arange(4))
-    for (index,) in counted.job.batches(counted.data, batch_size=2):
-        counted.step(index)
-    counted.step(torch.arange(4))
-    assert counted.counts == [3.0] * 4
-
-
-@pytest.mark.parametrize("settings", [{}, SYNC_2])
-def test_a_batch_sees_the_same_random_numbers_in_every_run(connect: Connect, settings: dict[str, Any]) -> None:
-    def run(disturbance: int) -> list[float]:
-        with connect(settings=settings | {"job.seed": 5}) as job:
-            counted = Counted(job, 12)
-            drawn = []
-            for (index,) in job.batches(counted.data, batch_size=2):
-                drawn.append(torch.rand(1).item())
-                torch.rand(disturbance)
-                counted.step(index)
-            return drawn
-
-    first = run(0)
-    assert run(3) == first
-    assert len(set(first)) == len(first) == 6
 
 
 # ---- variables without a model

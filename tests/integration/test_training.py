@@ -6,14 +6,11 @@ a whole number. The oracle of the synchronous ones: the digest of all values of 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from yards import Probes, Script, finish, running_yard
 
 from shardyard_launcher.cluster import LocalCluster

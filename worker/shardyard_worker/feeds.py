@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardyard.ground.errors import InvalidRequest, StaleToken
+from shardyard.ground.errors import InvalidRequest, ShardyardError, StaleToken
 from shardyard.ground.types import DataLease, PushName, Rank, SourceKey, UpdateMode
 from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
@@ -160,7 +160,11 @@ class AsyncFeed(Feed):
             before = 0 if pending is None else pending.samples
             self.work = Work(PushName(key, lease.token, first, sequence), before + len(chosen))
             seed_everything(self._session.seed, 1, lease.source.feed, lease.source.epoch, lease.source.index, sequence)
-            yield self._reader.fetch(chosen)
+            try:
+                yield self._reader.fetch(chosen)
+            except GeneratorExit:
+                self._give_back(lease)
+                raise
             pending = None if self.work.taken else self.work
             if self.work.lost:
                 return
@@ -170,6 +174,13 @@ class AsyncFeed(Feed):
                 return
         self.work = None
         self._close(lease)
+
+    def _give_back(self, lease: DataLease) -> None:
+        """The script has left its loop: what is left of the data shard is for others."""
+        try:
+            self._close(lease)
+        except ShardyardError as error:
+            log.debug("%s was not given back: %s", lease.source, error)
 
     def _close(self, lease: DataLease) -> None:
         source = lease.source

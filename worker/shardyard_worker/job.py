@@ -105,7 +105,7 @@ class Job:
         self._feeds = 0
         self._names: dict[str, int] = {}
         self._own_steps = 0
-        self._registered_groups: tuple[tuple[float, ...], ...] = ()
+        self._settings_now: Callable[[], tuple[tuple[float, ...], ...]] = tuple
         self._metrics: dict[str, Any] = {}
         self._metrics_lock = threading.Lock()
         self._closed = False
@@ -194,6 +194,7 @@ class Job:
             self._contribute(Sending(sent, 1.0, server_optimizer.settings()))
 
         moved = ServerOptimizer(optimizer, spec.kind, contribute)
+        self._settings_now = moved.settings
         return (model, moved) if schedule is None else (model, moved, schedule)
 
     def batches(
@@ -260,12 +261,13 @@ class Job:
             Variable(spec, tensor.detach().clone(memory_format=torch.contiguous_format))
             for spec, tensor in zip(specs, variables.values(), strict=True)
         ]
-        self._registered_groups = (make_group(optimizer, settings),)
-        self._register(made, OptimizerSpec(optimizer, self._registered_groups))
+        groups = (make_group(optimizer, settings),)
+        self._register(made, OptimizerSpec(optimizer, groups))
+        self._settings_now = lambda: groups
 
     def push(self, gradients: Mapping[str, torch.Tensor], *, samples: float = 1.0, **settings: float) -> None:
         """Pushes gradients by name; variables that are not named are left alone. In a synchronous job returns when the
-        step is complete. `settings` replace those of `register` for this push, for example `lr=0.1`.
+        step is complete. `settings` replace those in force for this push, for example `lr=0.1`.
 
         Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
         """
@@ -274,7 +276,7 @@ class Job:
             if name not in self._names:
                 known = ", ".join(sorted(self._names)[:8])
                 raise UnknownVariable(f"{name!r}; the job has {known}")
-        groups = self._registered_groups or training.optimizer.groups
+        groups = self._settings_now()
         if settings:
             kind = training.optimizer.kind
             first = dict(zip(setting_names(kind), groups[0], strict=True))

@@ -1,0 +1,45 @@
+"""A yard inside the test's own process: what tests of one share. The fixtures `alone` and `connect` go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.data import TensorDataset
+
+import shardyard as sy
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.local import COORDINATOR, LocalYard
+
+SYNC = {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 1}
+SYNC_2 = SYNC | {"job.consistency.logical_ranks": 2}
+Connect = Callable[..., sy.Job]
+
+
+def status(yard: LocalYard) -> wire.JobStatus:
+    peer = yard.network.connect(COORDINATOR, name="coordinator")
+    (job,) = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).jobs
+    return job
+
+
+class Counted:
+    """A job whose values are how often each sample has counted."""
+
+    def __init__(self, job: sy.Job, samples: int) -> None:
+        self.job = job
+        self.values = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+        self.data = TensorDataset(torch.arange(samples))
+        _, self.optimizer = job.prepare(torch.nn.ParameterList([self.values]), torch.optim.SGD([self.values], lr=1.0))
+
+    def compute(self, index: torch.Tensor, share: float = 1.0) -> None:
+        (-self.values[index].sum() * share).backward()
+
+    def step(self, index: torch.Tensor, share: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        self.compute(index, share)
+        self.optimizer.step()
+
+    @property
+    def counts(self) -> list[float]:
+        return [round(value, 9) for value in self.job.pull()["0"].tolist()]

@@ -1,0 +1,40 @@
+"""Fixtures of the integration tests; the modules beside this file (yards, alone) can be imported by its tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardyard as sy
+
+sys.path.insert(0, str(Path(__file__).parent))
+from alone import Connect
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("SHARDYARD"):
+            monkeypatch.delenv(name)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def connect(alone: None) -> Iterator[Connect]:
+    """Jobs in this process; all are left at the end."""
+    jobs: list[sy.Job] = []
+
+    def start(**settings: Any) -> sy.Job:
+        given = {"yard.servers": 2, "log.level": "error"} | settings.pop("settings", {}) | settings
+        jobs.append(sy.connect(settings=given))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
