@@ -46,6 +46,9 @@ class Progress:
         )
         self.step = max(self.step, report.step)
         self.metrics = report.metrics or self.metrics
+        if self.samples == 0:
+            # the time before the first sample is no part of the rate
+            self._points = deque([(now_ms, 0)])
         if now_ms - self._points[-1][0] >= RATE_SLOT_MS:
             self._points.append((now_ms, self.samples))
         while len(self._points) > 2 and now_ms - self._points[1][0] >= RATE_WINDOW_MS:

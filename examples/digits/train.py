@@ -17,7 +17,7 @@ import shardyard as sy
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
     """1,437 images to learn from and 360 held out, the same ones in every process."""
     digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target, dtype=torch.int64)
     shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))
     train, held_out = shuffled[360:], shuffled[:360]
@@ -26,11 +26,16 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
 
 def make_network() -> torch.nn.Module:
     return torch.nn.Sequential(
-        torch.nn.Linear(64, 128),
-        torch.nn.BatchNorm1d(128),
+        torch.nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        torch.nn.BatchNorm2d(16),
         torch.nn.ReLU(),
-        torch.nn.Dropout(0.2),
-        torch.nn.Linear(128, 10),
+        torch.nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        torch.nn.BatchNorm2d(32),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Dropout(0.3),
+        torch.nn.Linear(512, 10),
     )
 
 
@@ -38,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", help="HOST:PORT of a running yard")
     parser.add_argument("--config", help="a YAML file, see docs/configuration.md")
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, help="the job's seed")
     options = parser.parse_args()

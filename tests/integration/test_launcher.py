@@ -41,7 +41,9 @@ class Shell:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.state = folder / "state"
-        self.environment = {name: text for name, text in os.environ.items() if not name.startswith("SHARDYARD")}
+        self.environment = {
+            name: text for name, text in os.environ.items() if not name.startswith(("SHARDYARD", "MAKE"))
+        }
         # inherited by every process that is started here, so that they can be told from all others
         self.environment |= {"TMPDIR": str(self.temporary), "SHELL_OF_TEST": str(folder)}
         self._started: list[subprocess.Popen[str]] = []
