@@ -214,7 +214,7 @@ class SyncFeed(Feed):
             if rank is not None:
                 yield from self._compute(rank)
         if self._strategy.on_standby:
-            self._training.pull_newest(self._end)
+            self._training.pull_step(self._end)
 
     def _compute(self, rank: Rank) -> Iterator[Any]:
         name = self._strategy.name_of(rank)

@@ -24,33 +24,41 @@ class Patience:
     """Repeats a call while the peer does not answer or is not ready.
 
     `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
-    an answer; NotReady is an answer, and may last for as long as `check` lets it.
+    an answer; NotReady is an answer, and may last for as long as `check` lets it. `explains` False: another thread says
+    what is waited for.
     """
 
-    def __init__(self, budget_ms: int, check: Callable[[], None], waiting_for: str) -> None:
+    def __init__(self, budget_ms: int, check: Callable[[], None], waiting_for: str, *, explains: bool = True) -> None:
         self._budget_ms = budget_ms
         self._check = check
         self._waiting_for = waiting_for
+        self._explains = explains
+        self._last = ""
         # jitter only spreads retries over time, so it needs no seed
         self._random = random.Random()
+
+    @property
+    def explanation(self) -> str:
+        """What is waited for, and why the last attempt was not the last. Any thread may ask."""
+        return f"{self._waiting_for} ({self._last})" if self._last else self._waiting_for
 
     def call(self, attempt: Callable[[], R]) -> R:
         pause_ms = PAUSE_MS
         silent_since = time.monotonic()
-        last = ""
-        with ExplainedWait(lambda: f"{self._waiting_for} ({last})" if last else self._waiting_for) as wait:
+        with ExplainedWait(lambda: self.explanation) as wait:
             while True:
                 self._check()
                 try:
                     return attempt()
                 except errors.NotReady as error:
-                    last = error.what
+                    self._last = error.what
                     silent_since = time.monotonic()
                 except errors.Unavailable as error:
-                    last = error.what
+                    self._last = error.what
                     self._check()
                     if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
                         raise
-                wait.tick()
+                if self._explains:
+                    wait.tick()
                 time.sleep(pause_ms * self._random.uniform(0.5, 1.0) / 1000)
                 pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from shardyard.ground import errors
@@ -30,6 +31,7 @@ from shardyard.ground.types import (
     Token,
     Watermark,
 )
+from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.peers import Peer
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.frames import Assembler, Frame
@@ -85,7 +87,7 @@ class Router:
         self._landed: set[Incarnation] = set()
         self._versions: dict[Incarnation, int] = {}
         self._closed = threading.Event()
-        self._pool = ThreadPoolExecutor(len(self._peers), "router") if len(self._peers) > 1 else None
+        self._pool = ThreadPoolExecutor(len(self._peers), "router")
         session.on_failure(self.close)
 
     def close(self) -> None:
@@ -93,8 +95,7 @@ class Router:
         self._closed.set()
         for peer in self._peers.values():
             peer.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
 
     # ---- the four things a worker asks of servers
 
@@ -175,22 +176,35 @@ class Router:
     def _everywhere(self, ask: Callable[[Incarnation, Peer], R], waiting_for: str) -> list[R]:
         """Asks all servers at once, each again while it does not answer. Raises the first refusal when all are done."""
 
-        def patiently(server: Incarnation, peer: Peer) -> R:
-            budget_ms = self._session.settings.worker.retry_budget_ms
-            patience = Patience(budget_ms, self._session.check, f"{waiting_for} on {peer.name}")
-            return patience.call(lambda: ask(server, peer))
-
         self._session.check()
-        if self._pool is None:
-            return [patiently(server, peer) for server, peer in self._peers.items()]
         try:
-            futures: list[Future[R]] = [self._pool.submit(patiently, s, peer) for s, peer in self._peers.items()]
+            return self._ask_all(ask, waiting_for)
+        except (errors.NotFound, errors.Unavailable):
+            # a job that has failed is dropped from the servers that live; the coordinator knows why
+            self._session.refresh()
+            self._session.check()
+            raise
+
+    def _ask_all(self, ask: Callable[[Incarnation, Peer], R], waiting_for: str) -> list[R]:
+        asked: dict[Future[R], Patience] = {}
+        try:
+            for server, peer in self._peers.items():
+                budget_ms = self._session.settings.worker.retry_budget_ms
+                patience = Patience(budget_ms, self._session.check, f"{waiting_for} on {peer.name}", explains=False)
+                asked[self._pool.submit(patience.call, partial(ask, server, peer))] = patience
         except RuntimeError:
             # closed meanwhile, by a failure that another thread has heard of
             self._session.check()
             raise
-        wait(futures)
-        return [future.result() for future in futures]
+
+        def explain_rest() -> str:
+            return "; ".join(patience.explanation for future, patience in asked.items() if not future.done())
+
+        # explained from here, since a single call may last for longer than a wait may go without a word
+        with ExplainedWait(explain_rest) as explained:
+            while wait(asked, timeout=explained.tick() / 1000).not_done:
+                pass
+        return [future.result() for future in asked]
 
     def _order(self, server: Incarnation, shipment: Shipment, wish: Wish | None) -> tuple[PushOrder, list[memoryview]]:
         pieces: list[memoryview] = []

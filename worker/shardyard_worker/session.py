@@ -115,7 +115,8 @@ class Session:
         """A last heartbeat, so that what `status` shows of a finished job is complete."""
         try:
             self._enrolment.beat()
-        except errors.ShardyardError as error:
+        except Exception as error:  # noqa: BLE001 - metrics are the script's
+            # nor may a metric that cannot be read, as after a device's failure, keep this worker from leaving
             log.debug("no last heartbeat: %s", error)
 
     def _tell_differences(self, wanted: JobSettings, given: JobSettings) -> None:
@@ -147,7 +148,7 @@ class Session:
         self.check()
         try:
             self._enrolment.beat()
-        except errors.Unavailable:
+        except (errors.Unavailable, errors.NotReady):
             log.debug("the coordinator did not answer a heartbeat")
 
     def check(self) -> None:

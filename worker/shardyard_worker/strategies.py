@@ -26,7 +26,7 @@ log = logging.getLogger("shardyard.worker")
 
 
 class LostWork(Exception):
-    """The lease of this work has gone to another worker. The model holds a current version."""
+    """The lease of this work has gone to another worker, or stands elsewhere. The model holds a current version."""
 
 
 class Strategy(ABC):
@@ -82,8 +82,9 @@ class AsyncStrategy(Strategy):
         shipment = self._training.ship(name, sending)
         try:
             answer = self._training.router.push_pull(shipment, Wish(0, exactly=False))
-        except (errors.StaleToken, errors.SequenceGap) as error:
-            log.info("%s is another worker's now: %s", name, error.what)
+        except (errors.StaleToken, errors.SequenceGap, errors.StraddlingRange) as error:
+            # another worker's now, or counted in part already (rule A12): the lease is gone through again from there
+            log.info("%s does not count: %s", name, error.what)
             self.begin()
             raise LostWork from error
         if isinstance(name.key.source, WorkerSource):
@@ -119,7 +120,7 @@ class SyncStrategy(Strategy):
         if self._held:
             self._align()
         else:
-            self._training.load()
+            self._training.pull_step(0)
 
     def due(self) -> Rank | None:
         """The lowest logical rank of this worker that is to be computed on the version that the targets hold."""
@@ -196,6 +197,8 @@ class SyncStrategy(Strategy):
         with self._explained(waiting_for) as wait:
             while True:
                 self._look_for_ranks()
+                if self._version is None or not self._held:
+                    break
                 if self.due() is not None:
                     self._training.router.abandon_pull()
                     self._training.load()
@@ -205,6 +208,8 @@ class SyncStrategy(Strategy):
                     self._arrive()
                     return
                 self._wait_on(wait, waiting_for)
+        # all ranks were taken, or exchanged for others, which may stand at other steps
+        self._wait_for_ranks()
 
     def _align(self) -> None:
         """Takes the version at which this worker's ranks stand: the lowest next step among them."""
@@ -223,6 +228,11 @@ class SyncStrategy(Strategy):
                     break
                 self._wait_on(wait, waiting_for)
                 self._look_for_ranks()
+                if not self._held:
+                    break
+        if not self._held:
+            self._wait_for_ranks()
+            return
         self._version = version
         self._training.load()
         self._session.reached(version)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardyard.ground import errors
 from shardyard.ground.types import (
     OptimizerSpec,
     PushKind,
@@ -125,6 +126,27 @@ class Training:
                 answer = self.router.pull(Wish(at_least, exactly=False, wait_ms=SLICE_MS))
         self.load()
         return answer
+
+    def pull_step(self, at_least: int) -> None:
+        """Waits for a version, and puts it or a later one into the targets: the same of all partitions, while others
+        go on with the steps of a synchronous job."""
+        number, answer = at_least, Answer()
+        with ExplainedWait(lambda: f"version {number}: {explain(answer)}") as wait:
+            self.router.abandon_pull()
+            while True:
+                try:
+                    answer = self.router.pull(Wish(number, exactly=True, wait_ms=SLICE_MS))
+                except errors.NotFound as error:
+                    if "newest" not in error.facts:
+                        raise
+                    number = max(number + 1, int(error.facts["newest"]))
+                    self.router.abandon_pull()
+                    continue
+                if not answer.missing:
+                    break
+                wait.tick()
+                self.session.check()
+        self.load()
 
     # ---- first values
 
