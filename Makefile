@@ -7,7 +7,7 @@ PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down status protos protos-check check test test-containers clean
+.PHONY: help setup up down status protos protos-check check test test-containers bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -49,7 +49,6 @@ test: $(STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -m pytest tests --ignore=tests/containers
 
 test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
-	@docker info >/dev/null 2>&1 || test ! -x ../shared/containers/engine || ../shared/containers/engine up
 	@$(BIN)/python -m pytest tests/containers -m containers
 
 bench: $(STAMP) ## run benchmarks (BENCH=name for one)

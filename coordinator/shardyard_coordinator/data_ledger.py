@@ -123,6 +123,15 @@ class _DataShards:
     def done(self) -> int:
         return self.begun - len(self.returned) - len(self.held)
 
+    @property
+    def samples_done(self) -> int:
+        """Samples of the data shards that are done, over all epochs."""
+        whole, rest = divmod(self.begun, self.per_epoch)
+        begun = whole * self.span(self.source(self.per_epoch - 1))[1]
+        begun += self.span(self.source(rest - 1))[1] if rest else 0
+        undone = (self.span(self.source(number)) for number in (*self.returned, *self.held))
+        return begun - sum(end - begin for begin, end in undone)
+
     def source(self, number: int) -> DataShardSource:
         return DataShardSource(self.feed, number // self.per_epoch, number % self.per_epoch)
 
@@ -258,6 +267,10 @@ class DataLedger:
             for each in self._feeds[-last:]
         )
 
+    def samples_done(self) -> int:
+        """Samples counted so far, by the servers' word: those of the data shards that are done."""
+        return sum(each.samples_done for each in self._feeds)
+
     def _choose(self, batches: int) -> int:
         wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
         return max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
@@ -278,6 +291,14 @@ class _StepRange:
     @property
     def end(self) -> int:
         return self.first_step + self.steps_per_epoch * self.spec.epochs
+
+    def samples_before(self, step: int, logical_ranks: int) -> int:
+        """Samples of this feed in the steps before `step`."""
+        per_step = logical_ranks * self.spec.batch_size
+        per_epoch = min(self.spec.samples, self.steps_per_epoch * per_step)
+        taken = max(0, min(self.end if self.done else step, self.end) - self.first_step)
+        epochs, rest = divmod(taken, self.steps_per_epoch)
+        return epochs * per_epoch + min(rest * per_step, per_epoch)
 
 
 class StepLedger:
@@ -319,6 +340,10 @@ class StepLedger:
             done = total if each.done else max(0, min(step - each.first_step, total))
             counts.append(FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done))
         return tuple(counts)
+
+    def samples_done(self, *, step: int) -> int:
+        """Samples of the steps before `step`, at which the job is."""
+        return sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
 
     def _require(self, feed: int) -> _StepRange:
         if feed >= len(self._feeds):

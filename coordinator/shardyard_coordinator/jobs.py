@@ -99,8 +99,7 @@ class Job:
     def require_unfinished(self) -> None:
         """Raises what the job failed with; NotFound where it is finished."""
         if self.failure is not None:
-            failure = self.failure
-            raise errors.rebuild(failure.code, failure.what, failure.why_text, failure.todo_text, failure.facts)
+            raise self.failure.anew()
         if self.state is JobState.FINISHED:
             raise errors.NotFound(
                 f"{self.title} is finished", why="its last worker has left", todo="join again: that starts a new run"
@@ -154,7 +153,7 @@ class Job:
         if error:
             return self.fail(
                 errors.WorkerFailed(
-                    f"{self.title} has lost its last worker, {worker}, to an error: {error}",
+                    f"its last worker, {worker}, left with an error: {error}",
                     facts={"worker": str(worker)},
                 )
             )
@@ -170,7 +169,8 @@ class Job:
             return []
         numbers = ", ".join(str(owner.partition) for owner in lost)
         failure = errors.ServerLost(
-            f"server {server.incarnation} at {server.address} {how}; {self.title} had partition {numbers} there",
+            f"server {server.incarnation} at {server.address} {how}; {self.title} had "
+            f"{'partition' if len(lost) == 1 else 'partitions'} {numbers} there",
             facts={"server": str(server.incarnation), "address": server.address},
         )
         return self.fail(failure, gone=server.incarnation)
@@ -336,6 +336,15 @@ class Job:
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
         return () if self.ranks is None else self.ranks.of(worker)
 
+    @property
+    def samples(self) -> int:
+        """Samples pushed in all. Workers report theirs with heartbeats; of those that died, the books know."""
+        step = self.progress.step
+        counted = (
+            self.feeds.samples_done(step=step) if isinstance(self.feeds, StepLedger) else self.feeds.samples_done()
+        )
+        return max(self.progress.samples, counted)
+
     def feed_counts(self, last: int) -> tuple[FeedCounts, ...]:
         if isinstance(self.feeds, StepLedger):
             return self.feeds.counts(last, step=self.progress.step)
@@ -374,7 +383,7 @@ class Job:
 
     def _end(self, state: JobState, gone: Incarnation | None = None) -> list[Effect]:
         self.state = state
-        said = f"{self.title} has failed: {self.failure.what}" if self.failure else f"{self.title} is finished"
+        said = f"{self.title} has ended: {self.failure.what}" if self.failure else f"{self.title} is finished"
         drops = [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation != gone]
         record = self._persist("job_ended", state=state.value, failure=self.failure.what if self.failure else "")
         return [record, Tell(said, warning=self.failure is not None), *drops]

@@ -77,8 +77,8 @@ class Membership:
         """Raises ProtocolMismatch, InvalidRequest or TooLarge for a process that cannot become a member."""
         if registration.protocol != limits.PROTOCOL:
             raise ProtocolMismatch(
-                f"a {registration.role.value} of release {registration.release!r} at "
-                f"{registration.address or registration.host} speaks protocol {registration.protocol}; "
+                f"{registration.role.value} at {registration.address or registration.host or 'an unnamed host'}, of "
+                f"release {registration.release or 'unknown'}, speaks protocol {registration.protocol}; "
                 f"this coordinator speaks {limits.PROTOCOL}"
             )
         if registration.role is MemberRole.SERVER and not registration.address:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardyard.runtime.clock import SystemClock
+from shardyard.runtime.log import bind_process
 from shardyard.runtime.settings import Settings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.listener import Listener
@@ -64,6 +65,7 @@ def _serve(
             listener.start()
             listener.set_ready(ready=True)
             address = listener.address if advertise is None else _with_port(advertise, listener.port)
+            bind_process(role="coordinator", id=f"{journal.term}")
             log.info("the coordinator serves at %s (term %d)", address, journal.term)
             ready(address)
             stop.wait()

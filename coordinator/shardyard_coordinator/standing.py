@@ -113,7 +113,7 @@ def _job(job: Job, now_ms: int) -> JobStanding:
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
         workers=len(job.workers),
         step=job.progress.step,
-        samples=job.progress.samples,
+        samples=job.samples,
         samples_per_s=0.0 if job.state.ended else job.progress.samples_per_s(now_ms),
         metrics=job.progress.metrics,
         map=job.deployment.map,

@@ -5,6 +5,7 @@ SHARDYARD_COORDINATOR=127.0.0.1:7070 python examples/digits/train.py       in a 
 """
 
 import argparse
+import os
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", help="HOST:PORT of a running yard")
     parser.add_argument("--config", help="a YAML file, see docs/configuration.md")
+    parser.add_argument("--job", default=os.environ.get("SHARDYARD_JOB", "digits"), help="the job's name")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, help="the job's seed")
@@ -50,7 +52,7 @@ def main() -> None:
     settings = {} if options.seed is None else {"job.seed": options.seed}
 
     train, held_out = read_digits()
-    with sy.connect(options.coordinator, config=options.config, job="digits", settings=settings) as job:
+    with sy.connect(options.coordinator, config=options.config, job=options.job, settings=settings) as job:
         model = make_network().to(job.device)
         model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=2e-3))
         model.train()

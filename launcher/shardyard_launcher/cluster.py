@@ -88,6 +88,7 @@ class LocalCluster:
         Interrupted once `stop` is set."""
         give_up = time.monotonic() + ready_ms / 1000
         yard = self._settings.yard
+        check_free(yard.bind, yard.coordinator_port)
         (self._folder / LOGS).mkdir(parents=True, exist_ok=True)
         self._settings_file = self._folder / "settings.yaml"
         # JSON is YAML; the roles see what was given, wherever it came from
@@ -95,7 +96,6 @@ class LocalCluster:
         self._settings_file.write_text(json.dumps(given, indent=1), encoding="utf-8")
         self._environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
         try:
-            _check_free(yard.bind, yard.coordinator_port)
             journal = ["--state", str(self._folder / "coordinator")]
             where = f"{yard.bind}:{yard.coordinator_port}"
             coordinator = self._start("coordinator", "coordinator", ["--bind", where, *journal])
@@ -235,7 +235,7 @@ class LocalCluster:
         )
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """Raises AddressInUse where somebody listens, before anything is started."""
     if port == 0:
         return

@@ -42,7 +42,7 @@ def log_option(command: F) -> F:
 
 @dataclass(frozen=True)
 class Given:
-    """Settings, with what is needed to pass them on to other processes."""
+    """Settings, with what is needed to pass them on to other processes: `sets` has --set and --log-format."""
 
     loaded: Loaded
     config: str | None
@@ -51,7 +51,7 @@ class Given:
 
 def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, object] | None = None) -> Given:
     """Settings of a command: file < environment < --set < the command's own flags. Raises ConfigurationError."""
-    from shardyard.runtime.configuration import CONFIG_VARIABLE, load, parse_set
+    from shardyard.runtime.configuration import CONFIG_VARIABLE, Flag, load, parse_set
 
     file = config or os.environ.get(CONFIG_VARIABLE) or None
     parsed = tuple(parse_set(text) for text in sets)
@@ -59,6 +59,9 @@ def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, objec
     loaded = load(None if file is None else Path(file), os.environ, {**dict(parsed), **own})
     for notice in loaded.notices:
         click.echo(f"note: {notice}", err=True)
+    # all processes of a yard write their logs alike, the training processes too
+    if "log.format" in own:
+        parsed = (*parsed, ("log.format", Flag(str(own["log.format"]), "--log-format")))
     return Given(loaded, file, parsed)
 
 

@@ -1,8 +1,9 @@
 """How a running script is shown: its output, and a line of progress.
 
 Owns: the choice of the job to show, the text of a progress line, two displays (a terminal, anything else). Invariants:
-each output line comes out whole and in order, without a terminal on the stream it was printed to; a plain display
-repeats no line of progress. Must not know: where status comes from, what a launch is.
+each output line comes out whole and in order, without a terminal on the stream it was printed to; a display repeats no
+line of progress; on a terminal that line is one row, and its last state stays, whole. Must not know: where status
+comes from, what a launch is.
 """
 
 from __future__ import annotations
@@ -101,7 +102,10 @@ class LiveDisplay:
         self._workers = workers
         self._choice = JobChoice()
         self._console = console
-        self._live = Live(Text("starting the script"), console=console, refresh_per_second=4, redirect_stdout=False)
+        self._shown = "starting the script"
+        self._last = ""
+        # drawn when it changes; what stays in the end is printed, so that it may be longer than a row
+        self._live = Live(_row(self._shown), console=console, auto_refresh=False, transient=True, redirect_stdout=False)
 
     def output(self, index: int, standard_error: bool, line: str) -> None:
         del standard_error
@@ -114,17 +118,27 @@ class LiveDisplay:
 
     def progress(self, status: wire.StatusReply, pids: frozenset[int], *, last: bool = False) -> None:
         job = self._choice.choose(status, pids)
-        line = "" if last and job is None else progress_line(status, job)
-        self._live.update(Text(line, style="bold"))
+        line = progress_line(status, job)
+        if job is not None:
+            self._last = line
+        if line != self._shown and not last:
+            self._shown = line
+            self._live.update(_row(line), refresh=True)
 
     def __enter__(self) -> Self:
-        self._live.start()
+        self._live.start(refresh=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._live.stop()
+        if self._last:
+            self._console.print(Text(self._last, style="bold"), soft_wrap=True, highlight=False)
+
+
+def _row(line: str) -> Text:
+    return Text(" ".join(line.split()), style="bold", no_wrap=True, overflow="ellipsis")
 
 
 def display_for(workers: Callable[[], int], progress_to: TextIO) -> PlainDisplay | LiveDisplay:

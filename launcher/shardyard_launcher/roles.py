@@ -117,7 +117,7 @@ def server(
     return 0
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @_coordinator
 @_bind
 @_advertise

@@ -25,6 +25,7 @@ from shardyard.transport.peers import Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as agent_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.agent_report import ShownOutput
 
 CALL_TIMEOUT_MS: Final = 10_000
 WATCH_TIMEOUT_MS: Final = 3_600_000
@@ -101,6 +102,7 @@ class ScriptRun:
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
         self._pids: set[int] = set()
+        self._shown = ShownOutput()
         self.workers = 0
 
     def launch(self, script: Script) -> None:
@@ -142,6 +144,10 @@ class ScriptRun:
             else:
                 self._show_last(display)
 
+    def first_error(self, ended: agent_wire.LaunchEnded) -> str:
+        """What the first failed process says, without a traceback that its output has shown already."""
+        return self._shown.tell(ended.first_error_index, ended.first_error, several=self.workers > 1)
+
     def close(self) -> None:
         self._closing.set()
         self._agent.close()
@@ -160,7 +166,9 @@ class ScriptRun:
             case "started":
                 self._pids.add(event.started.pid)
             case "output":
-                display.output(event.output.local_index, event.output.standard_error, event.output.line)
+                said = event.output
+                self._shown.note(said.local_index, said.standard_error, said.line)
+                display.output(said.local_index, said.standard_error, said.line)
             case "exited" if event.exited.will_restart:
                 exited = event.exited
                 display.note(

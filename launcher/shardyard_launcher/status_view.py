@@ -235,27 +235,43 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         metrics,
     ]
     table.add_row(*map(Text, cells))
-    found: list[RenderableType] = [_title(f"job {job.name} (id {JobId(job.job)})"), table]
+    name = f"{job.name} (id {JobId(job.job)})"
+    found: list[RenderableType] = [_title(f"job {name}"), table]
     if job.HasField("failure"):
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
-    if job.map.owners:
+    owners = _owners_shown(report, job)
+    if owners:
         size = f"{job.parameters:,} parameters, {job.payload_bytes:,} bytes"
-        title = f"partitions of {job.name} (generation {job.map.generation}, {size})"
-        found += [_title(title), _partitions_table(report, job)]
+        title = f"partitions of {name}, generation {job.map.generation}, {size}"
+        found += [_title(title), _partitions_table(report, job.job, owners)]
     if job.feeds:
         feeds = _table("feed", "samples", "epochs", "free", "leased", "done", "finished")
         for feed in job.feeds:
             numbers = [feed.feed, feed.samples, feed.epochs, feed.free, feed.leased, feed.done]
             feeds.add_row(*(f"{number:,}" for number in numbers), "yes" if feed.finished else "no")
-        found += [_title(f"data of {job.name}"), feeds]
+        found += [_title(f"data of {name}"), feeds]
     return found
 
 
-def _partitions_table(report: YardReport, job: wire.JobStatus) -> Table:
-    versions = _versions(report, job.job)
+def _owners_shown(report: YardReport, job: wire.JobStatus) -> list[common.PartitionOwner]:
+    """The owners of a job's partitions; of a job that has ended only those that still hold them."""
+    if job.state not in (wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED):
+        return list(job.map.owners)
+    held = {
+        (server, part.partition)
+        for server, said in report.servers.items()
+        if not isinstance(said, errors.ShardyardError)
+        for part in said.partitions
+        if part.job == job.job
+    }
+    return [owner for owner in job.map.owners if (owner.server, owner.partition) in held]
+
+
+def _partitions_table(report: YardReport, job: int, owners: list[common.PartitionOwner]) -> Table:
+    versions = _versions(report, job)
     table = _table("server", "address", "partitions", "versions")
     owned: dict[tuple[int, str], list[int]] = {}
-    for owner in job.map.owners:
+    for owner in owners:
         owned.setdefault((owner.server, owner.address), []).append(owner.partition)
     for (server, address), partitions in sorted(owned.items()):
         known = [versions[p].number for p in partitions if p in versions]

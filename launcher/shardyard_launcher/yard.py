@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from shardyard_launcher.options import ADDRESS, Given, StopSignals, load_given, settings_options
+from shardyard_launcher.options import ADDRESS, Given, StopSignals, load_given, log_option, settings_options
 from shardyard_launcher.roles import exit_status
 
 if TYPE_CHECKING:
@@ -25,22 +24,26 @@ if TYPE_CHECKING:
     from shardyard_launcher.cluster import LocalCluster
     from shardyard_launcher.script import Script
 
-_PASSES_ARGUMENTS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_PASSES_ARGUMENTS = {"allow_interspersed_args": False}
+"""What follows the script is its own."""
 _state = click.option("--state", metavar="DIR", help="Folder of logs, journal and process ids (default: yard.state).")
 
 
 @click.command(context_settings=_PASSES_ARGUMENTS)
 @_state
 @settings_options
+@log_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS...]")
-def up(state: str | None, config: str | None, sets: tuple[str, ...], command: tuple[str, ...]) -> int:
+def up(
+    state: str | None, config: str | None, sets: tuple[str, ...], log_format: str | None, command: tuple[str, ...]
+) -> int:
     """Start a yard that stays up; run a script on it.
 
     A yard that is up already is used as it is. Without a script, nothing is run.
     """
     from shardyard_launcher.cluster import Interrupted
 
-    given = load_given(config, sets, {"yard.state": state})
+    given = load_given(config, sets, {"yard.state": state, "log.format": log_format})
     _check_script(command)
     folder = Path(given.loaded.settings.yard.state)
     with StopSignals() as signals:
@@ -86,7 +89,7 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
                 _take_down(LocalCluster.found(settings, folder, found), folder, locked_already=True)
             click.echo(f"stopped {', '.join(map(str, found.processes))}")
         if purge:
-            _purge(folder)
+            click.echo(_purge(folder))
     return 0
 
 
@@ -94,15 +97,22 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
 @click.option("--coordinator", metavar=ADDRESS, help="Run it on this yard, through its agent, and start nothing.")
 @click.option("--workers", type=click.IntRange(min=1), help="Number of training processes (default: yard.workers).")
 @settings_options
+@log_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
 def run(
-    coordinator: str | None, workers: int | None, config: str | None, sets: tuple[str, ...], command: tuple[str, ...]
+    coordinator: str | None,
+    workers: int | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    command: tuple[str, ...],
 ) -> int:
     """Start everything around a script, and stop it all at its end.
 
     On free ports, with a temporary state folder. With --coordinator the script runs on that yard instead.
     """
-    given = load_given(config, sets, {"coordinator": coordinator, "yard.workers": workers})
+    own: dict[str, object] = {"coordinator": coordinator, "yard.workers": workers, "log.format": log_format}
+    given = load_given(config, sets, own)
     _check_script(command)
     settings = given.loaded.settings
     with StopSignals() as signals:
@@ -124,11 +134,12 @@ def _run_on_running(
 
 def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> int:
     from shardyard_launcher.cluster import Interrupted, LocalCluster
+    from shardyard_launcher.run_folder import run_folder
 
     settings = given.loaded.settings
     settings = settings.model_copy(update={"yard": settings.yard.model_copy(update={"coordinator_port": 0})})
-    with tempfile.TemporaryDirectory(prefix="shardyard-run-") as folder:
-        cluster = LocalCluster(settings, Path(folder), tied=True)
+    with run_folder() as folder:
+        cluster = LocalCluster(settings, folder, tied=True)
         try:
             cluster.start(stop=signals.stop)
             return _run_on(cluster, _script(command, given, whole=True, workers=0), signals, sys.stderr)
@@ -140,10 +151,14 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
 
 def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[LocalCluster, bool]:
     """The yard of the folder, and whether it was started now."""
-    from shardyard_launcher.cluster import LocalCluster
+    from shardyard_launcher.cluster import LocalCluster, check_free
     from shardyard_launcher.yard_state import forget_state, locked, read_state
 
     settings = given.loaded.settings
+    yard = settings.yard
+    if not folder.exists():
+        # a start that is refused leaves no folder
+        check_free(yard.bind, yard.coordinator_port)
     with locked(folder):
         found = read_state(folder)
         if found is not None:
@@ -155,7 +170,7 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[LocalCl
                 return cluster, False
             click.echo(f"the last yard of {folder} has died; starting a new one")
             forget_state(folder)
-        yard = settings.yard
+        check_free(yard.bind, yard.coordinator_port)
         click.echo(f"starting a coordinator, {yard.servers} servers, an agent for {yard.workers} workers")
         cluster = LocalCluster(settings, folder, tied=False, on_change=lambda state: state.write(folder))
         try:
@@ -209,10 +224,8 @@ def _follow(
         click.echo("stopped", err=True)
         return signals.exit_code or 130
     if ended.exit_code:
-        click.echo(
-            f"error: {script.path} failed; process {ended.first_error_index} was the first:\n{ended.first_error}",
-            err=True,
-        )
+        said = launched.first_error(ended)
+        click.echo(f"error: {script.path} failed; process {ended.first_error_index} was the first:\n{said}", err=True)
     return exit_status(ended.exit_code)
 
 
@@ -253,8 +266,8 @@ def _take_down(cluster: LocalCluster, folder: Path, *, locked_already: bool = Fa
         forget_state(folder)
 
 
-def _purge(folder: Path) -> None:
-    """Deletes what `up` has put into the folder, and the folder if nothing else is in it."""
+def _purge(folder: Path) -> str:
+    """Deletes what `up` has put into the folder, and the folder if nothing else is in it; says what it did."""
     import shutil
 
     from shardyard_launcher.yard_state import LOCK_FILE, LOGS
@@ -263,8 +276,10 @@ def _purge(folder: Path) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("settings.yaml", LOCK_FILE):
         (folder / name).unlink(missing_ok=True)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    if any(folder.iterdir()):
+        return f"deleted the logs and the journal in {folder}; the rest of it is not of a yard"
+    folder.rmdir()
+    return f"deleted {folder} with its logs and journal"
 
 
 def _say_where(cluster: LocalCluster, folder: Path, settings: Settings) -> None:

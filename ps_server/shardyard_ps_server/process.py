@@ -37,6 +37,7 @@ class Server:
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost = on_lost
         self._enrolment: Enrolment | None = None
+        self._enrolling: Enrolment | None = None
 
     def service(self) -> Service:
         return Servicer(self.store).service()
@@ -45,10 +46,16 @@ class Server:
         """Registers the address at which workers reach this server, and begins to send heartbeats."""
         membership = Membership(MemberRole.SERVER, address)
         enrolment = Enrolment(self._peer, membership, on_reply=self._hear, on_lost=self._on_lost)
+        self._enrolling = enrolment
         enrolment.register(patience_ms=patience_ms)
         self.store.become(enrolment.incarnation, enrolment.term)
         enrolment.start()
         self._enrolment = enrolment
+
+    def give_up(self) -> None:
+        """Ends a registration that waits for the coordinator. Safe from any thread."""
+        if self._enrolling is not None and self._enrolment is None:
+            self._enrolling.stop()
 
     def leave(self) -> None:
         if self._enrolment is not None:
@@ -82,16 +89,30 @@ def serve(
     server = Server(GrpcNetwork(), coordinator, on_lost=on_lost)
     listener = Listener(bind, [server.service()])
     listener.start()
+
+    def end_waiting() -> None:
+        stop.wait()
+        server.give_up()
+
+    watcher = threading.Thread(target=end_waiting, name="stop-watcher", daemon=True)
+    watcher.start()
     try:
         optimizers.warm(("float32", "float64"))
         address = advertise or listener.address
-        server.register(address, patience_ms=settings.worker.rpc_deadline_ms)
+        try:
+            server.register(address, patience_ms=settings.worker.rpc_deadline_ms)
+        except errors.Unavailable:
+            if stop.is_set():
+                return
+            raise
         logs.bind_process(role="server", id=server.store.incarnation)
         listener.set_ready(ready=True)
         log.info("serving", extra={"address": address, "coordinator": coordinator})
         ready(address)
         stop.wait()
     finally:
+        stop.set()
+        watcher.join()
         server.leave()
         listener.stop()
     if lost:

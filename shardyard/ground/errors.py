@@ -59,6 +59,10 @@ class ShardyardError(Exception):
             parts.append(f"What to do: {self.todo_text}")
         return " ".join(part if part.endswith((".", "!", "?")) else part + "." for part in parts)
 
+    def anew(self) -> ShardyardError:
+        """An equal error without a traceback or context: one that is raised again and again must not gather them."""
+        return _rebuild(type(self), self.what, self.why_text, self.todo_text, self.facts)
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.what, self.why_text, self.todo_text, self.facts))
 
@@ -203,7 +207,7 @@ class JobFailed(ShardyardError):
 
 class ServerLost(JobFailed):
     why = "a server has died, and with it the only copy of its partitions"
-    todo = "start the server again, then start the script again"
+    todo = "start a server in its place (`shardyard server`, or the whole yard: `make up`), then the script again"
 
 
 class CoordinatorLost(JobFailed):

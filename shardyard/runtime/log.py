@@ -168,8 +168,11 @@ def _quoted(value: object) -> str:
 def _plain(value: object, depth: int = 0) -> object:
     """The value as JSON can carry it: what JSON does not know, or what is nested too deeply, becomes text."""
     match value:
-        case None | bool() | int() | str():
+        case None | bool() | str():
             return value
+        case int():
+            # numbers with a notation of their own, such as an incarnation, are written as people read them
+            return value if type(value) is int else str(value)
         case float() if math.isfinite(value):
             return value
         case Mapping() if depth < DEPTH_MAX:

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from shardyard.ground import errors
 from shardyard.ground.limits import PROTOCOL
 from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.peers import Peer
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -89,14 +90,17 @@ class Enrolment:
             local_index=member.local_index,
         )
         give_up = time.monotonic() + patience_ms / 1000
-        while True:
-            try:
-                reply = self._peer.call(methods.REGISTER, request, timeout_ms=self._deadline_ms)
-                break
-            except (errors.Unavailable, errors.NotReady) as error:
-                log.debug("not registered yet: %s", error)
-                if time.monotonic() >= give_up or self._stop.wait(REGISTER_RETRY_MS / 1000):
-                    raise
+        last = ""
+        with ExplainedWait(lambda: f"{self._peer.name} to register this {member.role.value}{last}", logger=log) as wait:
+            while True:
+                try:
+                    reply = self._peer.call(methods.REGISTER, request, timeout_ms=self._deadline_ms)
+                    break
+                except (errors.Unavailable, errors.NotReady) as error:
+                    last = f" ({error.what})"
+                    wait.tick()
+                    if time.monotonic() >= give_up or self._stop.wait(REGISTER_RETRY_MS / 1000):
+                        raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
         self._heartbeat_ms = reply.heartbeat_ms
 
@@ -143,7 +147,8 @@ class Enrolment:
                 if silent_ms >= self._lost_after_ms:
                     self._lose(
                         errors.CoordinatorLost(
-                            f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s ({error.what})"
+                            f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s",
+                            why=f"{errors.CoordinatorLost.why}; the last try said: {error.what}",
                         )
                     )
                     return

@@ -554,7 +554,7 @@ def test_agent_with_a_script_ends_with_it_and_reports_its_processes(
     with serving(coordinator.listener.address, command=[str(script), "6"]) as (_, codes):
         await_true(lambda: bool(codes), "the agent to end")
     assert codes == [6]
-    assert "argument 6" in capfd.readouterr().out
+    assert "] argument 6\n" in capfd.readouterr().out
     assert len(coordinator.reports) == 2
     assert {incarnation for incarnation, _, _ in coordinator.reports} == {1}
     assert 6 in {code for _, _, code in coordinator.reports}

@@ -171,10 +171,10 @@ def test_run_of_a_script_that_raises_shows_its_traceback_and_fails(shell: Shell)
     script = shell.script("def deep():\n    raise ValueError('boom')\n\ndeep()\n")
     ended = shell.run("run", script)
     assert ended.returncode == 1
-    report = ended.stderr[ended.stderr.index("error: ") :]
+    output, report = ended.stderr.split("error: ")
+    assert re.search(r"^\[\d\] .*in deep$", output, re.MULTILINE)
     assert "script.py failed" in report
-    assert "in deep" in report
-    assert report.rstrip().endswith("ValueError: boom")
+    assert re.search(r"\n  ValueError: boom\n  its traceback is above, in the lines that begin with \[\d\]$", report)
     assert shell.processes() == []
     assert list(shell.temporary.iterdir()) == []
 

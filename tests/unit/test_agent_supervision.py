@@ -90,6 +90,19 @@ def test_first_error_by_time_is_told_though_noticed_last(first: int) -> None:
     assert end == LaunchEnded(7, first, "Traceback: first")
 
 
+@pytest.mark.parametrize("number", [TERM, KILL])
+def test_process_that_raised_and_was_stopped_at_its_end_has_raised(number: signal.Signals) -> None:
+    core = begun()
+    core.handle(ended(1, 1, error=failure("second", 20.0), time_s=21.0), 5)
+    end = told(core.handle(ended(0, -number, error=failure("first", 19.0), time_s=30.0), 6))
+    assert end == LaunchEnded(1, 0, "Traceback: first")
+
+
+def test_signal_from_elsewhere_is_what_a_process_ended_with() -> None:
+    core = begun(1)
+    assert told(core.handle(ended(0, -15, error=failure("first", 19.0)), 6)).exit_code == -15
+
+
 def test_error_before_one_without_a_traceback_is_told() -> None:
     core = begun()
     core.handle(ended(1, 1, time_s=20.0), 5)

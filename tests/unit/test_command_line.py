@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,11 +25,14 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher import status_view
 from shardyard_launcher.command_line import main
+from shardyard_launcher.options import load_given
 from shardyard_launcher.progress import JobChoice, LiveDisplay, PlainDisplay, progress_line
 from shardyard_launcher.role_process import RoleProcess, RunningRole, tail
 from shardyard_launcher.roles import addresses, exit_status
+from shardyard_launcher.run_folder import run_folder
 from shardyard_launcher.script import launch_environment
 from shardyard_launcher.yard_state import YardState, forget_state, locked, read_state
+from shardyard_worker.agent_report import ShownOutput
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +48,10 @@ def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "said"),
     [
         (["frob"], "No such command 'frob'"),
-        (["up", "--frob"], "there is no script --frob"),
+        (["up", "--frob"], "No such option"),
+        (["run", "--worker", "1", "script.py"], "--workers"),
+        (["run", "--bogus", "script.py"], "--bogus"),
+        (["agent", "--frob", "--", "script.py"], "--frob"),
         (["run"], "Missing argument"),
         (["run", "nothing.py"], "there is no script nothing.py"),
         (["server"], "no coordinator's address"),
@@ -86,16 +93,27 @@ def test_port_in_use_says_what_to_do_and_starts_nothing(capsys: pytest.CaptureFi
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["up", "--set", f"yard.coordinator_port={port}"]) == 1
-    said = capsys.readouterr().err
-    assert f"cannot listen on 127.0.0.1:{port}" in said
-    assert "--set yard.coordinator_port" in said
-    assert read_state(tmp_path / ".shardyard") is None
-    assert not list((tmp_path / ".shardyard" / "logs").iterdir())
+        captured = capsys.readouterr()
+        assert f"cannot listen on 127.0.0.1:{port}" in captured.err
+        assert "--set yard.coordinator_port" in captured.err
+        assert captured.out == ""
+        assert not (tmp_path / ".shardyard").exists()
+        (tmp_path / ".shardyard").mkdir()
+        assert main(["up", "--set", f"yard.coordinator_port={port}"]) == 1
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / ".shardyard" / "logs").exists()
 
 
 def test_down_without_a_yard_is_no_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["down"]) == 0
     assert "no yard is up" in capsys.readouterr().out
+    assert not (tmp_path / ".shardyard").exists()
+
+
+def test_purge_without_a_yard_says_what_it_deletes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / ".shardyard" / "logs").mkdir(parents=True)
+    assert main(["down", "--purge"]) == 0
+    assert capsys.readouterr().out == "no yard is up in .shardyard\ndeleted .shardyard with its logs and journal\n"
     assert not (tmp_path / ".shardyard").exists()
 
 
@@ -174,6 +192,32 @@ def test_expected_workers_of_a_file_win_over_those_of_one_agent(tmp_path: Path) 
     (tmp_path / "a.yaml").write_text("job:\n  workers_expected: 8\n")
     got = launch_environment({}, load(tmp_path / "a.yaml"), config="a.yaml", sets=[], whole=False)
     assert got["SHARDYARD__JOB__WORKERS_EXPECTED"] == "8"
+
+
+def test_log_format_of_a_command_is_that_of_its_training_processes() -> None:
+    given = load_given(None, ("log.format=human",), {"log.format": "json"})
+    assert given.loaded.settings.log.format == "json"
+    got = launch_environment({}, given.loaded, config=None, sets=given.sets, whole=False)
+    assert got == {"SHARDYARD__LOG__FORMAT": "json"}
+    given = load_given(None, (), {"log.format": None})
+    assert launch_environment({}, given.loaded, config=None, sets=given.sets, whole=False) == {}
+
+
+# ---- the folder of a run
+
+
+def test_folder_of_a_killed_run_is_removed_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandoned, unmarked, file = (tmp_path / f"shardyard-run-{name}" for name in ("a", "b", "c"))
+    abandoned.mkdir()
+    (abandoned / "run.lock").touch()
+    unmarked.mkdir()
+    file.touch()
+    with run_folder() as first:
+        with run_folder() as second:
+            assert set(tmp_path.iterdir()) == {first, second, unmarked, file}
+        assert first.is_dir()
+    assert set(tmp_path.iterdir()) == {unmarked, file}
 
 
 # ---- state files
@@ -314,11 +358,62 @@ def test_terminal_shows_output_above_a_line_of_progress() -> None:
     with LiveDisplay(lambda: 2, console) as display:
         display.output(1, False, "[bold]not markup[/bold] \x1b[31mred\x1b[0m")
         display.progress(yard_status(), frozenset({4}))
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    shown = plain(stream)
     assert "[1] [bold]not markup[/bold] red\n" in shown
     assert shown.rstrip().endswith(
         "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
     )
+
+
+def test_progress_on_a_narrow_terminal_is_one_row_and_stays_once() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=40)
+    whole = "job mine: step 1,200 | 15,360 samples | 812 samples/s | loss 0.1235 | 1 worker, 1 server"
+    with LiveDisplay(lambda: 1, console) as display:
+        for _ in range(3):
+            display.progress(yard_status(), frozenset({4}))
+        display.output(0, False, "printed")
+        display.progress(yard_status(), frozenset({4}), last=True)
+        rows = re.split(r"[\r\n]+", plain(stream))
+        assert max(map(len, rows)) <= 40
+        assert sum(row.startswith("job mine") for row in rows) == 2  # when it came, and below the output
+    assert plain(stream).count(whole) == 1
+    assert plain(stream).endswith(f"{whole}\n")
+
+
+def plain(stream: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+
+
+# ---- the first error, told after the output
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "a.py", line 1, in <module>',
+    "    f()",
+    "ValueError: one",
+    "two",
+]
+
+
+def test_traceback_that_was_shown_is_pointed_at() -> None:
+    shown = ShownOutput()
+    for line in ["before", *TRACEBACK, "after"]:
+        shown.note(1, True, line)
+    where = "  its traceback is above, in the lines that begin with [1]"
+    assert shown.tell(1, "\n".join(TRACEBACK), several=True).splitlines() == ["  ValueError: one", "  two", where]
+    assert shown.tell(1, "\n".join(TRACEBACK), several=False).endswith("\n  its traceback is above")
+
+
+def test_traceback_that_was_not_shown_is_told_whole() -> None:
+    shown = ShownOutput()
+    for line in TRACEBACK:
+        shown.note(0, True, line)
+        shown.note(1, False, line)
+        shown.note(2, True, line + " ")
+    for index in (1, 2, 3):
+        assert shown.tell(index, "\n".join(TRACEBACK), several=True) == "\n".join(TRACEBACK)
+    assert shown.tell(0, "", several=True) == ""
 
 
 # ---- status
@@ -370,6 +465,24 @@ def test_status_tables_show_members_jobs_and_versions() -> None:
     assert re.search(r"worker +4 .* mine .* waits for server 1", text)
     assert re.search(r"running +sync, 2 ranks +1 +1,200 +15,360 +812 +loss 0.1235", text)
     assert re.search(r"0, 1 +40 to 41", text)
+
+
+def test_ended_job_shows_the_partitions_that_are_held_still() -> None:
+    found = report()
+    job = found.status.jobs[1]
+    job.state = wire.JOB_STATE_FINISHED
+    assert "partitions of mine (id 9)" in shown_status(found)
+    assert "data of mine (id 9)" in shown_status(found)
+    said = found.servers[1]
+    assert isinstance(said, server_wire.DescribeServerReply)
+    del said.partitions[:2]
+    assert "partitions of" not in shown_status(found)
+
+
+def shown_status(found: status_view.YardReport) -> str:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    status_view.show(found, console)
+    return console.export_text()
 
 
 def test_server_that_does_not_answer_is_part_of_the_status() -> None:

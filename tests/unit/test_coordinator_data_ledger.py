@@ -218,3 +218,42 @@ def test_synchronous_feed_is_done_when_all_partitions_have_its_last_step() -> No
     assert books.close(0, next_sequence=8)
     assert books.close(0, next_sequence=0), "done stays done"
     assert books.open(0, SPEC).done
+
+
+def test_samples_of_done_data_shards_are_counted_whoever_reported_them() -> None:
+    books = ledger(batches=3)
+    books.open(0, spec(samples=95))
+    counts = []
+    while not isinstance(books.lease(0, A), FeedDone):
+        lease = leased(books, A)
+        done(books, lease, A, next_sequence=books.open(0, spec(samples=95)).batches_per_data_shard)
+        counts.append(books.samples_done())
+    assert counts == [30, 60, 90, 95, 125, 155, 185, 190]
+    held = ledger(batches=3)
+    held.open(0, spec(samples=95))
+    leased(held, A)
+    assert held.samples_done() == 0
+
+
+def test_samples_of_dropped_batches_are_not_counted() -> None:
+    books = ledger(batches=3)
+    books.open(0, spec(samples=95, epochs=1, drop_last=True))
+    for _ in range(3):
+        done(books, leased(books, A), A, next_sequence=3)
+    assert books.samples_done() == 90
+
+
+def test_samples_of_steps_are_counted_by_the_step() -> None:
+    books = StepLedger(logical_ranks=2)
+    books.open(0, spec(samples=95))
+    books.open(1, spec(samples=40, epochs=1))
+    assert [books.samples_done(step=step) for step in (0, 1, 4, 5, 6, 10, 11, 12)] == [
+        0,
+        20,
+        80,
+        95,
+        115,
+        190,
+        210,
+        230,
+    ]

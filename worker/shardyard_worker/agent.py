@@ -23,6 +23,8 @@ STOP_GRACE_MS: Final = 3_000
 RESTART_BACKOFF_MS: Final = 200
 RESTART_BACKOFF_MS_MAX: Final = 10_000
 WORKERS_EXPECTED_VARIABLE: Final = "SHARDYARD__JOB__WORKERS_EXPECTED"
+RAISED_EXIT_CODE: Final = 1
+"""What Python ends with after an exception that nobody catches."""
 TAIL_LINES_MAX: Final = 20
 """Lines of output kept of each process, to show where it left no traceback."""
 
@@ -254,7 +256,10 @@ class Supervision:
 
     def _failure(self, process: _Process, event: Ended) -> _Failure:
         if event.error is not None:
-            return _Failure(event.error.time_s, process.index, event.exit_code, event.error.traceback.rstrip())
+            # it raised, and what stops the launch reached it while it was still ending
+            stopped = self._stopping and -event.exit_code in (signal.SIGTERM, signal.SIGKILL)
+            code = RAISED_EXIT_CODE if stopped else event.exit_code
+            return _Failure(event.error.time_s, process.index, code, event.error.traceback.rstrip())
         said = describe_exit(event.exit_code)
         if event.exit_code < 0:
             said += f" after {process.restarts} restarts (yard.restarts_max is {self._restarts_max})"

@@ -21,6 +21,7 @@ from shardyard.ground import errors
 from shardyard.ground.types import Incarnation, MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.settings import Settings
+from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.enrolment import Enrolment, Membership
 from shardyard.transport.listener import Listener
@@ -30,6 +31,7 @@ from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard_worker.agent import LaunchEnded, ProcessOutput
 from shardyard_worker.agent_launch import RunningLaunch
+from shardyard_worker.agent_report import ShownOutput
 from shardyard_worker.agent_service import AgentPlan, AgentService
 
 log = logging.getLogger("shardyard.agent")
@@ -57,15 +59,17 @@ class Standing:
     def enrol(self, stop: threading.Event) -> None:
         """Raises CoordinatorUnavailable when it does not answer for REGISTER_PATIENCE_MS."""
         give_up = time.monotonic() + REGISTER_PATIENCE_MS / 1000
-        while True:
-            try:
-                self._enrol_once()
-                return
-            except errors.Unavailable:
-                if time.monotonic() >= give_up:
-                    raise
-            if stop.wait(SLICE_MS / 1000):
-                return
+        with ExplainedWait(lambda: f"{self._peer.name} to register this agent", logger=log) as wait:
+            while True:
+                try:
+                    self._enrol_once()
+                    return
+                except errors.Unavailable:
+                    wait.tick()
+                    if time.monotonic() >= give_up:
+                        raise
+                if stop.wait(SLICE_MS / 1000):
+                    return
 
     def tend(self) -> None:
         """Enrols again if the membership was lost. To be called now and then."""
@@ -210,16 +214,21 @@ def _request(command: list[str], settings: Settings) -> wire.LaunchRequest:
 def _follow(launch: RunningLaunch, standing: Standing, stop: threading.Event) -> int:
     """Passes a launch's output on to this process's own, until it has ended or is to stop."""
     wanted = 0
+    several = launch.order.workers > 1
+    shown = ShownOutput()
     while not stop.is_set():
         for number, happening in launch.events.after(wanted, wait_ms=SLICE_MS):
             wanted = number + 1
             if isinstance(happening, ProcessOutput):
+                shown.note(happening.index, happening.standard_error, happening.line)
                 stream = sys.stderr if happening.standard_error else sys.stdout
-                stream.write(happening.line + "\n")
+                stream.write((f"[{happening.index}] " if several else "") + happening.line + "\n")
                 stream.flush()
             elif isinstance(happening, LaunchEnded):
                 if happening.exit_code:
-                    log.error("process %d failed first:\n%s", happening.first_error_index, happening.first_error)
+                    index = happening.first_error_index
+                    said = shown.tell(index, happening.first_error, several=several)
+                    log.error("process %d failed first:\n%s", index, said)
                 return happening.exit_code
         standing.tend()
     return -signal.SIGTERM

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -110,7 +111,7 @@ class Job:
         self._metrics_lock = threading.Lock()
         self._closed = False
         session.metrics = self._take_metrics
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     # ---- what a script asks about
 
@@ -302,12 +303,17 @@ class Job:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if self._training is not None:
             self._training.close()
         self._session.leave(error)
         if self._on_close is not None:
             self._on_close()
+
+    def _close_at_exit(self) -> None:
+        """For a script without `with`. Python keeps there what the script has raised, if it has."""
+        error = getattr(sys, "last_value", None)
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
 
     def __enter__(self) -> Self:
         return self

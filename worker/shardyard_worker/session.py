@@ -156,7 +156,7 @@ class Session:
         with self._lock:
             failure, left = self._failure, self._left
         if failure is not None:
-            raise failure
+            raise failure.anew() from None
         if left:
             raise errors.InvalidRequest(
                 "the job has been left", why="this worker is not in it any more", todo="call shardyard.connect again"

@@ -66,6 +66,7 @@ class AsyncStrategy(Strategy):
         super().__init__(training)
         self._step = 0
         self._pushes = 0
+        self._uncertain: PushName | None = None
 
     @property
     def step(self) -> int:
@@ -77,6 +78,12 @@ class AsyncStrategy(Strategy):
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         if name is None:
+            if self._uncertain is not None:
+                raise errors.InvalidRequest(
+                    f"a push after {self._uncertain}, of which nobody knows whether all servers have it",
+                    why="another gradient under the same name would be applied by some servers and skipped by others",
+                    todo="let the error of that push end the script, and start it again",
+                )
             source = SourceKey(WorkerSource(self._session.caller.incarnation))
             name = PushName(source, Token(0), self._pushes, self._pushes)
         shipment = self._training.ship(name, sending)
@@ -87,6 +94,10 @@ class AsyncStrategy(Strategy):
             log.info("%s does not count: %s", name, error.what)
             self.begin()
             raise LostWork from error
+        except errors.Unavailable:
+            if isinstance(name.key.source, WorkerSource):
+                self._uncertain = name
+            raise
         if isinstance(name.key.source, WorkerSource):
             self._pushes += 1
         self._training.load()

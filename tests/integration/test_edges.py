@@ -1,4 +1,4 @@
-"""What a review of the hot heart found: schedules that a person would not think of first."""
+"""Schedules that one would not think of first: ranks exchanged in a wait, a worker standing by, a job dropped."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""A push of this worker's own of which nobody knows whether it arrived: its name is never given to another gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardyard.ground import errors
+from shardyard.runtime import configuration
+from shardyard_launcher.local import COORDINATOR, LocalYard
+from shardyard_worker import job as worker
+
+
+def test_promise_1_the_name_of_a_push_that_failed_half_way_is_not_used_again(alone: None) -> None:
+    settings = configuration.load(
+        None, {}, {"log.level": "error", "job.partitions": 2, "worker.retry_budget_ms": 100}
+    ).settings
+    yard = LocalYard(settings)
+    try:
+        inside = settings.model_copy(update={"coordinator": COORDINATOR})
+        with worker.connect(inside, network=yard.network) as job:
+            job.register({"a": torch.zeros(64), "b": torch.zeros(64)}, lr=1.0)
+            job.push({"a": torch.ones(64), "b": torch.ones(64)})
+            yard.network.leave("in-process:server-1")
+            with pytest.raises(errors.ServerUnavailable):
+                job.push({"a": torch.ones(64), "b": torch.ones(64)})
+            with pytest.raises(errors.InvalidRequest, match="nobody knows whether all servers have it"):
+                job.push({"a": torch.ones(64), "b": torch.ones(64)})
+    finally:
+        yard.close()
