@@ -49,6 +49,9 @@ class Listener:
 
     def __init__(self, bind: str, services: Sequence[Service], *, threads: int = 64) -> None:
         host, port = split_address(bind)
+        refusal = _refusal(host, port)
+        if refusal is not None:
+            raise refusal
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
         self._server = grpc.server(self._pool, options=OPTIONS)
         self._health = health.HealthServicer()
@@ -66,7 +69,7 @@ class Listener:
             self.port = 0
         if self.port == 0:
             self._pool.shutdown(wait=False)
-            raise _refusal(host, port)
+            raise errors.AddressInUse(f"cannot listen on {bind}")
         self.address = f"{host}:{self.port}"
 
     def start(self) -> None:
@@ -92,19 +95,21 @@ class Listener:
         self._started = True
 
 
-def _refusal(host: str, port: int) -> errors.ShardyardError:
-    """Why the port could not be had; gRPC does not say, so a plain socket is asked."""
+def _refusal(host: str, port: int) -> errors.ShardyardError | None:
+    """Why the port cannot be had, if it cannot. gRPC does not say, so a plain socket is asked first."""
     what = f"cannot listen on {host}:{port}"
     try:
         family, kind, number, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(where)
     except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return errors.ConfigurationError(
-                f"{what}: {error.strerror}", todo="give an address of this machine, for example 127.0.0.1:0"
-            )
-    return errors.AddressInUse(what)
+        if error.errno == errno.EADDRINUSE:
+            return errors.AddressInUse(what)
+        return errors.ConfigurationError(
+            f"{what}: {error.strerror}", todo="give an address of this machine, for example 127.0.0.1:0"
+        )
+    return None
 
 
 def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
