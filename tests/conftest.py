@@ -1,4 +1,4 @@
-"""No test leaves anything behind: no process, thread, file descriptor to a listening port, or file in /dev/shm."""
+"""No test leaves anything behind: no process, thread, open file, connection, listening port, or file in /dev/shm."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Belongings:
     threads: frozenset[threading.Thread]
     children: frozenset[int]
     listening: frozenset[int]
+    connections: int
+    files: frozenset[str]
     shared_memory: frozenset[str]
 
     def without(self, other: Belongings) -> list[str]:
@@ -31,16 +33,25 @@ class Belongings:
             *(f"thread {thread.name}" for thread in self.threads - other.threads),
             *(f"process {pid}" for pid in self.children - other.children),
             *(f"listening port {port}" for port in self.listening - other.listening),
+            *(f"open file {path}" for path in self.files - other.files),
+            *(
+                [f"{self.connections} connections, not {other.connections}"]
+                if self.connections > other.connections
+                else []
+            ),
             *(f"/dev/shm/{name}" for name in self.shared_memory - other.shared_memory),
         ]
 
 
 def look() -> Belongings:
     myself = psutil.Process()
+    sockets = myself.net_connections("inet")
     return Belongings(
         frozenset(t for t in threading.enumerate() if t.is_alive() and not any(name in t.name for name in NOT_OURS)),
         frozenset(child.pid for child in myself.children(recursive=True)),
-        frozenset(c.laddr.port for c in myself.net_connections("inet") if c.status == psutil.CONN_LISTEN),
+        frozenset(each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN),
+        sum(each.status == psutil.CONN_ESTABLISHED for each in sockets),
+        frozenset(each.path for each in myself.open_files()),
         frozenset(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else frozenset(),
     )
 

@@ -410,7 +410,10 @@ def threads_of_launches() -> int:
 def test_killed_agent_leaves_no_training_process(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     agent = subprocess.Popen(
-        [sys.executable, "-c", KILLED_AGENT, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED_AGENT, str(tmp_path / "script.py")],
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # it cannot tidy up after itself
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert agent.stdout is not None
