@@ -37,25 +37,21 @@ class Server:
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost = on_lost
         self._enrolment: Enrolment | None = None
-        self._enrolling: Enrolment | None = None
 
     def service(self) -> Service:
         return Servicer(self.store).service()
 
-    def register(self, address: str, *, patience_ms: int) -> None:
-        """Registers the address at which workers reach this server, and begins to send heartbeats."""
+    def register(self, address: str, *, patience_ms: int, stop: threading.Event | None = None) -> None:
+        """Registers the address at which workers reach this server, and begins to send heartbeats.
+
+        Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile.
+        """
         membership = Membership(MemberRole.SERVER, address)
         enrolment = Enrolment(self._peer, membership, on_reply=self._hear, on_lost=self._on_lost)
-        self._enrolling = enrolment
-        enrolment.register(patience_ms=patience_ms)
+        enrolment.register(patience_ms=patience_ms, stop=stop)
         self.store.become(enrolment.incarnation, enrolment.term)
         enrolment.start()
         self._enrolment = enrolment
-
-    def give_up(self) -> None:
-        """Ends a registration that waits for the coordinator. Safe from any thread."""
-        if self._enrolling is not None and self._enrolment is None:
-            self._enrolling.stop()
 
     def leave(self) -> None:
         if self._enrolment is not None:
@@ -89,18 +85,11 @@ def serve(
     server = Server(GrpcNetwork(), coordinator, on_lost=on_lost)
     listener = Listener(bind, [server.service()])
     listener.start()
-
-    def end_waiting() -> None:
-        stop.wait()
-        server.give_up()
-
-    watcher = threading.Thread(target=end_waiting, name="stop-watcher", daemon=True)
-    watcher.start()
     try:
         optimizers.warm(("float32", "float64"))
         address = advertise or listener.address
         try:
-            server.register(address, patience_ms=settings.worker.rpc_deadline_ms)
+            server.register(address, patience_ms=settings.worker.rpc_deadline_ms, stop=stop)
         except errors.Unavailable:
             if stop.is_set():
                 return
@@ -111,8 +100,6 @@ def serve(
         ready(address)
         stop.wait()
     finally:
-        stop.set()
-        watcher.join()
         server.leave()
         listener.stop()
     if lost:

@@ -75,9 +75,9 @@ class Enrolment:
     def caller(self) -> Caller:
         return Caller(self.job, self.incarnation, self.term)
 
-    def register(self, *, patience_ms: int) -> None:
+    def register(self, *, patience_ms: int, stop: threading.Event | None = None) -> None:
         """Registers, trying for `patience_ms` while the coordinator does not answer or is not ready. Raises what it
-        answers, or CoordinatorUnavailable. Gives up at once when `stop` is called."""
+        answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop` is called."""
         member = self._membership
         request = wire.RegisterRequest(
             role=convert.role_to_wire(member.role),
@@ -99,7 +99,9 @@ class Enrolment:
                 except (errors.Unavailable, errors.NotReady) as error:
                     last = f" ({error.what})"
                     wait.tick()
-                    if time.monotonic() >= give_up or self._stop.wait(REGISTER_RETRY_MS / 1000):
+                    if time.monotonic() >= give_up or (stop or self._stop).wait(REGISTER_RETRY_MS / 1000):
+                        raise
+                    if self._stop.is_set():
                         raise
         self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
         self._heartbeat_ms = reply.heartbeat_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 from yards import Probes, finish, running_yard
 
+from shardyard.runtime import configuration
 from shardyard_launcher.cluster import LocalCluster
+from shardyard_ps_server.process import serve
 
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__workers_expected": 2}
 ERROR_S_MAX = 10.0
@@ -84,3 +87,18 @@ def test_a_missing_coordinator_is_named_with_what_to_do(probes: Probes) -> None:
     assert script.wait() != 0
     assert "CoordinatorUnavailable: coordinator at 127.0.0.1:9 does not answer" in script.output
     assert "shardyard coordinator" in script.output
+
+
+def test_a_server_that_is_told_to_stop_while_it_looks_for_its_coordinator_ends_well() -> None:
+    stop = threading.Event()
+    stop.set()  # also before it began to look, as by a signal while its kernels are compiled
+    begin = time.monotonic()
+    serve(
+        coordinator="127.0.0.1:9",
+        bind="127.0.0.1:0",
+        advertise=None,
+        settings=configuration.load(None, {}, {"worker.rpc_deadline_ms": 60_000}).settings,
+        stop=stop,
+        ready=lambda address: pytest.fail(f"ready at {address}"),
+    )
+    assert time.monotonic() - begin < 30

@@ -166,6 +166,15 @@ def test_registering_gives_up_when_it_is_stopped(make: Callable[..., Member]) ->
     assert time.monotonic() - begin < 2.5
 
 
+def test_registering_gives_up_when_the_process_is_told_to_stop(make: Callable[..., Member]) -> None:
+    stop = threading.Event()
+    stop.set()
+    begin = time.monotonic()
+    with pytest.raises(errors.CoordinatorUnavailable):
+        make().enrolment.register(patience_ms=60_000, stop=stop)
+    assert time.monotonic() - begin < DEADLINE_S
+
+
 def test_registering_raises_what_refuses_it(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:
     coordinator.appear()
     coordinator.refusals["Register"] = [errors.ProtocolMismatch("protocol 9")]

@@ -13,7 +13,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -21,7 +20,6 @@ from shardyard.ground import errors
 from shardyard.ground.types import Incarnation, MemberRole
 from shardyard.runtime import log as logs
 from shardyard.runtime.settings import Settings
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.enrolment import Enrolment, Membership
 from shardyard.transport.listener import Listener
@@ -58,18 +56,11 @@ class Standing:
 
     def enrol(self, stop: threading.Event) -> None:
         """Raises CoordinatorUnavailable when it does not answer for REGISTER_PATIENCE_MS."""
-        give_up = time.monotonic() + REGISTER_PATIENCE_MS / 1000
-        with ExplainedWait(lambda: f"{self._peer.name} to register this agent", logger=log) as wait:
-            while True:
-                try:
-                    self._enrol_once()
-                    return
-                except errors.Unavailable:
-                    wait.tick()
-                    if time.monotonic() >= give_up:
-                        raise
-                if stop.wait(SLICE_MS / 1000):
-                    return
+        try:
+            self._enrol(REGISTER_PATIENCE_MS, stop)
+        except errors.Unavailable:
+            if not stop.is_set():
+                raise
 
     def tend(self) -> None:
         """Enrols again if the membership was lost. To be called now and then."""
@@ -79,7 +70,7 @@ class Standing:
         self._enrolment.stop()
         self._enrolment = self._new()
         try:
-            self._enrol_once()
+            self._enrol(0, None)
         except errors.ShardyardError as error:
             log.debug("not enrolled again yet: %s", error)
             self._lost.set()
@@ -100,8 +91,8 @@ class Standing:
         else:
             self._enrolment.stop()
 
-    def _enrol_once(self) -> None:
-        self._enrolment.register(patience_ms=0)
+    def _enrol(self, patience_ms: int, stop: threading.Event | None) -> None:
+        self._enrolment.register(patience_ms=patience_ms, stop=stop)
         self._enrolment.start()
         logs.bind_process(id=self.incarnation)
         log.info("enrolled with %s", self._peer.name)
