@@ -1,7 +1,8 @@
 """A job's variables from one worker's side: registered, initialised, pushed and pulled as tensors.
 
 Owns: layout, buckets and router of the job, and the targets, the tensors that hold the current values. Invariant: the
-targets hold one version of all partitions, never a mixture. Must not know: what a push is named after (strategies).
+targets of a synchronous job hold one version of all partitions, never a mixture; those of an asynchronous one hold, of
+each partition, a whole version. Must not know: what a push is named after (strategies).
 """
 
 from __future__ import annotations
@@ -115,15 +116,12 @@ class Training:
             variable.put_back()
         self.buckets.load(self._targets)
 
-    def pull_newest(self, at_least: int = 0) -> Answer:
-        """Waits for a version, and puts it or a later one into the targets."""
-        with ExplainedWait(lambda: explain(answer) if answer else f"version {at_least}") as wait:
-            self.router.abandon_pull()
-            answer = self.router.pull(Wish(at_least, exactly=False, wait_ms=SLICE_MS))
-            while answer.missing:
-                wait.tick()
-                self.session.check()
-                answer = self.router.pull(Wish(at_least, exactly=False, wait_ms=SLICE_MS))
+    def pull_newest(self) -> Answer:
+        """Puts the newest version of each partition into the targets; for an asynchronous job, which has no other."""
+        self.router.abandon_pull()
+        answer = self.router.pull(Wish(0, exactly=False))
+        if answer.missing:
+            raise errors.NotReady(f"version 0 of an open job is not there: {explain(answer)}")
         self.load()
         return answer
 
