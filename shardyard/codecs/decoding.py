@@ -1,0 +1,66 @@
+"""From a code to elements, whatever its codec.
+
+Owns: which id is read by what. Invariants: `decode` fills the whole array or raises; every length is held against the
+bytes at hand and the array before memory is asked for; nothing outside of the array is written, whatever the bytes are.
+A refused code may leave the array half-filled. Must not know: settings, who sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from shardyard.codecs import floats, int8, onebit, packed, powersgd, qsgd, randomk, topk
+from shardyard.codecs.compiled import Array
+from shardyard.codecs.form import Buffer, CodeId, Reader
+from shardyard.ground.errors import MalformedPayload
+
+_DECODERS: Final[Mapping[CodeId, Callable[[Reader, Array], None]]] = {
+    CodeId.BF16: floats.decode_bf16,
+    CodeId.FP16: floats.decode_fp16,
+    CodeId.INT8: int8.decode,
+    CodeId.QSGD: qsgd.decode,
+    CodeId.ONEBIT: onebit.decode,
+    CodeId.TOPK: topk.decode,
+    CodeId.RANDOMK: randomk.decode,
+    CodeId.POWERSGD: powersgd.decode,
+}
+
+
+def decode(code: Buffer, out: npt.NDArray[Any]) -> None:
+    """Fills `out` with what the code says.
+
+    `out` has shape (n,), is contiguous, float32 or float64; of any dtype for a RAW code, whose elements are of the
+    same. Raises MalformedPayload for whatever is no code for such an array, DELTA among them, and TooLarge.
+    """
+    reader = _open(code, out)
+    if reader.id is CodeId.DELTA:
+        raise MalformedPayload("a DELTA code where there is nothing to add it to")
+    _fill(reader, out)
+
+
+def apply(code: Buffer, values: npt.NDArray[Any]) -> None:
+    """As `decode`, but what a DELTA code says is added to `values`. For the receiver of a pull."""
+    reader = _open(code, values)
+    if reader.id is CodeId.DELTA:
+        floats.check_floating(values, reader)
+        int8.decode(reader, values, add=True)
+    else:
+        _fill(reader, values)
+
+
+def _open(code: Buffer, out: npt.NDArray[Any]) -> Reader:
+    assert out.ndim == 1
+    assert out.flags.c_contiguous
+    reader = Reader(code, out.size)
+    return Reader(packed.unpack(reader), out.size) if reader.id is CodeId.ZSTD else reader
+
+
+def _fill(reader: Reader, out: npt.NDArray[Any]) -> None:
+    if reader.id is CodeId.RAW:
+        floats.decode_raw(reader, out)
+    else:
+        floats.check_floating(out, reader)
+        _DECODERS[reader.id](reader, out)
