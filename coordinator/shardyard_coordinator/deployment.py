@@ -82,9 +82,12 @@ class Deployment:
                 why="the variables need a server to lie on",
                 todo="start one with `shardyard server`; the worker asks again by itself",
             )
-        layout = placement.plan(
-            variables, optimizer, partitions=self._settings.partition_count, block_bytes=self._settings.block_bytes
-        )
+        partitions, block_bytes = self._settings.partition_count, self._settings.block_bytes
+        if block_bytes == "auto":
+            block_bytes = placement.fitting_block_bytes(variables, partitions=partitions)
+        if self._settings.partitions == "auto":
+            partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
+        layout = placement.plan(variables, optimizer, partitions=partitions, block_bytes=block_bytes)
         sizes = [part.payload_bytes for part in layout.partitions]
         self.map = placement.assign(sizes, servers, generation=Generation(1))
         self.layout = layout

@@ -1,8 +1,9 @@
 """Where variables lie: cut into blocks, blocks into partitions, partitions onto servers.
 
-Owns: the two decisions `plan` and `assign`. Invariants: each element of each variable is in exactly one block; within a
-partition blocks do not overlap and begin at multiples of BLOCK_ALIGN_BYTES, and so does what follows the payload; the
-layout depends on nothing but its arguments, so not on the number of servers (promise 6); ties go to the lower index.
+Owns: the decisions `fitting_block_bytes`, `fitting_partitions`, `plan` and `assign`. Invariants: each element of each
+variable is in exactly one block; within a partition blocks do not overlap and begin at multiples of BLOCK_ALIGN_BYTES,
+and so does what follows the payload; the layout depends on nothing but its arguments, so not on the number of servers
+(promise 6); ties go to the lower index.
 Must not know: jobs, members, time.
 """
 
@@ -31,6 +32,8 @@ from shardyard.ground.types import (
     aligned_bytes,
 )
 
+BLOCK_BYTES_FITTING_MIN = limits.MIB
+
 _KINDS = tuple(VariableKind)
 _DTYPES = tuple(DType)
 
@@ -51,6 +54,18 @@ class _Piece:
     payload_bytes: int
 
 
+def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -> int:
+    """Half of a partition's fair share, within bounds: variables up to that size stay whole, and no partition is
+    fuller than another by more than that."""
+    total = sum(spec.payload_bytes for spec in variables)
+    return aligned_bytes(min(max(BLOCK_BYTES_FITTING_MIN, -(-total // (2 * partitions))), limits.GIB))
+
+
+def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, partitions_max: int) -> int:
+    """No more than there are blocks, since one without any costs time with every push and holds nothing."""
+    return min(partitions_max, max(1, _blocks(variables, block_bytes)))
+
+
 def plan(
     variables: Sequence[VariableSpec], optimizer: OptimizerSpec, *, partitions: int, block_bytes: int
 ) -> JobLayout:
@@ -69,7 +84,7 @@ def plan(
             why="there is nothing to train",
             todo="give job.prepare a model that has parameters",
         )
-    blocks = sum(-(-spec.payload_bytes // block_bytes) for spec in variables)
+    blocks = _blocks(variables, block_bytes)
     if blocks > limits.BLOCKS_MAX:
         raise TooLarge(
             f"the variables make {blocks} blocks of {block_bytes} bytes; at most {limits.BLOCKS_MAX} are taken",
@@ -105,6 +120,10 @@ def assign(payload_bytes: Sequence[int], servers: Sequence[Server], *, generatio
             for partition in range(len(payload_bytes))
         ),
     )
+
+
+def _blocks(variables: Sequence[VariableSpec], block_bytes: int) -> int:
+    return sum(-(-spec.payload_bytes // block_bytes) for spec in variables)
 
 
 def _cut(variable: int, spec: VariableSpec, block_bytes: int) -> list[_Piece]:

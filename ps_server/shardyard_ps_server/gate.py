@@ -8,8 +8,7 @@ what a gradient is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shardyard.ground.errors import InvalidRequest, NotReady, RateMismatch
 from shardyard.ground.types import PartitionId, Rank
@@ -28,8 +27,7 @@ class Weighted(Protocol):
 T = TypeVar("T", bound=Weighted)
 
 
-@dataclass(frozen=True)
-class Verdict(Generic[T]):
+class Verdict(NamedTuple, Generic[T]):
     """What a step consists of: the members that count, in rank order, and each one's share of the mean."""
 
     members: tuple[T, ...]
@@ -41,11 +39,11 @@ def verdict(contributions: Sequence[T]) -> Verdict[T]:
 
     Shares are float64, weight over the sum of weights in rank order.
     """
-    members = tuple(c for c in contributions if c.groups is not None and c.weight > 0)
+    members = tuple([c for c in contributions if c.groups is not None and c.weight > 0])
     total = 0.0
     for member in members:
         total += member.weight
-    return Verdict(members, tuple(member.weight / total for member in members))
+    return Verdict(members, tuple([member.weight / total for member in members]))
 
 
 class Gate(Generic[T]):
@@ -54,6 +52,7 @@ class Gate(Generic[T]):
     def __init__(self, partition: PartitionId, ranks: int) -> None:
         self._partition = partition
         self._gathered: list[T | None] = [None] * ranks
+        self._count = 0
         self.step = 0
 
     def check(self, rank: Rank, step: int, contribution: T) -> None:
@@ -75,15 +74,21 @@ class Gate(Generic[T]):
     def record(self, rank: Rank, contribution: T) -> None:
         assert self._gathered[rank] is None, (rank, self.step)
         self._gathered[rank] = contribution
+        self._count += 1
+
+    def completes(self, rank: Rank) -> bool:
+        """Whether that rank alone is missing."""
+        return self._count == len(self._gathered) - 1 and self._gathered[rank] is None
 
     def missing(self) -> tuple[Rank, ...]:
         return tuple(Rank(rank) for rank, gathered in enumerate(self._gathered) if gathered is None)
 
     def take(self) -> tuple[T, ...]:
         """The contributions of the step, in rank order; the next step is gathered from here on."""
-        taken = tuple(gathered for gathered in self._gathered if gathered is not None)
+        taken = tuple([gathered for gathered in self._gathered if gathered is not None])
         assert len(taken) == len(self._gathered), self.missing()
         self._gathered = [None] * len(self._gathered)
+        self._count = 0
         self.step += 1
         return taken
 

@@ -1,12 +1,14 @@
-"""Optimizer arithmetic: one fused pass over memory for each update rule.
+"""Optimizer arithmetic: one pass over memory for each update rule, from what was pushed to the next values.
 
-Owns: the loops. Invariants: a kernel reads `w_in` and `g`, writes `w_out` (which overlaps neither), and updates its
-state arrays in place; all arrays are 1-D, contiguous, of one length and of one dtype, and so are the scalars (a wider
-scalar would widen the whole loop). Element i of the results depends on element i of the arrays only, and the compiler
-may neither reorder nor contract floating-point operations, so arrays cut anywhere give the same bits.
+Owns: the loops. A rule takes a `Task`, its state arrays, which are as long as the payload and updated in place, and its
+scalars in the elements' dtype (a wider scalar would widen the whole loop). The gradient is the sum of share times value
+in the order of the sources, each product and each sum rounded to the dtype. It is made piece by piece in the scratch,
+which stays in the processor's cache, and the rule reads it there: no sum is ever as long as the payload.
 
-Operations follow the single-tensor functions of `torch.optim` one by one. What an update's settings decide is hoisted:
-maximize is a `sign` of 1 or -1, which is exact; conditions in a loop never depend on the element.
+Invariants: element i of the results depends on element i of the arrays only, and the compiler may neither reorder nor
+contract floating-point operations, so arrays cut anywhere give the same bits. Operations follow the single-tensor
+functions of `torch.optim` one by one. What an update's settings decide is hoisted: maximize is a `sign` of 1 or -1,
+which is exact; conditions in a loop never depend on the element.
 
 Must not know: settings' names and ranges, counts, torch (shardyard_ps_server.optimizers).
 """
@@ -17,11 +19,28 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+import numba.extending
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+from numba.np.numpy_support import carray
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 Array = npt.NDArray[np.floating[Any]]
 Scalar = np.floating[Any]
+Bytes = npt.NDArray[np.uint8]
+Addresses = npt.NDArray[np.int64]
+Shares = npt.NDArray[np.float64]
+Task = tuple[Bytes, Bytes, Addresses, Shares, Array, int, int]
+"""What is to be updated, bytes [start, stop) of one partition's payload:
+
+    old, new     values before and after
+    sources      addresses of the payloads that were pushed, as `locate` gives them
+    shares       each source's share of the mean; empty: a lone source, taken as it is
+    scratch      memory for the sum of a piece; its dtype is that of the elements
+    start, stop  multiples of the element's size
+"""
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
@@ -32,6 +51,105 @@ def _compiled(function: _F) -> _F:
         return cast(_F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
     except RuntimeError:  # no directory is writable
         return cast(_F, numba.njit(nogil=True, cache=False, error_model="numpy")(function))
+
+
+# ---- memory
+
+
+def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+# untyped, or typed as what they are before they are compiled
+_pointer: Any = numba.extending.intrinsic(_make_pointer)
+_array_at: Any = carray
+_unpacked: Any = to_fixed_tuple
+
+
+@_compiled
+def locate(old: Bytes, new: Bytes, payload: Bytes, align_bytes: int) -> int:
+    """The address of a payload, 0 where an update may not read it: it must be as long as the values, all must begin at
+    a multiple of `align_bytes`, and `new` may overlap neither of the others."""
+    n = new.size
+    to, before, address = np.int64(new.ctypes.data), np.int64(old.ctypes.data), np.int64(payload.ctypes.data)
+    fits = old.size == n and payload.size == n and (to | before | address) % align_bytes == 0
+    apart = abs(to - before) >= n and abs(to - address) >= n
+    return int(address) if fits and apart else 0
+
+
+@_compiled
+def _source(address: int, length: int, scratch: Array) -> Array:
+    values: Array = _array_at(_pointer(address), (length,), scratch.dtype)
+    return values
+
+
+@_compiled
+def _part(values: Bytes, begin: int, end: int, scratch: Array) -> Array:
+    return values[begin:end].view(scratch.dtype)
+
+
+@_compiled
+def _pieces(task: Task) -> tuple[int, int, int]:
+    """The range of where pieces begin: one piece where there is nothing to sum."""
+    _, _, _, shares, scratch, start, stop = task
+    return start, stop, (max(stop - start, 1) if shares.size == 0 else scratch.size * scratch.itemsize)
+
+
+@_compiled
+def _sum(sources: Addresses, shares: Shares, begin: int, total: Array) -> None:
+    """Two sources at least, into `total`."""
+    n = total.size
+    left, right = _source(sources[0] + begin, n, total), _source(sources[1] + begin, n, total)
+    left_share, right_share = total.dtype.type(shares[0]), total.dtype.type(shares[1])
+    for i in range(n):
+        total[i] = left[i] * left_share + right[i] * right_share
+    for k in range(2, sources.size):
+        value, share = _source(sources[k] + begin, n, total), total.dtype.type(shares[k])
+        for i in range(n):
+            total[i] += value[i] * share
+
+
+@_compiled
+def _scale(source: int, share: float, begin: int, total: Array) -> None:
+    value, factor = _source(source + begin, total.size, total), total.dtype.type(share)
+    for i in range(total.size):
+        total[i] = value[i] * factor
+
+
+@_compiled
+def _gradient(task: Task, begin: int, n: int) -> Array:
+    _, _, sources, shares, scratch, _, _ = task
+    if shares.size == 0:
+        return _source(sources[0] + begin, n, scratch)
+    total = scratch[:n]
+    if shares.size == 1:
+        _scale(sources[0], shares[0], begin, total)
+    else:
+        _sum(sources, shares, begin, total)
+    return total
+
+
+@_compiled
+def _window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
+    """Values before, gradient, and values after, of bytes [begin, end)."""
+    old, new, _, _, scratch, _, _ = task
+    g = _gradient(task, begin, (end - begin) // scratch.itemsize)
+    return _part(old, begin, end, scratch), g, _part(new, begin, end, scratch)
+
+
+@_compiled
+def mean(task: Task) -> None:
+    """The sum of share times value of two sources or more, as the next values."""
+    _, new, sources, shares, scratch, _, _ = task
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        _sum(sources, shares, begin, _part(new, begin, min(begin + step, stop), scratch))
+
+
+# ---- rules
 
 
 @_compiled
@@ -52,209 +170,168 @@ def _lerp(start: Scalar, end: Scalar, weight: Scalar, rest: Scalar) -> Scalar:
 
 
 @_compiled
-def sgd(w_in: Array, g: Array, w_out: Array, sign: Scalar, lr: Scalar, decay: Scalar) -> None:
-    for i in range(w_in.size):
-        w_out[i] = w_in[i] - lr * _slope(g[i], w_in[i], sign, decay)
+def sgd(task: Task, scalars: Array) -> None:
+    sign, lr, decay = _unpacked(scalars, 3)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        for i in range(w_in.size):
+            w_out[i] = w_in[i] - lr * _slope(g[i], w_in[i], sign, decay)
 
 
 @_compiled
-def sgd_momentum(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    buffer: Array,
-    sign: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    momentum: Scalar,
-    keep: Scalar,
-    first: bool,
-    nesterov: bool,
-) -> None:
+def sgd_momentum(task: Task, buffer: Bytes, scalars: Array, first: bool, nesterov: bool) -> None:
     """`keep` is 1 - dampening; the first gradient enters the buffer whole."""
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        b = x if first else momentum * buffer[i] + keep * x
-        buffer[i] = b
-        w_out[i] = w_in[i] - lr * (x + momentum * b if nesterov else b)
+    sign, lr, decay, momentum, keep = _unpacked(scalars, 5)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        velocity = _part(buffer, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            b = x if first else momentum * velocity[i] + keep * x
+            velocity[i] = b
+            w_out[i] = w_in[i] - lr * (x + momentum * b if nesterov else b)
 
 
 @_compiled
-def adam(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    exp_avg: Array,
-    exp_avg_sq: Array,
-    sign: Scalar,
-    decay: Scalar,
-    shrink: Scalar,
-    weight1: Scalar,
-    rest1: Scalar,
-    beta2: Scalar,
-    weight2: Scalar,
-    root2: Scalar,
-    eps: Scalar,
-    rate: Scalar,
-) -> None:
+def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
     """weight = 1 - beta; root2 = sqrt(1 - beta2^t); rate = lr / (1 - beta1^t).
 
     Adam adds `decay` times the parameter to the gradient (shrink is 1); AdamW multiplies it by `shrink` (decay is 0).
     """
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        m = _lerp(exp_avg[i], x, weight1, rest1)
-        v = beta2 * exp_avg_sq[i] + weight2 * x * x
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(v) / root2 + eps)
+    sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
+    rest1 = scalars.dtype.type(1) - weight1
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        avg = _part(exp_avg, begin, end, scalars)
+        avg_sq = _part(exp_avg_sq, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            m = _lerp(avg[i], x, weight1, rest1)
+            v = beta2 * avg_sq[i] + weight2 * x * x
+            avg[i] = m
+            avg_sq[i] = v
+            w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(v) / root2 + eps)
 
 
 @_compiled
-def amsgrad(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    exp_avg: Array,
-    exp_avg_sq: Array,
-    max_exp_avg_sq: Array,
-    sign: Scalar,
-    decay: Scalar,
-    shrink: Scalar,
-    weight1: Scalar,
-    rest1: Scalar,
-    beta2: Scalar,
-    weight2: Scalar,
-    root2: Scalar,
-    eps: Scalar,
-    rate: Scalar,
-) -> None:
+def amsgrad(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, max_exp_avg_sq: Bytes, scalars: Array) -> None:
     """`adam` with the largest second moment so far in the denominator."""
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        m = _lerp(exp_avg[i], x, weight1, rest1)
-        v = beta2 * exp_avg_sq[i] + weight2 * x * x
-        largest = max_exp_avg_sq[i] if max_exp_avg_sq[i] > v else v  # a NaN in v stays there, so it stays in largest
-        exp_avg[i] = m
-        exp_avg_sq[i] = v
-        max_exp_avg_sq[i] = largest
-        w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(largest) / root2 + eps)
+    sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
+    rest1 = scalars.dtype.type(1) - weight1
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        avg = _part(exp_avg, begin, end, scalars)
+        avg_sq = _part(exp_avg_sq, begin, end, scalars)
+        max_sq = _part(max_exp_avg_sq, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            m = _lerp(avg[i], x, weight1, rest1)
+            v = beta2 * avg_sq[i] + weight2 * x * x
+            # a NaN in v stays there, so it stays in largest
+            largest = max_sq[i] if max_sq[i] > v else v
+            avg[i] = m
+            avg_sq[i] = v
+            max_sq[i] = largest
+            w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(largest) / root2 + eps)
 
 
 @_compiled
-def adagrad(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    total: Array,
-    sign: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    eps: Scalar,
-) -> None:
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        s = total[i] + x * x
-        total[i] = s
-        w_out[i] = w_in[i] - lr * x / (np.sqrt(s) + eps)
+def adagrad(task: Task, total: Bytes, scalars: Array) -> None:
+    sign, lr, decay, eps = _unpacked(scalars, 4)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        sums = _part(total, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            s = sums[i] + x * x
+            sums[i] = s
+            w_out[i] = w_in[i] - lr * x / (np.sqrt(s) + eps)
 
 
 @_compiled
-def rmsprop(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    square_avg: Array,
-    sign: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    alpha: Scalar,
-    weight: Scalar,
-    eps: Scalar,
-) -> None:
+def rmsprop(task: Task, square_avg: Bytes, scalars: Array) -> None:
     """`weight` is 1 - alpha."""
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        v = alpha * square_avg[i] + weight * x * x
-        square_avg[i] = v
-        w_out[i] = w_in[i] - lr * x / (np.sqrt(v) + eps)
+    sign, lr, decay, alpha, weight, eps = _unpacked(scalars, 6)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        squares = _part(square_avg, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            v = alpha * squares[i] + weight * x * x
+            squares[i] = v
+            w_out[i] = w_in[i] - lr * x / (np.sqrt(v) + eps)
 
 
 @_compiled
-def rmsprop_momentum(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    square_avg: Array,
-    buffer: Array,
-    sign: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    alpha: Scalar,
-    weight: Scalar,
-    eps: Scalar,
-    momentum: Scalar,
-) -> None:
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        v = alpha * square_avg[i] + weight * x * x
-        b = momentum * buffer[i] + x / (np.sqrt(v) + eps)
-        square_avg[i] = v
-        buffer[i] = b
-        w_out[i] = w_in[i] - lr * b
+def rmsprop_momentum(task: Task, square_avg: Bytes, buffer: Bytes, scalars: Array) -> None:
+    sign, lr, decay, alpha, weight, eps, momentum = _unpacked(scalars, 7)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        squares = _part(square_avg, begin, end, scalars)
+        velocity = _part(buffer, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            v = alpha * squares[i] + weight * x * x
+            b = momentum * velocity[i] + x / (np.sqrt(v) + eps)
+            squares[i] = v
+            velocity[i] = b
+            w_out[i] = w_in[i] - lr * b
 
 
 @_compiled
-def rmsprop_centered(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    square_avg: Array,
-    grad_avg: Array,
-    sign: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    alpha: Scalar,
-    weight: Scalar,
-    rest: Scalar,
-    eps: Scalar,
-) -> None:
+def rmsprop_centered(task: Task, square_avg: Bytes, grad_avg: Bytes, scalars: Array) -> None:
     """Divides by the estimated deviation, not by the root of the second moment."""
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        v = alpha * square_avg[i] + weight * x * x
-        a = _lerp(grad_avg[i], x, weight, rest)
-        square_avg[i] = v
-        grad_avg[i] = a
-        w_out[i] = w_in[i] - lr * x / (np.sqrt(v - a * a) + eps)
+    sign, lr, decay, alpha, weight, eps = _unpacked(scalars, 6)
+    rest = scalars.dtype.type(1) - weight
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        squares = _part(square_avg, begin, end, scalars)
+        means = _part(grad_avg, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            v = alpha * squares[i] + weight * x * x
+            a = _lerp(means[i], x, weight, rest)
+            squares[i] = v
+            means[i] = a
+            w_out[i] = w_in[i] - lr * x / (np.sqrt(v - a * a) + eps)
 
 
 @_compiled
-def rmsprop_centered_momentum(
-    w_in: Array,
-    g: Array,
-    w_out: Array,
-    square_avg: Array,
-    grad_avg: Array,
-    buffer: Array,
-    sign: Scalar,
-    lr: Scalar,
-    decay: Scalar,
-    alpha: Scalar,
-    weight: Scalar,
-    rest: Scalar,
-    eps: Scalar,
-    momentum: Scalar,
-) -> None:
-    for i in range(w_in.size):
-        x = _slope(g[i], w_in[i], sign, decay)
-        v = alpha * square_avg[i] + weight * x * x
-        a = _lerp(grad_avg[i], x, weight, rest)
-        b = momentum * buffer[i] + x / (np.sqrt(v - a * a) + eps)
-        square_avg[i] = v
-        grad_avg[i] = a
-        buffer[i] = b
-        w_out[i] = w_in[i] - lr * b
+def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, buffer: Bytes, scalars: Array) -> None:
+    sign, lr, decay, alpha, weight, eps, momentum = _unpacked(scalars, 7)
+    rest = scalars.dtype.type(1) - weight
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        squares = _part(square_avg, begin, end, scalars)
+        means = _part(grad_avg, begin, end, scalars)
+        velocity = _part(buffer, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            v = alpha * squares[i] + weight * x * x
+            a = _lerp(means[i], x, weight, rest)
+            b = momentum * velocity[i] + x / (np.sqrt(v - a * a) + eps)
+            squares[i] = v
+            means[i] = a
+            velocity[i] = b
+            w_out[i] = w_in[i] - lr * b
 
 
 ALL = (

@@ -8,6 +8,7 @@ Must not know: gradients, versions, who sends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, StraddlingRange, TooLarge
 from shardyard.ground.limits import LEDGER_SOURCES_MAX
@@ -20,18 +21,25 @@ class _Entry:
     token: int = 0
 
 
+_UNSEEN: Final = _Entry()
+
+
 class Ledger:
     """Sequences are counted from 0; `next` is one more than the watermark."""
 
     def __init__(self, partition: PartitionId) -> None:
         self._partition = partition
         self._entries: dict[SourceKey, _Entry] = {}
+        # a push is judged, counted and answered under one key, whose hash takes longer than all of that
+        self._latest: tuple[SourceKey, _Entry] | None = None
+        # the push that was judged to be the next, until anything changes: a server asks twice
+        self._next_push: PushName | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def next(self, key: SourceKey) -> int:
-        entry = self._entries.get(key)
+        entry = self._find(key)
         return 0 if entry is None else entry.next
 
     def check_open(self, key: SourceKey, token: Token) -> None:
@@ -46,6 +54,7 @@ class Ledger:
         """Rule A5: takes the token of a new lease and gives the next sequence."""
         self.check_open(key, token)
         entry = self._entries.setdefault(key, _Entry())
+        self._next_push = None
         entry.token = token
         return entry.next
 
@@ -55,8 +64,10 @@ class Ledger:
         Raises StaleToken, InvalidRequest for a token that was not opened, SequenceGap (facts: partition, next),
         StraddlingRange.
         """
-        opened = self._entries.get(name.key)
-        entry = opened or _Entry()
+        if name is self._next_push:
+            return False
+        opened = self._find(name.key)
+        entry = _UNSEEN if opened is None else opened
         if not isinstance(name.key.source, WorkerSource):
             if name.token < entry.token:
                 raise self._stale(name.key, name.token, entry)
@@ -67,18 +78,28 @@ class Ledger:
                 )
         if name.last < entry.next:
             return True
+        if name.first == entry.next:
+            self._next_push = name
+            return False
         facts = {"partition": str(self._partition), "next": str(entry.next)}
         if name.first > entry.next:
             raise SequenceGap(f"{name} in partition {self._partition}, whose next is #{entry.next}", facts=facts)
-        if name.first < entry.next:
-            raise StraddlingRange(f"{name} in partition {self._partition}, whose next is #{entry.next}", facts=facts)
-        return False
+        raise StraddlingRange(f"{name} in partition {self._partition}, whose next is #{entry.next}", facts=facts)
 
     def advance(self, name: PushName) -> None:
         """Counts the work. The name must have passed `is_duplicate` under the same lock."""
-        entry = self._entries.setdefault(name.key, _Entry())
+        entry = self._find(name.key) or self._entries.setdefault(name.key, _Entry())
         assert name.first == entry.next, (name, entry)
         entry.next = name.last + 1
+        self._next_push = None
+
+    def _find(self, key: SourceKey) -> _Entry | None:
+        if self._latest is not None and self._latest[0] is key:
+            return self._latest[1]
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._latest = key, entry
+        return entry
 
     def _stale(self, key: SourceKey, token: int, entry: _Entry) -> StaleToken:
         return StaleToken(

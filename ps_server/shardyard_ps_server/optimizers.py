@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,12 @@ import numpy.typing as npt
 from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.optimizers import make_group
 from shardyard_ps_server import kernels
-from shardyard_ps_server.kernels import Array, Scalar
+from shardyard_ps_server.kernels import Addresses, Array, Bytes, Shares, Task
 
 _LOG = logging.getLogger(__name__)
 
-Arrays = tuple[Array, Array, Array]
-"""w_in, g and w_out."""
+LONE: Shares = np.empty(0, np.float64)
+"""The shares of a lone gradient, which is taken as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class Optimizer(ABC):
     def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:
         """The state that these settings need."""
 
+    @abstractmethod
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
+        """Update number `count` of these elements (1 is their first). `state` has the arrays of `slots(settings)` in
+        that order, which are updated in place. NaN and infinity go through as in torch."""
+
     def step(
         self,
         settings: Sequence[float],
@@ -55,20 +61,15 @@ class Optimizer(ABC):
         w_out: Array,
         state: Sequence[Array],
     ) -> None:
-        """Update number `count` of these elements (1 is their first): w_out from w_in and the gradient g.
+        """`update` on plain arrays: w_out from w_in and the gradient g.
 
         All arrays are 1-D, contiguous, aligned, of one length, all float32 or all float64; `w_out` overlaps neither
-        input. `state` has the arrays of `slots(settings)` in that order, which are updated in place. NaN and infinity
-        go through as in torch.
+        input.
         """
         assert count >= 1
         assert all(_fits(w_in, a) for a in (w_in, g, w_out, *state))
-        assert not np.may_share_memory(w_in, w_out)
-        assert not np.may_share_memory(g, w_out)
-        self._run(settings, count, (_read_only(w_in), _read_only(g), w_out), state)
-
-    @abstractmethod
-    def _run(self, settings: Sequence[float], count: int, arrays: Arrays, state: Sequence[Array]) -> None: ...
+        task, _kept = _plain_task(w_in, g, w_out)
+        self.update(settings, count, task, [array.view(np.uint8) for array in state])
 
 
 class Sgd(Optimizer):
@@ -82,14 +83,14 @@ class Sgd(Optimizer):
         _, momentum, *_ = settings
         return (Slot("momentum_buffer"),) if momentum != 0 else ()
 
-    def _run(self, settings: Sequence[float], count: int, arrays: Arrays, state: Sequence[Array]) -> None:
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
         lr, momentum, dampening, decay, nesterov, maximize = settings
         if momentum == 0:
-            kernels.sgd(*arrays, *_scalars(arrays, _sign(maximize), lr, decay))
+            kernels.sgd(task, _scalars(task, _sign(maximize), lr, decay))
             return
         (buffer,) = state
-        sign, lr_, decay_, momentum_, keep = _scalars(arrays, _sign(maximize), lr, decay, momentum, 1 - dampening)
-        kernels.sgd_momentum(*arrays, buffer, sign, lr_, decay_, momentum_, keep, count == 1, bool(nesterov))
+        scalars = _scalars(task, _sign(maximize), lr, decay, momentum, 1 - dampening)
+        kernels.sgd_momentum(task, buffer, scalars, count == 1, nesterov != 0)
 
 
 class Adam(Optimizer):
@@ -105,14 +106,14 @@ class Adam(Optimizer):
         moments = (Slot("exp_avg"), Slot("exp_avg_sq"))
         return (*moments, Slot("max_exp_avg_sq")) if amsgrad else moments
 
-    def _run(self, settings: Sequence[float], count: int, arrays: Arrays, state: Sequence[Array]) -> None:
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
         lr, beta1, beta2, eps, weight_decay, amsgrad, maximize = settings
         scalars = _scalars(
-            arrays,
+            task,
             _sign(maximize),
             0.0 if self.decoupled else weight_decay,
             1 - lr * weight_decay if self.decoupled else 1.0,
-            *_lerp_weights(arrays, 1 - beta1),
+            1 - beta1,
             beta2,
             1 - beta2,
             (1 - beta2**count) ** 0.5,
@@ -121,10 +122,10 @@ class Adam(Optimizer):
         )
         if amsgrad:
             exp_avg, exp_avg_sq, largest = state
-            kernels.amsgrad(*arrays, exp_avg, exp_avg_sq, largest, *scalars)
+            kernels.amsgrad(task, exp_avg, exp_avg_sq, largest, scalars)
         else:
             exp_avg, exp_avg_sq = state
-            kernels.adam(*arrays, exp_avg, exp_avg_sq, *scalars)
+            kernels.adam(task, exp_avg, exp_avg_sq, scalars)
 
 
 class AdamW(Adam):
@@ -145,11 +146,11 @@ class Adagrad(Optimizer):
         *_, initial_accumulator_value, _, _ = settings
         return (Slot("sum", initial_accumulator_value),)
 
-    def _run(self, settings: Sequence[float], count: int, arrays: Arrays, state: Sequence[Array]) -> None:
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
         lr, lr_decay, weight_decay, _, eps, maximize = settings
         rate = lr / (1 + (count - 1) * lr_decay)
         (total,) = state
-        kernels.adagrad(*arrays, total, *_scalars(arrays, _sign(maximize), rate, weight_decay, eps))
+        kernels.adagrad(task, total, _scalars(task, _sign(maximize), rate, weight_decay, eps))
 
 
 class RmsProp(Optimizer):
@@ -166,29 +167,27 @@ class RmsProp(Optimizer):
         buffer = (Slot("momentum_buffer"),) if momentum != 0 else ()
         return square + mean + buffer
 
-    def _run(
+    def update(
         self,
         settings: Sequence[float],
         count: int,  # noqa: ARG002
-        arrays: Arrays,
-        state: Sequence[Array],
+        task: Task,
+        state: Sequence[Bytes],
     ) -> None:
         lr, alpha, eps, weight_decay, momentum, centered, maximize = settings
-        common = (_sign(maximize), lr, weight_decay, alpha)
-        weight, rest = _lerp_weights(arrays, 1 - alpha)
+        common = (_sign(maximize), lr, weight_decay, alpha, 1 - alpha, eps)
         if centered and momentum != 0:
             square, mean, buffer = state
-            scalars = _scalars(arrays, *common, weight, rest, eps, momentum)
-            kernels.rmsprop_centered_momentum(*arrays, square, mean, buffer, *scalars)
+            kernels.rmsprop_centered_momentum(task, square, mean, buffer, _scalars(task, *common, momentum))
         elif centered:
             square, mean = state
-            kernels.rmsprop_centered(*arrays, square, mean, *_scalars(arrays, *common, weight, rest, eps))
+            kernels.rmsprop_centered(task, square, mean, _scalars(task, *common))
         elif momentum != 0:
             square, buffer = state
-            kernels.rmsprop_momentum(*arrays, square, buffer, *_scalars(arrays, *common, weight, eps, momentum))
+            kernels.rmsprop_momentum(task, square, buffer, _scalars(task, *common, momentum))
         else:
             (square,) = state
-            kernels.rmsprop(*arrays, square, *_scalars(arrays, *common, weight, eps))
+            kernels.rmsprop(task, square, _scalars(task, *common))
 
 
 _BY_KIND: dict[str, Optimizer] = {rule.kind: rule for rule in (Sgd(), Adam(), AdamW(), Adagrad(), RmsProp())}
@@ -216,12 +215,27 @@ def make(kind: str) -> Optimizer:
 def warm(dtypes: Iterable[npt.DTypeLike]) -> None:
     """Compiles every kernel for these dtypes, or loads it from disk; a server does so before it says it is ready."""
     for dtype in dtypes:
+        _keep_or_go_on("mean", partial(_mean_once, dtype))
         for kind, given in _EVERY_KERNEL:
-            try:
-                _step_once(kind, given, dtype)
-            except OSError as e:
-                _LOG.warning("compiled %s kernels could not be kept on disk (%s); each start compiles them", kind, e)
-                _step_once(kind, given, dtype)
+            _keep_or_go_on(kind, partial(_step_once, kind, given, dtype))
+
+
+def _keep_or_go_on(kind: str, once: Callable[[], None]) -> None:
+    try:
+        once()
+    except OSError as e:
+        _LOG.warning("compiled %s kernels could not be kept on disk (%s); each start compiles them", kind, e)
+        once()
+
+
+def _mean_once(dtype: npt.DTypeLike) -> None:
+    """With payloads that may be written and ones that may not, which have types of their own."""
+    old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
+    left = kernels.locate(old, new, payload, 1)
+    payload.flags.writeable = False
+    right = kernels.locate(old, new, payload, 1)
+    scratch = np.zeros(8, np.uint8).view(dtype)
+    kernels.mean((new, new, np.array([left, right]), np.ones(2), scratch, 0, 8))
 
 
 def _step_once(kind: str, given: dict[str, float], dtype: npt.DTypeLike) -> None:
@@ -235,23 +249,20 @@ def _sign(maximize: float) -> float:
     return -1.0 if maximize else 1.0
 
 
-def _scalars(arrays: Arrays, *values: float | Scalar) -> list[Scalar]:
-    """The values in the arrays' dtype, without which numba would compute in float64."""
-    return [arrays[0].dtype.type(value) for value in values]
-
-
-def _lerp_weights(arrays: Arrays, weight: float) -> tuple[Scalar, Scalar]:
-    """A weight and its complement, which torch.lerp computes in the arrays' dtype."""
-    rounded, one = _scalars(arrays, weight, 1.0)
-    return rounded, one - rounded
+def _scalars(task: Task, *values: float) -> Array:
+    """The values in the elements' dtype, without which numba would compute in float64."""
+    return np.array(values, task[4].dtype)
 
 
 def _fits(w: Array, a: Array) -> bool:
     return a.ndim == 1 and a.size == w.size and a.dtype == w.dtype and a.flags.c_contiguous and a.flags.aligned
 
 
-def _read_only(a: Array) -> Array:
-    """One type for numba, whether or not the caller may write; else it would compile a second time, while serving."""
-    view = a.view()
-    view.flags.writeable = False
-    return view
+def _plain_task(w_in: Array, g: Array, w_out: Array) -> tuple[Task, Any]:
+    """A task of one gradient, and what must be kept while it is used."""
+    # one type for numba, whether or not the caller may write; else it would compile a second time
+    old = (w_in if w_in.flags.writeable else w_in.copy()).view(np.uint8)
+    new, gradient = w_out.view(np.uint8), g.view(np.uint8)
+    sources: Addresses = np.array([kernels.locate(old, new, gradient, g.itemsize)])
+    assert sources[0] != 0 or not old.size
+    return (old, new, sources, LONE, np.empty(0, w_in.dtype), 0, old.size), gradient

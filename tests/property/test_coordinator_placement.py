@@ -16,7 +16,7 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.wire import convert
-from shardyard_coordinator.placement import Server, assign, plan
+from shardyard_coordinator.placement import Server, assign, fitting_block_bytes, plan
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -72,6 +72,17 @@ def test_no_partition_is_fuller_than_another_by_more_than_a_block(
     sizes = [part.payload_bytes for part in layout.partitions]
     assert max(sizes) - min(sizes) <= block_bytes
     assert isinstance(layout, JobLayout)
+
+
+@given(st.lists(st.integers(0, 40 << 20), min_size=1, max_size=12), st.integers(1, 9))
+def test_fitting_blocks_are_balanced_to_half_a_fair_share(elements: list[int], partitions: int) -> None:
+    specs = tuple(VariableSpec(f"v{index}", DType.FLOAT32, (count,)) for index, count in enumerate(elements))
+    block_bytes = fitting_block_bytes(specs, partitions=partitions)
+    assert block_bytes % BLOCK_ALIGN_BYTES == 0
+    layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes)
+    sizes = [part.payload_bytes for part in layout.partitions]
+    fair = sum(sizes) / partitions
+    assert max(sizes) - min(sizes) <= max(1 << 20, fair / 2 + BLOCK_ALIGN_BYTES)
 
 
 @given(st.lists(st.integers(0, 1_000), min_size=1, max_size=30), st.integers(1, 12))

@@ -290,6 +290,51 @@ def test_partition_without_blocks_is_updated_to_nothing() -> None:
     assert one.values.size == 0
 
 
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_payload_of_many_pieces_is_updated_as_a_whole_one(members: int) -> None:
+    elements = 3 * blocks_module.PIECE_BYTES // 4 + 5
+    one = OnePartition(variable("a", elements, DType.FLOAT32), buffer("mean", elements, DType.FLOAT32))
+    rng = np.random.default_rng(6)
+    pushed = rng.standard_normal((members, elements)).astype(np.float32)
+    after = one.update(*(one.push(1, a=each, mean=each) for each in pushed))
+    share = np.float32(1 / members)
+    total = pushed[0] * share
+    for each in pushed[1:]:
+        total = total + each * share
+    assert after["mean"].tobytes() == total.tobytes()
+    assert after["a"].tobytes() == (-total).tobytes()
+
+
+def test_sums_take_no_memory_of_the_size_of_the_payload() -> None:
+    one = OnePartition(variable("a", 1 << 20))
+    asked: list[int] = []
+
+    def recorded(nbytes: int) -> Bytes:
+        asked.append(nbytes)
+        return aligned_empty(nbytes)
+
+    members = [one.push(1, a=[1] * (1 << 20)) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "aligned_empty", recorded)
+        one.update(*members)
+    assert asked == [blocks_module.PIECE_BYTES]
+
+
+def test_payload_that_may_not_be_written_is_read() -> None:
+    one = OnePartition(variable("a", 2))
+    pushed = one.push(a=[1, 2])
+    pushed.payload.flags.writeable = False
+    assert one.update(pushed)["a"].tolist() == [-1, -2]
+
+
+def test_payload_of_another_length_or_in_the_values_is_a_defect_of_the_caller() -> None:
+    one = OnePartition(variable("a", 9))
+    pushed, new = one.push(a=[1] * 9), aligned_empty(one.values.size)
+    for payload in (pushed.payload[:64], new):
+        with pytest.raises(AssertionError):
+            one.blocks.update([pushed._replace(payload=payload)], [1.0], one.values, new)
+
+
 def test_memory_of_an_update_can_be_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     one = OnePartition(variable("a", 2))
     members = [one.push(1, a=[2, 4]), one.push(1, a=[2, 4])]

@@ -15,7 +15,7 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
 )
-from shardyard_coordinator.placement import Server, assign, plan
+from shardyard_coordinator.placement import Server, assign, fitting_block_bytes, plan
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -60,6 +60,39 @@ def test_bytes_are_balanced_over_partitions() -> None:
 def test_variable_without_elements_has_no_block() -> None:
     layout = plan((f32("empty", 0, 3), f32("w", 2)), SGD, partitions=2, block_bytes=64)
     assert [part.blocks for part in layout.partitions] == [(Block(1, 0, 2, 0),), ()]
+
+
+def test_fitting_blocks_keep_variables_whole_where_that_costs_no_balance() -> None:
+    variables = [f32(f"v{index}", 1024, 1024) for index in range(16)]
+    block_bytes = fitting_block_bytes(variables, partitions=8)
+    assert block_bytes == 4 << 20
+    layout = plan(variables, SGD, partitions=8, block_bytes=block_bytes)
+    assert [[block.length for block in part.blocks] for part in layout.partitions] == [[1 << 20] * 2] * 8
+
+
+@pytest.mark.parametrize(
+    ("elements", "partitions", "expected"),
+    [
+        ((0,), 8, 1 << 20),
+        ((1024,), 8, 1 << 20),
+        ((4 << 20,), 8, 1 << 20),
+        (((4 << 20) + 1,), 8, (1 << 20) + 64),
+        ((20 << 20, 5 << 20), 3, 17_476_288),
+        ((1 << 40,), 8, 1 << 30),
+    ],
+)
+def test_fitting_blocks_are_half_a_partition_within_bounds(
+    elements: tuple[int, ...], partitions: int, expected: int
+) -> None:
+    variables = [f32(f"v{index}", count) for index, count in enumerate(elements)]
+    assert fitting_block_bytes(variables, partitions=partitions) == expected
+
+
+def test_blocks_of_one_variable_stand_side_by_side_in_their_order() -> None:
+    layout = plan((f32("big", 100), f32("small", 5), f32("other", 90)), SGD, partitions=2, block_bytes=64)
+    for part in layout.partitions:
+        order = [(block.variable, block.offset) for block in part.blocks]
+        assert order == sorted(order)
 
 
 def test_job_without_variables_is_refused() -> None:

@@ -52,6 +52,20 @@ def test_missing_names_the_ranks_that_have_not_contributed() -> None:
     assert gate.missing() == ()
 
 
+def test_rank_completes_a_step_where_it_alone_is_missing() -> None:
+    gate: Gate[Word] = Gate(PARTITION, 3)
+    for _ in range(2):
+        step = gate.step
+        assert not any(gate.completes(Rank(rank)) for rank in range(3))
+        give(gate, 2, step, Word("a"))
+        assert not any(gate.completes(Rank(rank)) for rank in range(3))
+        give(gate, 0, step, Word("a"))
+        assert [gate.completes(Rank(rank)) for rank in range(3)] == [False, True, False]
+        give(gate, 1, step, Word("a"))
+        assert not any(gate.completes(Rank(rank)) for rank in range(3))
+        gate.take()
+
+
 def test_next_step_is_gathered_from_nothing() -> None:
     gate: Gate[Word] = Gate(PARTITION, 2)
     for step in range(3):

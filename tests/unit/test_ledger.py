@@ -235,3 +235,27 @@ def test_ledger_answers_as_a_dict_of_sets_would(actions: list[tuple[str, SourceK
             dumb.counted.setdefault(key, set()).update(range(push.first, push.last + 1))
         for each, counted in dumb.counted.items():
             assert ledger.next(each) == len(counted)
+
+
+def test_same_push_is_judged_anew_after_every_change() -> None:
+    ledger, push, other = ledger_with(3), name(3), SourceKey(DataShardSource(0, 2, 6))
+    assert not ledger.is_duplicate(push)
+    assert not ledger.is_duplicate(push)
+    ledger.open(other, TOKEN)
+    assert not ledger.is_duplicate(push)
+    ledger.advance(push)
+    assert ledger.is_duplicate(push)
+    ahead = name(4)
+    assert not ledger.is_duplicate(ahead)
+    ledger.open(SHARD, Token(TOKEN + 1))
+    with pytest.raises(StaleToken):
+        ledger.is_duplicate(ahead)
+
+
+def test_source_that_was_asked_for_before_it_was_opened_is_found_after() -> None:
+    ledger = Ledger(PARTITION)
+    assert ledger.next(WORKER) == 0
+    ledger.advance(name(0, key=WORKER))
+    assert ledger.next(WORKER) == 1
+    assert ledger.open(WORKER, TOKEN) == 1
+    assert ledger.next(WORKER) == 1

@@ -286,6 +286,83 @@ def test_overlapping_or_unlike_arrays_are_a_defect_of_the_caller() -> None:
         rule.step(settings, 0, w, g, out, [])
 
 
+def _task(w: np.ndarray, members: Sequence[np.ndarray], shares: Sequence[float], out: np.ndarray, piece: int) -> Any:
+    old, new = w.view(np.uint8), out.view(np.uint8)
+    sources = np.array([kernels.locate(old, new, member.view(np.uint8), w.itemsize) for member in members])
+    assert all(sources)
+    return old, new, sources, np.array(shares, np.float64), np.empty(piece, w.dtype), 0, old.size
+
+
+def _weighted_sum(members: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
+    """In plain numpy: each product and each sum rounded, in order."""
+    total = members[0] * members[0].dtype.type(shares[0])
+    for member, share in zip(members[1:], shares[1:], strict=True):
+        total = total + member * member.dtype.type(share)
+    return total
+
+
+@EVERY_DTYPE
+def test_multiplication_and_addition_are_rounded_apart(dtype: Float) -> None:
+    rng = np.random.default_rng(21)
+    w = (rng.standard_normal(100_003) * 3).astype(dtype)
+    g, other = (w + rng.standard_normal((2, w.size)) * 1e-3).astype(dtype)  # so that most digits cancel
+    lr, decay = dtype(0.9991), dtype(0.3337)
+    for given in ({"lr": float(lr)}, {"lr": float(lr), "weight_decay": float(decay)}):
+        ours = Ours("sgd", given, w)
+        ours.step(given, g)
+        assert ours.w.tobytes() == (w - lr * (g + decay * w if "weight_decay" in given else g)).tobytes()
+    out = np.empty_like(w)
+    shares = (1 / 3, -1 / 3)
+    kernels.mean(_task(w, (g, other), shares, out, 512))
+    assert out.tobytes() == _weighted_sum((g, other), shares).tobytes()
+    exact = g.astype(np.longdouble) * dtype(shares[0]) + (other * dtype(shares[1])).astype(np.longdouble)
+    assert not np.array_equal(out, exact.astype(dtype))  # what a contraction would give
+
+
+@EVERY_DTYPE
+@EVERY_CASE
+def test_sum_in_pieces_is_the_gradient_that_numpy_sums(kind: str, given: Mapping[str, float], dtype: Float) -> None:
+    rng = np.random.default_rng(22)
+    w = rng.standard_normal(ELEMENTS).astype(dtype)
+    for count, piece in ((1, 64), (2, 16), (3, 64), (5, ELEMENTS + 1)):
+        shares = [float(share) for share in rng.random(count)]
+        members = [(rng.standard_normal(ELEMENTS) * 10.0 ** rng.integers(-3, 4)).astype(dtype) for _ in range(count)]
+        plain = Ours(kind, given, w)
+        plain.step(given, _weighted_sum(members, shares))
+        rule, out = optimizers.make(kind), np.full_like(w, np.nan)
+        state = [np.full_like(w, slot.initial) for slot in rule.slots(make_group(kind, given))]
+        task = _task(w, members, shares, out, piece)
+        rule.update(make_group(kind, given), 1, task, [array.view(np.uint8) for array in state])
+        assert out.tobytes() == plain.w.tobytes(), (count, piece)
+        assert [array.tobytes() for array in state] == [array.tobytes() for array in plain.state]
+
+
+def test_part_of_a_payload_is_updated_and_the_rest_left_alone() -> None:
+    w, g, out = np.arange(64, dtype=np.float32), np.ones(64, np.float32), np.full(64, -1, np.float32)
+    old, new, sources, shares, scratch, _, _ = _task(w, [g], [], out, 0)
+    optimizers.make("sgd").update(make_group("sgd", {"lr": 1.0}), 1, (old, new, sources, shares, scratch, 64, 128), [])
+    assert out[16:32].tolist() == [each - 1 for each in range(16, 32)]
+    assert set(out[:16]) == set(out[32:]) == {-1}
+
+
+def test_payload_that_an_update_may_not_read_has_no_address() -> None:
+    memory = np.zeros(256, np.uint8)
+    start = -memory.ctypes.data % 64
+    old, new, payload = (memory[start + at : start + at + 64] for at in (0, 64, 128))
+    payload.flags.writeable = False
+    assert kernels.locate(old, new, payload, 8) == payload.ctypes.data
+    shifted = memory[start + 132 : start + 196]
+    for arrays in (
+        (old, new, payload[:56]),
+        (old[:56], new, payload),
+        (old, new, shifted),
+        (old, new, memory[start + 120 : start + 184]),
+        (memory[start + 8 : start + 72], new, payload),
+    ):
+        assert kernels.locate(*arrays, 8) == 0
+    assert kernels.locate(old, new, shifted, 4) == shifted.ctypes.data
+
+
 def test_no_elements_are_no_work() -> None:
     for kind, given in CASES:
         ours = Ours(kind, given, np.zeros(0, np.float32))
@@ -314,8 +391,8 @@ def test_warm_server_compiles_nothing_later() -> None:
                 g = ours.w.copy()
                 g.flags.writeable = ours.w.flags.writeable = writable
                 ours.step(given, g)
-    for kernel in kernels.ALL:
-        assert len(_signatures(kernel)) == 2, kernel.__name__
+    for kernel in (*kernels.ALL, kernels.mean, kernels.locate):
+        assert len(_signatures(kernel)) == 2, kernel
 
 
 def test_warm_reaches_every_kernel_without_torch() -> None:
@@ -338,7 +415,9 @@ def test_kernels_compile_where_no_directory_can_be_written(monkeypatch: pytest.M
     names: dict[str, Any] = {"__name__": "kernels_without_a_home"}
     exec(compile(source, "/proc/nowhere/kernels.py", "exec"), names)
     w, g, out = np.array([3.0]), np.array([2.0]), np.zeros(1)
-    names["sgd"](w, g, out, 1.0, 0.5, 0.0)
+    old, new = w.view(np.uint8), out.view(np.uint8)
+    sources = np.array([names["locate"](old, new, g.view(np.uint8), 8)])
+    names["sgd"]((old, new, sources, np.empty(0), np.empty(0), 0, 8), np.array([1.0, 0.5, 0.0]))
     assert out[0] == 2.0
     assert names["sgd"].stats.cache_path is None
 
@@ -352,8 +431,8 @@ def test_a_full_disk_costs_the_cache_and_not_the_server(
     steps: list[str] = []
 
     @numba.njit(nogil=True, cache=True)
-    def sgd(w_in: Any, g: Any, w_out: Any, sign: Any, lr: Any, decay: Any) -> None:
-        w_out[0] = 5.0
+    def sgd(task: Any, scalars: Any) -> None:
+        task[1][0] = 5
 
     def recorded(kind: str, given: dict[str, float], dtype: Any) -> None:
         steps.append(kind)
