@@ -5,9 +5,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
+NODE   := tests/integration/node
+NODE_STAMP := $(NODE)/node_modules/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down status protos protos-check check test test-containers bench clean
+.PHONY: help setup node-client up down status protos protos-check check test test-containers bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -19,6 +21,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,examples,dev]'
 	@touch $(STAMP)
+
+node-client: $(NODE_STAMP) ## install what the test's client in another language needs (npm)
+
+$(NODE_STAMP): $(STAMP) $(NODE)/package.json $(NODE)/package-lock.json
+	@$(BIN)/npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $(NODE_STAMP)
 
 up: $(STAMP) ## start a yard on this machine and train the digits on it
 	@$(BIN)/shardyard up -c configs/local.yaml examples/digits/train.py
@@ -45,7 +53,7 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-test: $(STAMP) ## unit, property, simulation and integration tests
+test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -m pytest tests --ignore=tests/containers
 
 test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
@@ -55,4 +63,4 @@ bench: $(STAMP) ## run benchmarks (BENCH=name for one)
 	@for f in $(if $(BENCH),benchmarks/$(BENCH).py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$f || exit 1; done
 
 clean: ## remove .venv and caches
-	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	@rm -rf $(VENV) $(NODE)/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

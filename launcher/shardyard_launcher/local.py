@@ -45,6 +45,7 @@ class LocalYard:
         """Stops all of it; no thread is left."""
         for server in self._servers:
             server.leave()
+            server.close()
         self._coordinator.stop()
         self._journal.close()
 

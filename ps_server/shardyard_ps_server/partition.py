@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from shardyard.ground.errors import InvalidRequest, NotFound
 from shardyard.ground.types import (
@@ -21,8 +23,8 @@ from shardyard.ground.types import (
     Missing,
     Outcome,
     PartitionId,
-    PartPull,
     PartResult,
+    Place,
     PushName,
     PushPart,
     RankSource,
@@ -33,9 +35,9 @@ from shardyard.ground.types import (
     Watermark,
 )
 from shardyard_ps_server.blocks import Blocks, Contribution
-from shardyard_ps_server.gate import Gate, Verdict, verdict
+from shardyard_ps_server.gate import Gate, verdict
 from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.versions import Bytes, Versions
+from shardyard_ps_server.versions import Bytes, Memory, Versions, aligned_empty, private_memory
 
 
 class Partition:
@@ -45,14 +47,23 @@ class Partition:
     moved on meanwhile.
     """
 
-    def __init__(self, layout: JobLayout, partition: PartitionId, mode: UpdateMode, logical_ranks: int) -> None:
+    def __init__(
+        self,
+        layout: JobLayout,
+        partition: PartitionId,
+        mode: UpdateMode,
+        logical_ranks: int,
+        memory: Memory = private_memory,
+    ) -> None:
         self._layout = layout.partitions[partition]
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._versions = Versions(self._layout.payload_bytes)
+        self._versions = Versions(self._layout.payload_bytes, memory)
         self._ledger = Ledger(partition)
         self._gate: Gate[Contribution] | None = Gate(partition, logical_ranks) if mode is UpdateMode.SYNC else None
         self._ranks = logical_ranks
+        self._kept: list[Bytes] = []
+        self._spare: list[Bytes] = []
         self._open = False
         self._changed = threading.Condition()
 
@@ -100,6 +111,10 @@ class Partition:
     def expected_bytes(self, part: PushPart) -> int:
         return self._blocks.expected_bytes(part)
 
+    def check_codes(self, part: PushPart) -> None:
+        """Raises MalformedPayload unless the codes of a compressed part are as many, and as long, as they may be."""
+        self._blocks.check_codes(part)
+
     def unpack(self, part: PushPart, payload: Bytes) -> tuple[Bytes, tuple[bool, ...]]:
         return self._blocks.unpack(part, payload)
 
@@ -133,22 +148,36 @@ class Partition:
         return duplicate
 
     def _count(self, name: PushName, contribution: Contribution) -> Outcome:
-        found = verdict((contribution,))
-        if found.members:  # an empty push of an asynchronous job makes no version
-            self._apply(found, self._versions.blank())
+        if contribution.groups is not None and contribution.weight > 0:  # an empty push makes no version
+            self._apply((contribution,), (1.0,), self._versions.blank())
         self._ledger.advance(name)
         return Outcome.APPLIED
 
     def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
         source = name.key.source
         assert isinstance(source, RankSource)
-        new = self._room() if gate.missing() == (source.rank,) else None
+        if not gate.completes(source.rank):
+            gate.record(source.rank, self._keep(contribution))
+            self._ledger.advance(name)
+            return Outcome.RECORDED
+        new = self._room()
         gate.record(source.rank, contribution)
         self._ledger.advance(name)
-        if new is None:
-            return Outcome.RECORDED
-        self._apply(verdict(gate.take()), new)
+        members, shares = verdict(gate.take())
+        self._apply(members, shares, new)
+        self._spare += self._kept
+        self._kept = []
         return Outcome.APPLIED
+
+    def _keep(self, contribution: Contribution) -> Contribution:
+        """The contribution with a payload of our own: that of a push is the sender's to write again when it has the
+        answer."""
+        if len(contribution.payload) == 0:
+            return contribution
+        copy = self._spare.pop() if self._spare else aligned_empty(self._layout.payload_bytes)
+        np.copyto(copy, contribution.payload)
+        self._kept.append(copy)
+        return contribution._replace(payload=copy)
 
     def _room(self) -> Bytes:
         """A buffer for the next version, with all else that a step needs."""
@@ -156,32 +185,36 @@ class Partition:
             self._blocks.reserve_sums()
         return self._versions.blank()
 
-    def _apply(self, found: Verdict[Contribution], new: Bytes) -> None:
-        self._blocks.update(found.members, found.shares, self._versions.values, new)
+    def _apply(self, members: Sequence[Contribution], shares: Sequence[float], new: Bytes) -> None:
+        self._blocks.update(members, shares, self._versions.values, new)
         self._versions.publish(new)
         self._changed.notify_all()
 
     # ---- pulls
 
-    def hold(self, wish: PartPull, until: float) -> tuple[Version, Bytes] | Missing:
-        """Waits until `until` (time.monotonic) for the version wanted. The buffer is the caller's to read until it
-        calls `release`. Raises NotFound where an exact version is gone."""
+    def hold(self, number: int, exactly: bool, until: float) -> tuple[Version, Bytes] | Missing:
+        """Waits until `until` (time.monotonic) for that version, or with `exactly` False for that or a later one. The
+        buffer is the caller's to read until it calls `release`. Raises NotFound where an exact version is gone."""
         with self._changed:
-            while self._versions.newest.number < wish.number:
+            while self._versions.newest.number < number:
                 left = until - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
-                    return Missing(self.id, self._versions.newest, wish.number, self._waits_for())
+                    return Missing(self.id, self._versions.newest, number, self._waits_for())
             newest = self._versions.newest
-            number = wish.number if wish.exactly else newest.number
-            buffer = self._versions.find(number)
+            wanted = number if exactly else newest.number
+            buffer = self._versions.find(wanted)
             if buffer is None:
                 raise NotFound(
-                    f"version {number} of partition {self.id}, whose newest is {newest.number}",
+                    f"version {wanted} of partition {self.id}, whose newest is {newest.number}",
                     why="a partition keeps its last two versions",
                     facts={"partition": str(self.id), "newest": str(newest.number)},
                 )
             self._versions.hold(buffer)
-            return Version(newest.life, number), buffer
+            return Version(newest.life, wanted), buffer
+
+    def place(self, buffer: Bytes) -> Place | None:
+        """Where processes on this machine find a buffer that is held, if they can."""
+        return self._versions.place(buffer)
 
     def release(self, buffer: Bytes) -> None:
         with self._changed:

@@ -58,6 +58,10 @@ class Server:
             self._enrolment.leave()
         self._peer.close()
 
+    def close(self) -> None:
+        """Forgets all jobs. Nobody may be served any more."""
+        self.store.close()
+
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         self.store.fence(reply.fenced)
 
@@ -102,5 +106,6 @@ def serve(
     finally:
         server.leave()
         listener.stop()
+        server.close()
     if lost:
         raise lost[0]

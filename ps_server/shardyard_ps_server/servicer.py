@@ -11,11 +11,12 @@ from typing import TypeVar
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady
 from shardyard.ground.types import Generation, Incarnation, JobId, PartitionId, PushKind, PushOrder
 from shardyard.transport.peers import Context, Service
-from shardyard.wire import convert, frames, methods
+from shardyard.wire import convert, methods
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.exchanges import Exchanges, answer, refuse_values
 from shardyard_ps_server.store import HostedJob, Store
-from shardyard_ps_server.versions import Bytes
+from shardyard_ps_server.versions import Bytes, aligned_empty
 
 R = TypeVar("R")
 
@@ -100,24 +101,22 @@ class Servicer:
 
     def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
         hosted, order, payload = self._take(stream)
-        _refuse_values(order)
+        refuse_values(order)
         return convert.results_to_wire(self._store.push(hosted, order, payload))
 
     def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
         wish = convert.pull_from_wire(request)
+        if wish.coding or wish.shared:
+            raise InvalidRequest("a coded or shared pull outside of an exchange", todo="use PushPull")
         hosted = self._store.admit_pull(wish)
-        with self._store.pull(hosted, wish) as (result, buffers):
-            yield from frames.cut(convert.pulled_to_header(result), [buffer.data for buffer in buffers])
+        result, held = self._store.hold(hosted, wish)
+        try:
+            yield from answer(result, held)
+        finally:
+            held.release()
 
     def push_pull(self, stream: Iterator[Frame], _: Context) -> Iterator[Frame]:
-        hosted, order, payload = self._take(stream)
-        _refuse_values(order)
-        if order.pull is None:
-            raise MalformedPayload("a PushPull whose header does not say what to pull")
-        results = self._store.push(hosted, order, payload)
-        with self._store.pull(hosted, order.pull) as (result, buffers):
-            answer = type(result)(parts=result.parts, missing=result.missing, push=results)
-            yield from frames.cut(convert.pulled_to_header(answer), [buffer.data for buffer in buffers])
+        return Exchanges(self._store).run(stream)
 
     def describe(self, _request: wire.DescribeServerRequest, _: Context) -> wire.DescribeServerReply:
         counters = self._store.counters
@@ -127,6 +126,8 @@ class Servicer:
             pushes_duplicate=counters.pushes_duplicate,
             bytes_received=counters.bytes_received,
             bytes_sent=counters.bytes_sent,
+            workers_attached=counters.streams_attached,
+            workers_streaming=counters.streams - counters.streams_attached,
         )
         for hosted in self._store.hosted():
             for number in sorted(hosted.partitions):
@@ -157,15 +158,10 @@ class Servicer:
             raise MalformedPayload("a push without a frame")
         order = convert.push_from_header(first.header)
         hosted = self._store.admit_push(order)
-        payload = self._store.reserve(order)
+        payload = aligned_empty(order.payload_bytes)
         assembler = Assembler(payload.data)
         assembler.add(first)
         for frame in stream:
             assembler.add(frame)
         assembler.finish()
         return hosted, order, payload
-
-
-def _refuse_values(order: PushOrder) -> None:
-    if order.kind is PushKind.VALUES:
-        raise InvalidRequest("first values in a push", todo="send them with Initialize")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import (
@@ -50,13 +51,33 @@ from shardyard.ground.types import (
     WorkerSource,
 )
 from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.versions import Bytes, aligned_empty
+
+CREW_BYTES_MIN = limits.MIB
+"""A push of at least so much is applied by several threads, a partition each."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Buffers of partitions, theirs who asked for them to read until they are released."""
+
+    buffers: tuple[tuple[Partition, Bytes], ...] = ()
+
+    def release(self) -> None:
+        for partition, buffer in self.buffers:
+            partition.release(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(buffer) for _, buffer in self.buffers)
 
 
 @dataclass
 class HostedJob:
-    """The partitions of one job that this server owns."""
+    """The partitions of one job that this server owns. `lent`: what workers on this machine may still be reading."""
 
     job: JobId
     layout: JobLayout
@@ -64,7 +85,9 @@ class HostedJob:
     mode: UpdateMode
     logical_ranks: int
     partitions: dict[PartitionId, Partition]
+    regions: Regions
     open: bool = False
+    lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
 
     def check_generation(self, generation: Generation) -> None:
         if generation != self.generation:
@@ -107,6 +130,9 @@ class Counters:
     pushes_duplicate: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
+    streams: int = 0
+    """Exchange streams that are open, one for each worker and job; `streams_attached` of them with shared memory."""
+    streams_attached: int = 0
 
 
 @dataclass
@@ -121,11 +147,21 @@ class _Standing:
 class Store:
     """Safe for several threads. Every method raises ShardyardErrors for what it refuses, having changed nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shareable: bool = True) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[JobId, HostedJob] = {}
         self._standing = _Standing()
+        self._shareable = shareable
+        self._crew = Crew()
         self.counters = Counters()
+
+    def close(self) -> None:
+        """Forgets all jobs. No thread is left."""
+        self._crew.close()
+        with self._lock:
+            jobs, self._jobs = self._jobs, {}
+        for hosted in jobs.values():
+            hosted.regions.close()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -137,8 +173,13 @@ class Store:
             self._standing = _Standing(incarnation, term, set())
 
     def fence(self, incarnations: Iterable[int]) -> None:
+        fenced = {Incarnation(number) for number in incarnations}
         with self._lock:
-            self._standing.fenced.update(Incarnation(number) for number in incarnations)
+            fresh = fenced - self._standing.fenced
+            self._standing.fenced.update(fresh)
+        for incarnation in sorted(fresh):
+            for hosted in self.hosted():
+                self.take_back(hosted, incarnation)
 
     # ---- the coordinator's orders
 
@@ -170,11 +211,14 @@ class Store:
                 return
             if hosted is not None:
                 raise InvalidRequest(f"job {job} is on this server with another layout, mode or number of ranks")
+            total = sum(layout.partitions[p].payload_bytes for p in owned)
+            regions = Regions(total, shareable=self._shareable)
             try:
-                partitions = {p: Partition(layout, p, mode, logical_ranks) for p in owned}
+                partitions = {p: Partition(layout, p, mode, logical_ranks, regions.take) for p in owned}
             except TooLarge as error:
+                regions.close()
                 raise TooLarge(f"the partitions of job {job}, one of them with {error.what}") from error
-            self._jobs[job] = HostedJob(job, layout, generation, mode, logical_ranks, partitions)
+            self._jobs[job] = HostedJob(job, layout, generation, mode, logical_ranks, partitions, regions)
 
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)
@@ -185,7 +229,9 @@ class Store:
 
     def drop(self, job: JobId) -> None:
         with self._lock:
-            self._jobs.pop(job, None)
+            hosted = self._jobs.pop(job, None)
+        if hosted is not None:
+            hosted.regions.close()
 
     # ---- workers' requests
 
@@ -210,8 +256,9 @@ class Store:
         hosted.check_generation(generation)
         return hosted
 
-    def admit_push(self, order: PushOrder) -> HostedJob:
-        """Checks everything about a push that can be checked before its payload comes."""
+    def admit_push(self, order: PushOrder, before: PushOrder | None = None) -> HostedJob:
+        """Everything about a push that can be checked before its payload comes. `before`: an order of the same worker
+        that was admitted; parts that are the same object were checked then."""
         hosted = self.admit(order.caller, order.server, order.generation)
         wants_values = order.kind is PushKind.VALUES
         if wants_values == hosted.open:
@@ -223,14 +270,8 @@ class Store:
             raise InvalidRequest(f"{order.name} sent by worker {order.caller.incarnation}")
         if order.name.key.lane != 0:
             raise InvalidRequest(f"lane {order.name.key.lane}; this job has lane 0 only")
-        for part in order.parts:
-            partition = hosted.find(part.partition)
-            expected = 0 if order.kind is PushKind.EMPTY else partition.expected_bytes(part)
-            if part.payload_bytes != expected or (wants_values and part.payload_bytes != partition.payload_bytes):
-                raise ShapeMismatch(
-                    f"partition {part.partition} with {part.payload_bytes} bytes; expected "
-                    f"{partition.payload_bytes if wants_values else expected}"
-                )
+        if before is None or order.parts is not before.parts or order.kind is not before.kind:
+            self._check_parts(hosted, order)
         if order.kind is PushKind.GRADIENT:
             if order.weight == 0:
                 raise InvalidRequest(f"{order.name}: a gradient of weight 0", todo="send an empty push instead")
@@ -239,9 +280,23 @@ class Store:
             self.admit_pull(order.pull)
         return hosted
 
-    def reserve(self, order: PushOrder) -> Bytes:
-        """Memory for the payload of an admitted push. Raises TooLarge."""
-        return aligned_empty(order.payload_bytes)
+    def _check_parts(self, hosted: HostedJob, order: PushOrder) -> None:
+        wants_values = order.kind is PushKind.VALUES
+        for part in order.parts:
+            partition = hosted.find(part.partition)
+            if part.code_bytes and order.kind is not PushKind.EMPTY:
+                if wants_values:
+                    raise InvalidRequest("first values that are compressed", todo="send them as they are")
+                partition.check_codes(part)
+                continue
+            expected = 0 if order.kind is PushKind.EMPTY else partition.expected_bytes(part)
+            if order.shared_at is not None and part.payload_bytes and order.kind is not PushKind.EMPTY:
+                expected = partition.payload_bytes  # read where it lies, whatever is absent
+            if part.payload_bytes != expected or (wants_values and part.payload_bytes != partition.payload_bytes):
+                raise ShapeMismatch(
+                    f"partition {part.partition} with {part.payload_bytes} bytes; expected "
+                    f"{partition.payload_bytes if wants_values else expected}"
+                )
 
     def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> None:
         """Takes admitted first values whose payload is complete: each partition the whole of its values or nothing."""
@@ -252,60 +307,104 @@ class Store:
         """Applies an admitted push whose payload is complete: each part once, under its partition's lock."""
         counted = order.kind is PushKind.GRADIENT
         work: list[tuple[Partition, Contribution]] = []
+        coded = any(part.code_bytes for part in order.parts)
         for part, (partition, piece) in zip(order.parts, _pieces(order, payload), strict=True):
             target = hosted.find(partition)
+            if coded and not part.code_bytes and len(piece):
+                piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
             work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
         for target, contribution in work:
             target.check_push(order.name, contribution)
 
-        results = tuple(
-            target.push(order.name, contribution, lambda: self._check_current(hosted, order))
-            for target, contribution in work
-        )
+        def check_current() -> None:
+            self._check_current(hosted, order)
+
+        if len(payload) >= CREW_BYTES_MIN:
+            results = tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
+        else:
+            results = tuple([p.push(order.name, c, check_current) for p, c in work])
         self._count(results, len(payload))
         return results
 
     def admit_pull(self, wish: PullWish) -> HostedJob:
         hosted = self.admit(wish.caller, wish.server, wish.generation)
-        for part in wish.parts:
-            hosted.find(part.partition)
+        for partition in wish.partitions:
+            hosted.find(partition)
         return hosted
 
-    @contextmanager
-    def pull(self, hosted: HostedJob, wish: PullWish) -> Iterator[tuple[PullResult, list[Bytes]]]:
-        """Waits for what is wished, at most `wish.wait_ms`; the buffers may be read inside of the `with`."""
+    def hold(self, hosted: HostedJob, wish: PullWish) -> tuple[PullResult, Held]:
+        """Waits for what an admitted pull wishes, at most `wish.wait_ms`. The buffers, one for each partition unless
+        something is missing, may be read until they are released or lent."""
         until = time.monotonic() + wish.wait_ms / 1000
         if not hosted.open:
             missing = [
-                Missing(part.partition, Version(1, 0), part.number, "first values from the initializer")
-                for part in wish.parts
+                Missing(partition, Version(1, 0), wish.number, "first values from the initializer")
+                for partition in wish.partitions
             ]
             time.sleep(min(wish.wait_ms, 50) / 1000)
-            yield PullResult(missing=tuple(missing)), []
-            return
+            return PullResult(missing=tuple(missing)), Held()
         held: list[tuple[Partition, Bytes]] = []
         try:
             parts: list[PulledPart] = []
             missing = []
-            for part in wish.parts:
-                partition = hosted.find(part.partition)
-                found = partition.hold(part, until)
+            for number in wish.partitions:
+                partition = hosted.find(number)
+                found = partition.hold(wish.number, wish.exactly, until)
                 if isinstance(found, Missing):
                     missing.append(found)
                     continue
                 version, buffer = found
                 held.append((partition, buffer))
-                parts.append(PulledPart(part.partition, version, len(buffer)))
-            if missing:
-                yield PullResult(missing=tuple(missing)), []
-            else:
-                with self._lock:
-                    self.counters.bytes_sent += sum(part.payload_bytes for part in parts)
-                yield PullResult(parts=tuple(parts)), [buffer for _, buffer in held]
-        finally:
-            for partition, buffer in held:
-                partition.release(buffer)
+                parts.append(PulledPart(number, version))
+        except BaseException:
+            Held(tuple(held)).release()
+            raise
+        if missing:
+            Held(tuple(held)).release()
+            return PullResult(missing=tuple(missing)), Held()
+        with self._lock:
+            self.counters.bytes_sent += sum(len(buffer) for _, buffer in held)
+        return PullResult(parts=tuple(parts)), Held(tuple(held))
+
+    # ---- exchange streams
+
+    def begin_stream(self) -> bool:
+        """Whether the stream may stay open between exchanges, as far as there are threads for that."""
+        with self._lock:
+            self.counters.streams += 1
+            return self.counters.streams <= limits.EXCHANGE_STREAMS_MAX
+
+    def note_attached(self) -> None:
+        with self._lock:
+            self.counters.streams_attached += 1
+
+    def end_stream(self, *, attached: bool) -> None:
+        with self._lock:
+            self.counters.streams -= 1
+            self.counters.streams_attached -= attached
+
+    # ---- what workers on this machine read
+
+    def lend(self, hosted: HostedJob, incarnation: Incarnation, held: Held) -> None:
+        """A worker reads from these buffers until `settle`, of its exchange after the next, takes them back."""
+        with self._lock:
+            hosted.lent.setdefault(incarnation, deque()).append(held)
+
+    def settle(self, hosted: HostedJob, incarnation: Incarnation) -> None:
+        """A worker has begun its next exchange: what was lent before the last answer is not read any more."""
+        with self._lock:
+            lent = hosted.lent.get(incarnation, ())
+            done = [lent.popleft() for _ in range(len(lent) - 1)] if isinstance(lent, deque) else []
+        for held in done:
+            held.release()
+
+    def take_back(self, hosted: HostedJob, incarnation: Incarnation) -> None:
+        """The worker has detached or was declared dead."""
+        with self._lock:
+            lent = hosted.lent.pop(incarnation, ())
+        for held in lent:
+            held.release()
 
     def open_sources(
         self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
@@ -349,6 +448,12 @@ class Store:
                 self.counters.pushes_duplicate += 1
             else:
                 self.counters.pushes_applied += 1
+
+
+def _aligned(piece: Bytes) -> Bytes:
+    copy = aligned_empty(len(piece))
+    copy[:] = piece
+    return copy
 
 
 def _pieces(order: PushOrder, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:

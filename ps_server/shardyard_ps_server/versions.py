@@ -8,13 +8,14 @@ t can be read until t+1 is complete everywhere. Called under the partition's loc
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from shardyard.ground.errors import TooLarge
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
-from shardyard.ground.types import Version
+from shardyard.ground.types import Place, Version
 
 Bytes = npt.NDArray[np.uint8]
 KEPT = 2
@@ -30,22 +31,29 @@ def aligned_empty(nbytes: int) -> Bytes:
     return raw[start : start + nbytes]
 
 
+Memory = Callable[[int], tuple[Bytes, Place | None]]
+"""Gives so many bytes, aligned, and says where others find them, if they can. Raises TooLarge."""
+
+
+def private_memory(nbytes: int) -> tuple[Bytes, Place | None]:
+    return aligned_empty(nbytes), None
+
+
 class Versions:
     """The last KEPT versions, and the buffers to write the next one into."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, memory: Memory = private_memory) -> None:
         self._nbytes = nbytes
+        self._memory = memory
+        self._places: dict[int, Place] = {}
         self._life = 1
-        first = aligned_empty(nbytes)
+        first = self._take()
         first[:] = 0
         self._kept: deque[tuple[int, Bytes]] = deque([(0, first)], maxlen=KEPT)
         self._idle: list[Bytes] = []
         self._readers: dict[int, int] = {}
         self._retired: dict[int, Bytes] = {}
-
-    @property
-    def newest(self) -> Version:
-        return Version(self._life, self._kept[-1][0])
+        self.newest = Version(self._life, 0)
 
     @property
     def values(self) -> Bytes:
@@ -54,18 +62,32 @@ class Versions:
 
     def blank(self) -> Bytes:
         """A buffer that nobody reads, to write the next version into. Raises TooLarge."""
-        return self._idle.pop() if self._idle else aligned_empty(self._nbytes)
+        return self._idle.pop() if self._idle else self._take()
+
+    def place(self, buffer: Bytes) -> Place | None:
+        """Where others find the buffer, if they can."""
+        return self._places.get(id(buffer))
+
+    def _take(self) -> Bytes:
+        buffer, place = self._memory(self._nbytes)
+        if place is not None:
+            self._places[id(buffer)] = place
+        return buffer
 
     def publish(self, buffer: Bytes) -> Version:
         """Makes `buffer` (of `blank`) the next version."""
         if len(self._kept) == KEPT:
             self._retire(self._kept[0][1])
-        self._kept.append((self._kept[-1][0] + 1, buffer))
+        self.newest = Version(self._life, self.newest.number + 1)
+        self._kept.append((self.newest.number, buffer))
         return self.newest
 
     def find(self, number: int) -> Bytes | None:
         """The buffer of that version, if it is kept."""
-        return next((buffer for kept, buffer in self._kept if kept == number), None)
+        for kept, buffer in self._kept:
+            if kept == number:
+                return buffer
+        return None
 
     def hold(self, buffer: Bytes) -> None:
         """A reader begins; `release` must follow."""

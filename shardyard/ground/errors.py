@@ -5,7 +5,7 @@
     |   |-- ConfigurationError      a settings file, an environment variable or a flag
     |   |-- ShapeMismatch  DTypeMismatch  UnknownVariable  VariableConflict  RateMismatch
     |   |-- MalformedPayload  TooLarge  UnsupportedOptimizer  UnsupportedModel
-    |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  LaunchRefused
+    |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  LaunchRefused  NotShareable
     |-- Refused                     the sender is behind the times; it must learn, then may go on
     |   |-- StaleIncarnation  StaleToken  StaleGeneration  StaleTerm
     |   |-- SequenceGap  StraddlingRange
@@ -140,6 +140,11 @@ class ProtocolMismatch(InvalidRequest):
 
 class LaunchRefused(InvalidRequest):
     why = "the agent does not start programs for this caller"
+
+
+class NotShareable(InvalidRequest):
+    why = "memory is shared only between processes of one user on one machine, in one PID namespace"
+    todo = "nothing: payloads travel over streams instead"
 
 
 class Refused(ShardyardError):

@@ -19,6 +19,13 @@ MESSAGE_BYTES_MAX: Final = 16 * MIB
 PUSH_BYTES_MAX: Final = 16 * GIB
 """One push to one server, all parts."""
 
+SHARED_BYTES_MAX: Final = 1 << 46
+"""One region of shared memory; it is mapped, not allocated."""
+NONCE_BYTES: Final = 32
+CODING_CHARACTERS_MAX: Final = 2_048
+EXCHANGE_STREAMS_MAX: Final = 448
+"""PushPull streams that stay open at a server between exchanges; those beyond end after each."""
+
 VARIABLES_MAX: Final = 100_000
 DIMENSIONS_MAX: Final = 32
 VARIABLE_NAME_CHARACTERS_MAX: Final = 512
@@ -34,6 +41,8 @@ SEQUENCE_MAX: Final = (1 << 63) - 1
 """The last sequence that a name may have, so that the one after it still fits on the wire."""
 LEDGER_SOURCES_MAX: Final = 10_000_000
 """Sources in the ledger of one partition."""
+BLOCK_ELEMENTS_MAX: Final = 1 << 30
+"""Elements of one block that a codec takes."""
 BLOCK_ALIGN_BYTES: Final = 64
 """Each block of a partition's payload is filled up to a multiple of this."""
 

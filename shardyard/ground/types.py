@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import Final, NamedTuple, NewType
 
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
 
@@ -147,6 +147,10 @@ class PushName:
         return f"{self.key.source} #{span}"
 
 
+NO_NAME: Final = PushName(SourceKey(WorkerSource(Incarnation(0))), Token(0), 0, 0)
+"""Of an exchange that is no push."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
     """(life, number of updates applied); each restore raises the life (rule A10)."""
@@ -159,6 +163,8 @@ class PushKind(enum.Enum):
     GRADIENT = "gradient"
     EMPTY = "empty"
     VALUES = "values"
+    NOTHING = "nothing"
+    """No push: an exchange that only pulls or attaches."""
 
 
 class Outcome(enum.Enum):
@@ -282,32 +288,51 @@ class DataLease:
 
 @dataclass(frozen=True, slots=True)
 class PushPart:
+    """`code_bytes`: length of each present block's code where gradients are compressed; empty where they are not."""
+
     partition: PartitionId
     payload_bytes: int
     absent_blocks: tuple[int, ...] = ()
+    code_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class PartPull:
-    partition: PartitionId
-    number: int
-    exactly: bool
+class Ticket:
+    """What another process on this machine must know to open shared memory."""
+
+    pid: int
+    fd: int
+    nbytes: int
+    nonce: bytes
+    region: int = 0
+
+
+class Place(NamedTuple):
+    """Where bytes lie in shared memory."""
+
+    region: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
 class PullWish:
-    """What a pull asks of one server."""
+    """What a pull asks of one server: the version `number` of each partition, or with `exactly` False that or a later
+    one. `coding`: how the values shall be coded; `shared`: places in the server's memory instead of bytes."""
 
     caller: Caller
     server: Incarnation
     generation: Generation
-    parts: tuple[PartPull, ...]
-    wait_ms: int
+    partitions: tuple[PartitionId, ...]
+    number: int
+    exactly: bool
+    wait_ms: int = 0
+    coding: str = ""
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PushOrder:
-    """A push as its header describes it; its payload follows in frames."""
+    """A push as its header describes it; its payload follows in frames, or lies at `shared_at` in attached memory."""
 
     caller: Caller
     server: Incarnation
@@ -318,6 +343,9 @@ class PushOrder:
     weight: float
     groups: tuple[tuple[float, ...], ...]
     pull: PullWish | None = None
+    shared_at: int | None = None
+    attach: Ticket | None = None
+    detach: bool = False
 
     @property
     def payload_bytes(self) -> int:
@@ -338,7 +366,6 @@ class PartResult:
 class PulledPart:
     partition: PartitionId
     version: Version
-    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +380,14 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """The head of a pull's answer. With `missing` set no payload follows."""
+    """The head of an exchange's answer. With `missing` set no payload follows. `places`: where the values of each part
+    lie, for a shared pull. `attached` None: nothing was offered."""
 
     parts: tuple[PulledPart, ...] = ()
     missing: tuple[Missing, ...] = ()
     push: tuple[PartResult, ...] = field(default=())
+    attached: bool | None = None
+    not_attached: str = ""
+    regions: tuple[Ticket, ...] = ()
+    places: tuple[Place, ...] = ()
+    code_bytes: tuple[int, ...] = ()

@@ -15,8 +15,9 @@ from typing import Final
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from shardyard.runtime.settings import Catalogue, Setting
+from shardyard.runtime.settings import EXPLAINED_VALUE, Catalogue, Setting
 
 VALUE_CHARACTERS_MAX: Final = 60
 
@@ -96,12 +97,15 @@ def problem_of(setting: Setting, assignment: Assignment) -> str | None:
     """One line that says what is wrong with the value alone, or None."""
     try:
         setting.adapter.validate_python(assignment.value)
-    except ValidationError:
-        return f"{assignment.origin}: {mismatch(setting, assignment.value)}"
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        return f"{assignment.origin}: {mismatch(setting, assignment.value, detail)}"
     return None
 
 
-def mismatch(setting: Setting, value: object) -> str:
+def mismatch(setting: Setting, value: object, detail: ErrorDetails) -> str:
+    if detail["type"] == EXPLAINED_VALUE:
+        return f"{setting.path}: expected {detail['ctx']['expected']}, got {detail['ctx']['got']}"
     hint = "; put it in quotes" if setting.is_text and not isinstance(value, str) else ""
     return f"{setting.path}: expected {setting.expected}, got {shown(value)}{hint}"
 

@@ -247,7 +247,7 @@ def _json_problem(detail: ErrorDetails, known: Catalogue) -> str:
         return unknown(path, known)
     # pydantic appends the tried member of a union to the place
     setting = known.settings.get(path) or known.settings.get(".".join(steps[:-1]))
-    return mismatch(setting, detail["input"]) if setting else f"{path}: {detail['msg']}"
+    return mismatch(setting, detail["input"], detail) if setting else f"{path}: {detail['msg']}"
 
 
 def _value_at(settings: Settings, path: str) -> object:

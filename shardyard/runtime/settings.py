@@ -9,7 +9,7 @@ Must not know: where values come from (shardyard.runtime.configuration does), to
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
@@ -19,6 +19,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from shardyard.ground import limits
+from shardyard.ground.compression import (
+    PULL_KINDS,
+    PUSH_KINDS,
+    WHOLE_ELEMENTS_MAX,
+    Rules,
+    parse_pull_rules,
+    parse_push_rules,
+)
+from shardyard.ground.errors import ConfigurationError
 from shardyard.ground.types import UpdateMode
 
 PARTITIONS_AUTO: Final = 8
@@ -28,6 +37,8 @@ DURATION_MS_MAX: Final = 3_600_000
 IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
 SEED_MAX: Final = (1 << 63) - 1
 IMPOSSIBLE_RELATION: Final = "impossible_relation"
+EXPLAINED_VALUE: Final = "explained_value"
+"""Error types: the first of values that are right one by one, the second of one that says itself what is wrong."""
 
 _JOB_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:(0|[1-9][0-9]{0,3})")
@@ -58,6 +69,18 @@ def _check_address(text: str) -> str:
     return text
 
 
+def _parsed_by(parse: Callable[[str], Rules]) -> AfterValidator:
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ConfigurationError as error:
+            context = {"expected": error.facts["expected"], "got": error.facts["got"], "message": error.what}
+            raise PydanticCustomError(EXPLAINED_VALUE, "{message}", context) from error
+        return text
+
+    return AfterValidator(check)
+
+
 Address = Annotated[
     str,
     AfterValidator(_check_address),
@@ -73,6 +96,11 @@ JobName = Annotated[
     ),
 ]
 Device = Annotated[str, _matching(_DEVICE), Expected("auto, cpu, cuda, or cuda:N")]
+_CODING = "{}, or rules PATTERN=CODEC parted by spaces (docs/compression.md)"
+PushCoding = Annotated[str, _parsed_by(parse_push_rules), Expected(_CODING.format(", ".join(PUSH_KINDS)))]
+PullCoding = Annotated[str, _parsed_by(parse_pull_rules), Expected(_CODING.format(", ".join(PULL_KINDS)))]
+Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), Expected("a number from 0 to below 1")]
+Norm = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number from 0")]
 Auto = Literal["auto"]
 
 
@@ -126,6 +154,48 @@ class DataSettings(Section):
     )
 
 
+class CompressionSettings(Section):
+    """How gradients and values travel. The rules are shardyard.ground.compression's."""
+
+    push: PushCoding = Field(default="none", description="The codec of gradients, or rules by variable name.")
+    pull: PullCoding = Field(default="none", description="The codec of values, or rules by variable name.")
+    whole_elements_max: int = Field(
+        default=WHOLE_ELEMENTS_MAX,
+        ge=0,
+        le=limits.BLOCK_ELEMENTS_MAX,
+        description="Variables of at most so many elements, or of fewer than two dimensions, are not compressed.",
+    )
+    momentum: Part = Field(
+        default=0.0, description="topk: momentum in the worker, instead of the optimizer's; 0: error feedback alone."
+    )
+    clip: Norm = Field(
+        default=0.0, description="topk: the largest 2-norm of a worker's gradient, which is scaled down to it; 0: any."
+    )
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        le=1_000_000_000,
+        description="topk: a worker's first pushes, in which the density falls from 25% to its own by quarters.",
+    )
+
+    @property
+    def push_rules(self) -> Rules:
+        return parse_push_rules(self.push, self.whole_elements_max)
+
+    @property
+    def pull_rules(self) -> Rules:
+        return parse_pull_rules(self.pull, self.whole_elements_max)
+
+    @model_validator(mode="after")
+    def _settings_of_topk_have_a_topk(self) -> Self:
+        if "topk" not in self.push_rules.kinds:
+            for name in ("momentum", "clip", "warmup_steps"):
+                value = getattr(self, name)
+                if value:
+                    raise impossible((name, "push"), f"{name} 0, or topk in push", f"{name} {value} with {self.push!r}")
+        return self
+
+
 class JobSettings(Section):
     """The settings of one job. They travel to the coordinator as JSON; those of the job's first worker are in force."""
 
@@ -137,14 +207,15 @@ class JobSettings(Section):
         description="The seed of first values, of the order of samples, of all randomness.",
     )
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | Auto = Field(
-        default="auto", description=f"Partitions, fixed for the job's life; auto: {PARTITIONS_AUTO}."
+        default="auto",
+        description=f"Partitions, fixed for the job's life; auto: {PARTITIONS_AUTO}, or as many as there are blocks.",
     )
-    block_bytes: int = Field(
-        default=limits.MIB,
-        ge=limits.BLOCK_ALIGN_BYTES,
-        le=limits.GIB,
-        multiple_of=limits.BLOCK_ALIGN_BYTES,
-        description="A variable larger than this is cut into blocks of this size.",
+    block_bytes: (
+        Annotated[int, Field(ge=limits.BLOCK_ALIGN_BYTES, le=limits.GIB, multiple_of=limits.BLOCK_ALIGN_BYTES)] | Auto
+    ) = Field(
+        default="auto",
+        description="A variable larger than this is cut into blocks of this size; auto: half of a partition's fair"
+        " share of the job's bytes, at least 1 MiB, so that variables stay whole where that costs little balance.",
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."
@@ -159,6 +230,9 @@ class JobSettings(Section):
         description="How long a dead worker's logical ranks wait for a joining worker before the living take them.",
     )
     data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased.")
+    compression: CompressionSettings = Field(
+        default_factory=CompressionSettings, description="How gradients and values travel."
+    )
     idle_ms: int = Field(
         default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for so long is ended."
     )
@@ -191,6 +265,20 @@ class WorkerSettings(Section):
     )
     rpc_deadline_ms: int = Field(
         default=30_000, ge=100, le=DURATION_MS_MAX, description="The deadline of one call to a peer."
+    )
+    same_host: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: payloads to and from servers on this machine lie in shared memory; never: streams.",
+    )
+    pull: Literal["copy", "view"] = Field(
+        default="copy",
+        description="copy: pulled values are copied into the parameters; view: parameters become views on them.",
+    )
+    window: int = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="Pushes under way while the next gradient is computed (async); 0: step() waits for its push.",
     )
     retry_budget_ms: int = Field(
         default=8_000,

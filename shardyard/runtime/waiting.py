@@ -8,7 +8,9 @@ Must not know: how one waits. The caller waits in slices and calls `tick` betwee
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -16,6 +18,7 @@ from shardyard.ground import limits
 from shardyard.runtime.clock import SystemClock
 
 _CLOCK: Final = SystemClock()
+_VIGIL_MS: Final = 500
 _logger = logging.getLogger(__name__)
 
 
@@ -79,6 +82,49 @@ class ExplainedWait:
         if self._explained:
             end = "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
             self._logger.info("%s after %s", end, _seconds(waited_ms))
+
+
+class Vigil:
+    """Explains the waits of a thread that blocks and so cannot tick itself. One wait at a time, one thread of its own,
+    which runs from the first wait until `close`."""
+
+    def __init__(self, *, logger: logging.Logger = _logger) -> None:
+        self._logger = logger
+        self._lock = threading.Lock()
+        self._wait: ExplainedWait | None = None
+        self._closed = threading.Event()
+        self._runs = False
+
+    @contextmanager
+    def over(self, describe: Callable[[], str]) -> Iterator[None]:
+        """A wait begins, and ends with the block."""
+        wait = ExplainedWait(describe, logger=self._logger)
+        with self._lock:
+            self._wait = wait
+            wait.__enter__()
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="vigil", daemon=True).start()
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            with self._lock:
+                self._wait = None
+                wait.__exit__(None if error is None else type(error), error, None)
+
+    def close(self) -> None:
+        """Ends the thread. Safe from any thread, and to repeat."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_VIGIL_MS / 1000):
+            with self._lock:
+                if self._wait is not None:
+                    self._wait.tick()
 
 
 def _seconds(duration_ms: int) -> str:

@@ -6,13 +6,17 @@ the caller's, who knows the names of the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 
 from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
+from shardyard.transport.direct import SUPPORTED, DirectCall, Ended
 from shardyard.transport.peers import REQUEST_ID_KEY, next_request_id
 from shardyard.transport.status import from_rpc_error
 from shardyard.wire.methods import Method
@@ -35,15 +39,18 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+DEADLINES_MS = 250
+"""How often streams are looked at: an answer is called overdue by so much too late."""
 
 
 class GrpcPeer:
     """A peer at HOST:PORT, on a channel of its own. Safe for several threads."""
 
-    def __init__(self, address: str, *, name: str, unavailable: type[errors.Unavailable]) -> None:
+    def __init__(self, address: str, *, name: str, unavailable: type[errors.Unavailable], deadlines: Deadlines) -> None:
         self._address = address
         self._name = name
         self._unavailable = unavailable
+        self._deadlines = deadlines
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stubs: dict[str, Any] = {}
 
@@ -64,6 +71,18 @@ class GrpcPeer:
         self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
     ) -> Iterator[Response]:
         return self._stream(method, iter(requests), timeout_ms)
+
+    def open(self, method: Method[Any, Any]) -> GrpcStream:
+        metadata = ((REQUEST_ID_KEY, next_request_id()),)
+        try:
+            call = (
+                DirectCall(self._channel, method.path, metadata)
+                if SUPPORTED
+                else ThreadedCall(self._channel.stream_stream(method.path, None, None), metadata)
+            )
+        except ValueError as error:
+            raise self._closed(str(error)) from None
+        return GrpcStream(self.name, method, call, self._failure, self._deadlines)
 
     def close(self) -> None:
         self._channel.close()
@@ -89,7 +108,10 @@ class GrpcPeer:
         try:
             return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
         except ValueError as error:  # gRPC's word for a channel that was closed
-            raise self._unavailable(f"{self.name} does not answer ({error})") from None
+            raise self._closed(str(error)) from None
+
+    def _closed(self, why: str) -> errors.ShardyardError:
+        return self._unavailable(f"{self.name} does not answer ({why})")
 
     def _failure(self, method: Method[Any, Any], error: grpc.RpcError) -> errors.ShardyardError:
         return from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
@@ -109,10 +131,131 @@ class GrpcPeer:
         return stub
 
 
+class ThreadedCall:
+    """As DirectCall, on gRPC's public interface, which reads the requests in a thread of its own."""
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._waiting: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
+        self._call = stub(self._requests(), metadata=metadata)
+
+    def _requests(self) -> Iterator[bytes]:
+        while (requests := self._waiting.get()) is not None:
+            yield from requests
+
+    def send(self, messages: Iterable[bytes]) -> None:
+        self._waiting.put(messages)
+
+    def receive(self) -> bytes:
+        try:
+            answer: bytes | None = next(self._call, None)
+        except grpc.RpcError as error:
+            raise Ended(error) from None
+        if answer is None:
+            raise Ended(self._call)
+        return answer
+
+    def cancel(self) -> None:
+        self._waiting.put(None)
+        self._call.cancel()
+
+
+class GrpcStream:
+    """See shardyard.transport.peers.Stream."""
+
+    def __init__(
+        self,
+        peer: str,
+        method: Method[Any, Any],
+        call: DirectCall | ThreadedCall,
+        failure: Callable[[Method[Any, Any], grpc.RpcError], errors.ShardyardError],
+        deadlines: Deadlines,
+    ) -> None:
+        self._peer = peer
+        self._method = method
+        self._call = call
+        self._failure = failure
+        self._deadlines = deadlines
+        self._overdue = False
+        self.due: float | None = None
+        deadlines.watch(self)
+
+    def send(self, requests: Iterable[Any]) -> None:
+        try:
+            self._call.send(map(self._method.request.encode, requests))
+        except Ended as ended:
+            raise self._error(ended) from None
+
+    def receive(self, *, timeout_ms: int) -> Any:
+        self.due = time.monotonic() + timeout_ms / 1000
+        try:
+            answer = self._call.receive()
+        except Ended as ended:
+            self.cancel()
+            if ended.status.code() is grpc.StatusCode.OK:
+                return None
+            raise self._error(ended) from None
+        finally:
+            self.due = None
+        return self._method.response.decode(answer)
+
+    def _error(self, ended: Ended) -> errors.ShardyardError:
+        if self._overdue:
+            return errors.DeadlineExceeded(f"{self._peer} did not answer {self._method.path} in time")
+        return self._failure(self._method, ended.status)
+
+    def expire(self) -> None:
+        """Ends a stream whose answer is overdue."""
+        self._overdue = True
+        self._call.cancel()
+
+    def cancel(self) -> None:
+        self._deadlines.forget(self)
+        self._call.cancel()
+
+
+class Deadlines:
+    """Ends streams whose answers are overdue, since gRPC's own deadline is for a stream as a whole.
+
+    One thread, while there are streams.
+    """
+
+    def __init__(self) -> None:
+        self._streams: set[GrpcStream] = set()
+        self._changed = threading.Condition()
+        self._runs = False
+
+    def watch(self, stream: GrpcStream) -> None:
+        with self._changed:
+            self._streams.add(stream)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="deadlines", daemon=True).start()
+
+    def forget(self, stream: GrpcStream) -> None:
+        with self._changed:
+            self._streams.discard(stream)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._streams:
+                    self._runs = False
+                    return
+                self._changed.wait(DEADLINES_MS / 1000)
+                now = time.monotonic()
+                late = [stream for stream in self._streams if stream.due is not None and stream.due < now]
+            for stream in late:
+                stream.expire()
+
+
 class GrpcNetwork:
     """Reaches peers by their addresses. See shardyard.transport.peers.Network."""
+
+    def __init__(self) -> None:
+        self._deadlines = Deadlines()
 
     def connect(
         self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
     ) -> GrpcPeer:
-        return GrpcPeer(address, name=name, unavailable=unavailable)
+        return GrpcPeer(address, name=name, unavailable=unavailable, deadlines=self._deadlines)

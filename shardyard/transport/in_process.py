@@ -6,7 +6,9 @@ in process takes the way that a job over the network takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from shardyard.ground import errors
@@ -54,7 +56,7 @@ class InProcessPeer:
         self._network = network
         self._address = address
         self._name = name
-        self._unavailable = unavailable
+        self.unavailable = unavailable
         self._closed = False
 
     @property
@@ -63,29 +65,36 @@ class InProcessPeer:
 
     def call(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Response:
         del timeout_ms
-        return next(self._run(method, method.request.encode(request)))
+        return next(self.run(method, method.request.encode(request)))
 
     def send(self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int) -> Response:
         del timeout_ms
-        return next(self._run(method, map(method.request.encode, requests)))
+        return next(self.run(method, map(method.request.encode, requests)))
 
     def receive(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Iterator[Response]:
         del timeout_ms
-        return self._run(method, method.request.encode(request))
+        return self.run(method, method.request.encode(request))
 
     def exchange(
         self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
     ) -> Iterator[Response]:
         del timeout_ms
-        return self._run(method, map(method.request.encode, requests))
+        return self.run(method, map(method.request.encode, requests))
+
+    @property
+    def is_gone(self) -> bool:
+        return self._closed or self._network.handlers_at(self._address) is None
+
+    def open(self, method: Method[Any, Any]) -> InProcessStream:
+        return InProcessStream(self, method)
 
     def close(self) -> None:
         self._closed = True
 
-    def _run(self, method: Method[Any, Response], sent: bytes | Iterable[bytes]) -> Iterator[Response]:
+    def run(self, method: Method[Any, Response], sent: bytes | Iterable[bytes]) -> Generator[Response, None, None]:
         services = None if self._closed else self._network.handlers_at(self._address)
         if services is None:
-            raise self._unavailable(f"{self.name} does not answer (nobody is there)")
+            raise self.unavailable(f"{self.name} does not answer (nobody is there)")
         if method.path not in services:
             raise errors.ProtocolMismatch(f"{self.name} does not know this method ({method.path})")
         known, handler = services[method.path]
@@ -96,3 +105,37 @@ class InProcessPeer:
         except errors.ShardyardError as error:
             data = to_detail(error).SerializeToString()
             raise from_detail(wire.ErrorDetail.FromString(data)) from None
+
+
+class InProcessStream:
+    """The handler runs in the thread that waits for its answer, and stands still while nobody does; so all requests of
+    an exchange must be sent before its answer is asked for."""
+
+    def __init__(self, peer: InProcessPeer, method: Method[Any, Any]) -> None:
+        self._encode = method.request.encode
+        self._waiting: deque[Iterator[Any]] = deque()
+        self._cancelled = False
+        self._peer = peer
+        self._answers = peer.run(method, self._requests())
+
+    def _requests(self) -> Iterator[bytes]:
+        while not self._cancelled:
+            assert self._waiting, "an answer was asked for before its request was sent"
+            yield from map(self._encode, self._waiting.popleft())
+
+    def send(self, requests: Iterable[Any]) -> None:
+        self._waiting.append(iter(requests))
+
+    def receive(self, *, timeout_ms: int) -> Any:
+        del timeout_ms
+        if self._cancelled:
+            raise self._peer.unavailable("the stream was cancelled")
+        if self._peer.is_gone:
+            self.cancel()
+            raise self._peer.unavailable(f"{self._peer.name} does not answer (it has left)")
+        return next(self._answers, None)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        with contextlib.suppress(ValueError):  # another thread waits for an answer, which it will get
+            self._answers.close()

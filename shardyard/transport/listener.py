@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
+from shardyard.transport.direct import SUPPORTED, ServedCall
 from shardyard.transport.peers import REQUEST_ID_KEY, Context, Handler, Service
 from shardyard.transport.serving import serve
 from shardyard.transport.status import DETAIL_KEY, status_of, status_text, to_detail
@@ -126,6 +127,15 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodH
         answers = list(run(sent, call))
         return answers[0]
 
+    def run_direct(_: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
+        direct = ServedCall(call)
+        for message in run(direct.requests(), call):
+            direct.answer(message)
+        direct.flush()
+        yield from ()
+
+    if method.streams_in and method.streams_out and SUPPORTED:
+        return grpc.stream_stream_rpc_method_handler(run_direct)
     if method.streams_out:
         kind = grpc.stream_stream_rpc_method_handler if method.streams_in else grpc.unary_stream_rpc_method_handler
         return kind(run)

@@ -41,6 +41,25 @@ class Context:
     """False once the caller has gone or its deadline has passed."""
 
 
+class Stream(Protocol):
+    """A method with a stream of requests and one of answers, kept open: requests go out and answers come in for as long
+    as both sides want. For one thread; `cancel` for any."""
+
+    def send(self, requests: Iterable[Any]) -> None:
+        """Gives requests to be sent, in order. They may be encoded while they are sent, so what they refer to must not
+        change before the answer."""
+        ...
+
+    def receive(self, *, timeout_ms: int) -> Any:
+        """The next answer; None where the other side has ended the stream in good order. Raises the error that the
+        peer raised, DeadlineExceeded, or a subclass of Unavailable; after an error the stream is of no use."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the stream; a `receive` under way raises Unavailable."""
+        ...
+
+
 class Peer(Protocol):
     """Somebody who can be called. Every call has a deadline; a failed one raises the error that the peer raised, or a
     subclass of Unavailable where there was no answer."""
@@ -59,6 +78,8 @@ class Peer(Protocol):
     def exchange(
         self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
     ) -> Iterator[Response]: ...
+
+    def open(self, method: Method[Any, Any]) -> Stream: ...
 
     def close(self) -> None: ...
 

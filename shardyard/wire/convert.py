@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.types import (
+    NO_NAME,
     Block,
     Caller,
     DataLease,
@@ -33,8 +34,8 @@ from shardyard.ground.types import (
     PartitionLayout,
     PartitionMap,
     PartitionOwner,
-    PartPull,
     PartResult,
+    Place,
     PulledPart,
     PullResult,
     PullWish,
@@ -48,6 +49,7 @@ from shardyard.ground.types import (
     Source,
     SourceKey,
     Term,
+    Ticket,
     Token,
     UpdateMode,
     VariableKind,
@@ -86,6 +88,7 @@ _PUSH_KINDS: dict[PushKind, server.PushKind] = {
     PushKind.GRADIENT: server.PUSH_KIND_GRADIENT,
     PushKind.EMPTY: server.PUSH_KIND_EMPTY,
     PushKind.VALUES: server.PUSH_KIND_VALUES,
+    PushKind.NOTHING: server.PUSH_KIND_NOTHING,
 }
 _OUTCOMES: dict[Outcome, server.Outcome] = {
     Outcome.APPLIED: server.OUTCOME_APPLIED,
@@ -351,84 +354,184 @@ def map_from_wire(message: common.PartitionMap) -> PartitionMap:
 # ---- pushes and pulls
 
 
-def push_to_wire(order: PushOrder) -> server.PushHeader:
-    return server.PushHeader(
-        caller=caller_to_wire(order.caller),
-        server=order.server,
-        generation=order.generation,
-        name=name_to_wire(order.name),
-        kind=_PUSH_KINDS[order.kind],
-        parts=[
-            server.PushPart(partition=p.partition, payload_bytes=p.payload_bytes, absent_blocks=p.absent_blocks)
-            for p in order.parts
-        ],
-        weight=order.weight,
-        groups=groups_to_wire(order.groups),
-        pull=None if order.pull is None else pull_to_wire(order.pull),
+def push_to_wire(order: PushOrder, before: PushOrder | None = None) -> server.PushHeader:
+    """`before`: the order of the exchange before on the same stream; what is as there is left out."""
+    again = before is not None and (order.caller, order.server, order.generation) == (
+        before.caller,
+        before.server,
+        before.generation,
+    )
+    header = server.PushHeader(kind=_PUSH_KINDS[order.kind], weight=order.weight, again=again, detach=order.detach)
+    if not again:
+        header.caller.CopyFrom(caller_to_wire(order.caller))
+        header.server = order.server
+        header.generation = order.generation
+    if order.kind is not PushKind.NOTHING:
+        header.name.CopyFrom(name_to_wire(order.name))
+        if not (again and before is not None and before.parts == order.parts):
+            header.parts.extend(_part_to_wire(part) for part in order.parts)
+    if order.groups:
+        header.groups.extend(groups_to_wire(order.groups))
+    if order.pull is not None:
+        wished = before.pull.partitions if again and before is not None and before.pull is not None else None
+        header.pull.CopyFrom(_wish_to_wire(order.pull, wished))
+    if order.shared_at is not None:
+        header.shared_at = order.shared_at
+    if order.attach is not None:
+        header.attach.CopyFrom(ticket_to_wire(order.attach))
+    return header
+
+
+def _part_to_wire(part: PushPart) -> server.PushPart:
+    return server.PushPart(
+        partition=part.partition,
+        payload_bytes=part.payload_bytes,
+        absent_blocks=part.absent_blocks,
+        code_bytes=part.code_bytes,
     )
 
 
-def push_from_header(header: bytes) -> PushOrder:
-    """Reads and checks the header of a push. The payload it announces is bounded."""
+def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrder:
+    """Reads and checks the header of a push. The payload it announces is bounded. `before`: the order of the exchange
+    before on the same stream, for what this one leaves out."""
     if not header:
         raise MalformedPayload("a push whose first frame has no header")
     try:
         message = server.PushHeader.FromString(header)
     except DecodeError as error:
         raise MalformedPayload(f"the header of a push: {error}") from error
-    absent = sum(len(p.absent_blocks) for p in message.parts)
-    if absent > limits.BLOCKS_MAX:
-        raise TooLarge(f"{absent} absent blocks of a push; at most {limits.BLOCKS_MAX} are taken")
-    parts = tuple(
-        PushPart(PartitionId(p.partition), p.payload_bytes, tuple(p.absent_blocks))
-        for p in _bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")
-    )
-    _check_unique([part.partition for part in parts], "a push")
+    if message.again and before is None:
+        raise MalformedPayload("the header of a push that begins with 'again'")
     if not math.isfinite(message.weight) or message.weight < 0:
         raise InvalidRequest(f"a push of weight {message.weight}; expected the number of samples behind it")
+    last = before if message.again else None
+    kind = _known(_PUSH_KINDS, message.kind, "the kind of a push")
     order = PushOrder(
-        caller=caller_from_wire(message.caller),
-        server=Incarnation(message.server),
-        generation=Generation(message.generation),
-        name=name_from_wire(message.name),
-        kind=_known(_PUSH_KINDS, message.kind, "the kind of a push"),
-        parts=parts,
+        caller=caller_from_wire(message.caller) if last is None else last.caller,
+        server=Incarnation(message.server) if last is None else last.server,
+        generation=Generation(message.generation) if last is None else last.generation,
+        name=NO_NAME if kind is PushKind.NOTHING else name_from_wire(message.name),
+        kind=kind,
+        parts=_parts_from_wire(message) if last is None or message.parts else last.parts,
         weight=message.weight,
         groups=groups_from_wire(message.groups),
-        pull=pull_from_wire(message.pull) if message.HasField("pull") else None,
+        pull=_wish_from_wire(message, last) if message.HasField("pull") else None,
+        shared_at=message.shared_at if message.HasField("shared_at") else None,
+        attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
+        detach=message.detach,
     )
-    if order.payload_bytes > limits.PUSH_BYTES_MAX:
-        raise TooLarge(f"a push of {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are taken")
-    if order.kind is PushKind.EMPTY and order.payload_bytes:
+    if last is None or message.parts:
+        _check_sizes(order)
+    if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
         raise MalformedPayload(f"an empty push with {order.payload_bytes} bytes of payload")
     return order
 
 
+def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:
+    absent = sum(len(p.absent_blocks) for p in message.parts)
+    if absent > limits.BLOCKS_MAX:
+        raise TooLarge(f"{absent} absent blocks of a push; at most {limits.BLOCKS_MAX} are taken")
+    codes = sum(len(p.code_bytes) for p in message.parts)
+    if codes > limits.BLOCKS_MAX:
+        raise TooLarge(f"{codes} codes in a push; at most {limits.BLOCKS_MAX} are taken")
+    parts = tuple(
+        PushPart(PartitionId(p.partition), p.payload_bytes, tuple(p.absent_blocks), tuple(p.code_bytes))
+        for p in _bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")
+    )
+    _check_unique([part.partition for part in parts], "a push")
+    for part in parts:
+        if part.code_bytes and sum(part.code_bytes) != part.payload_bytes:
+            raise MalformedPayload(
+                f"partition {part.partition} with codes of {sum(part.code_bytes)} bytes in all; announced "
+                f"{part.payload_bytes}"
+            )
+    return parts
+
+
+def _check_sizes(order: PushOrder) -> None:
+    if order.payload_bytes > limits.PUSH_BYTES_MAX:
+        raise TooLarge(f"a push of {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are taken")
+
+
 def pull_to_wire(wish: PullWish) -> server.PullRequest:
+    message = _wish_to_wire(wish, None)
+    message.caller.CopyFrom(caller_to_wire(wish.caller))
+    message.server = wish.server
+    message.generation = wish.generation
+    return message
+
+
+def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> server.PullRequest:
+    """Without caller, server and generation, which stand in the header."""
     return server.PullRequest(
-        caller=caller_to_wire(wish.caller),
-        server=wish.server,
-        generation=wish.generation,
-        parts=[server.PartPull(partition=p.partition, number=p.number, exactly=p.exactly) for p in wish.parts],
+        partitions=None if wish.partitions == before else wish.partitions,
+        number=wish.number,
+        exactly=wish.exactly,
         wait_ms=wish.wait_ms,
+        coding=wish.coding,
+        shared=wish.shared,
     )
 
 
 def pull_from_wire(message: server.PullRequest) -> PullWish:
-    parts = tuple(
-        PartPull(PartitionId(p.partition), p.number, p.exactly)
-        for p in _bounded(message.parts, limits.PARTITIONS_MAX, "parts of a pull")
-    )
-    _check_unique([part.partition for part in parts], "a pull")
-    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
-        raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
-    return PullWish(
+    return _wish(
+        message,
         caller_from_wire(message.caller),
         Incarnation(message.server),
         Generation(message.generation),
-        parts,
-        message.wait_ms,
+        _wished_from_wire(message),
     )
+
+
+def _wish_from_wire(header: server.PushHeader, last: PushOrder | None) -> PullWish:
+    """The pull of an exchange. It is asked by who pushes."""
+    message = header.pull
+    if last is not None and not message.partitions and last.pull is not None:
+        return _wish(message, last.caller, last.server, last.generation, last.pull.partitions)
+    if last is not None:
+        return _wish(message, last.caller, last.server, last.generation, _wished_from_wire(message))
+    return _wish(
+        message,
+        caller_from_wire(header.caller),
+        Incarnation(header.server),
+        Generation(header.generation),
+        _wished_from_wire(message),
+    )
+
+
+def _wished_from_wire(message: server.PullRequest) -> tuple[PartitionId, ...]:
+    partitions = _bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
+    _check_unique(partitions, "a pull")
+    return tuple(PartitionId(partition) for partition in partitions)
+
+
+def _wish(
+    message: server.PullRequest,
+    caller: Caller,
+    to: Incarnation,
+    generation: Generation,
+    partitions: tuple[PartitionId, ...],
+) -> PullWish:
+    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
+        raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+    coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""
+    return PullWish(
+        caller, to, generation, partitions, message.number, message.exactly, message.wait_ms, coding, message.shared
+    )
+
+
+def ticket_to_wire(ticket: Ticket) -> server.SharedMemory:
+    return server.SharedMemory(
+        pid=ticket.pid, fd=ticket.fd, bytes=ticket.nbytes, nonce=ticket.nonce, region=ticket.region
+    )
+
+
+def ticket_from_wire(message: server.SharedMemory) -> Ticket:
+    if len(message.nonce) != limits.NONCE_BYTES:
+        raise MalformedPayload(f"shared memory with a nonce of {len(message.nonce)} bytes; not {limits.NONCE_BYTES}")
+    if message.bytes > limits.SHARED_BYTES_MAX:
+        raise TooLarge(f"shared memory of {message.bytes} bytes; at most {limits.SHARED_BYTES_MAX} are taken")
+    return Ticket(message.pid, message.fd, message.bytes, message.nonce, message.region)
 
 
 def _check_unique(partitions: Sequence[int], what: str) -> None:
@@ -436,63 +539,100 @@ def _check_unique(partitions: Sequence[int], what: str) -> None:
         raise MalformedPayload(f"{what} that names a partition twice")
 
 
-def results_to_wire(results: Iterable[PartResult]) -> server.PushReply:
-    return server.PushReply(
-        parts=[
-            server.PartReply(
-                partition=r.partition, outcome=_OUTCOMES[r.outcome], next=r.next, version=version_to_wire(r.version)
-            )
-            for r in results
-        ]
-    )
+def results_to_wire(results: Sequence[PartResult]) -> server.PushReply:
+    """Results that are alike stand once, in the place of the first of them."""
+    reply = server.PushReply()
+    last: server.PartReply | None = None
+    said: tuple[Outcome, int, Version] | None = None
+    for result in results:
+        saying = (result.outcome, result.next, result.version)
+        if last is not None and saying == said:
+            last.alike += 1
+            continue
+        said = saying
+        last = reply.parts.add(partition=result.partition, outcome=_OUTCOMES[result.outcome], next=result.next)
+        last.version.life = result.version.life
+        last.version.number = result.version.number
+    return reply
 
 
-def results_from_wire(message: server.PushReply) -> tuple[PartResult, ...]:
-    return tuple(
-        PartResult(
-            PartitionId(p.partition),
-            _known(_OUTCOMES, p.outcome, "the outcome of a push"),
-            p.next,
-            version_from_wire(p.version),
-        )
-        for p in message.parts
-    )
+def results_from_wire(message: server.PushReply, partitions: Sequence[PartitionId]) -> tuple[PartResult, ...]:
+    """`partitions`: those of the push, in its order. Raises MalformedPayload where others are answered."""
+    found: list[PartResult] = []
+    for part in message.parts:
+        at, end = len(found), len(found) + 1 + part.alike
+        if end > len(partitions) or partitions[at] != part.partition:
+            raise MalformedPayload(f"the answer to a push names partition {part.partition} in place {at}")
+        outcome = _known(_OUTCOMES, part.outcome, "the outcome of a push")
+        version = version_from_wire(part.version)
+        found += [PartResult(partition, outcome, part.next, version) for partition in partitions[at:end]]
+    if len(found) != len(partitions):
+        raise MalformedPayload(f"the answer to a push of {len(partitions)} parts has {len(found)}")
+    return tuple(found)
 
 
 def pulled_to_header(result: PullResult) -> bytes:
-    return server.PullHeader(
-        push=results_to_wire(result.push) if result.push else None,
-        parts=[
-            server.PulledPart(partition=p.partition, version=version_to_wire(p.version), payload_bytes=p.payload_bytes)
-            for p in result.parts
-        ],
-        not_yet=server.NotYet(
-            missing=[
-                server.Missing(
-                    partition=m.partition, have=version_to_wire(m.have), want=m.want, waiting_for=m.waiting_for
-                )
-                for m in result.missing
-            ]
+    header = server.PullHeader(code_bytes=result.code_bytes)
+    if result.push:
+        header.push.CopyFrom(results_to_wire(result.push))
+    last: server.PulledPart | None = None
+    said: Version | None = None
+    for part in result.parts:
+        if last is not None and said == part.version:
+            last.alike += 1
+            continue
+        said = part.version
+        last = header.parts.add(partition=part.partition)
+        last.version.life = said.life
+        last.version.number = said.number
+    if result.places:
+        header.place_regions.extend([place.region for place in result.places])
+        header.places.extend([place.at for place in result.places])
+    for ticket in result.regions:
+        header.regions.append(ticket_to_wire(ticket))
+    for missing in result.missing:
+        header.not_yet.missing.add(
+            partition=missing.partition,
+            have=version_to_wire(missing.have),
+            want=missing.want,
+            waiting_for=missing.waiting_for,
         )
-        if result.missing
-        else None,
-    ).SerializeToString()
+    if result.attached is not None:
+        header.attached = result.attached
+        header.not_attached = result.not_attached
+    return header.SerializeToString()
 
 
-def pulled_from_header(header: bytes) -> PullResult:
+def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Sequence[PartitionId] = ()) -> PullResult:
+    """`pulled`, `pushed`: the partitions that were asked for. Raises MalformedPayload where others are answered."""
     try:
         message = server.PullHeader.FromString(header)
     except DecodeError as error:
         raise MalformedPayload(f"the header of a pull's answer: {error}") from error
-    return PullResult(
-        parts=tuple(
-            PulledPart(PartitionId(p.partition), version_from_wire(p.version), p.payload_bytes) for p in message.parts
-        ),
-        missing=tuple(
+    parts: list[PulledPart] = []
+    for part in message.parts:
+        at, end = len(parts), len(parts) + 1 + part.alike
+        if end > len(pulled) or pulled[at] != part.partition:
+            raise MalformedPayload(f"the answer to a pull names partition {part.partition} in place {at}")
+        version = version_from_wire(part.version)
+        parts += [PulledPart(partition, version) for partition in pulled[at:end]]
+    missing: tuple[Missing, ...] = ()
+    if message.HasField("not_yet"):
+        missing = tuple(
             Missing(PartitionId(m.partition), version_from_wire(m.have), m.want, m.waiting_for)
             for m in message.not_yet.missing
-        ),
-        push=results_from_wire(message.push),
+        )
+    if not missing and len(parts) != len(pulled):
+        raise MalformedPayload(f"the answer to a pull of {len(pulled)} partitions has {len(parts)}")
+    return PullResult(
+        parts=tuple(parts),
+        missing=missing,
+        push=results_from_wire(message.push, pushed),
+        attached=message.attached,
+        not_attached=message.not_attached,
+        regions=tuple(ticket_from_wire(ticket) for ticket in message.regions) if message.regions else (),
+        places=tuple(map(Place, message.place_regions, message.places)) if message.places else (),
+        code_bytes=tuple(message.code_bytes) if message.code_bytes else (),
     )
 
 

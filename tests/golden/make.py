@@ -23,6 +23,7 @@ FILE = Path(__file__).with_name("vectors.json")
 
 CALLER = common.Caller(job=(1 << 32) + 7, incarnation=(1 << 32) + 9, term=1)
 VERSION = common.Version(life=1, number=41)
+NONCE = bytes(range(32))
 RATES = common.ParameterGroup(values=[0.125, 0.5, 0.0, 0.0, 0.0, 0.0])
 
 
@@ -56,10 +57,9 @@ def pull_request() -> server.PullRequest:
         caller=CALLER,
         server=(1 << 32) + 2,
         generation=1,
-        parts=[
-            server.PartPull(partition=0, number=42, exactly=True),
-            server.PartPull(partition=2, number=42, exactly=True),
-        ],
+        partitions=[0, 2],
+        number=42,
+        exactly=True,
         wait_ms=500,
     )
 
@@ -122,16 +122,67 @@ def messages() -> dict[str, Message]:
     )
     return {
         "PushHeader.data_shard": push_header(by_shard),
-        "PushHeader.logical_rank": push_header(by_rank, pull=pull_request()),
+        "PushHeader.logical_rank": push_header(
+            by_rank, pull=server.PullRequest(partitions=[0, 2], number=42, exactly=True, wait_ms=500)
+        ),
         "PushHeader.worker": push_header(push_name(worker=(1 << 32) + 9)),
+        "PushHeader.again": server.PushHeader(
+            name=by_rank,
+            kind=server.PUSH_KIND_GRADIENT,
+            weight=64.0,
+            groups=[RATES],
+            pull=server.PullRequest(number=43, exactly=True, wait_ms=500),
+            again=True,
+        ),
+        "PushHeader.nothing": server.PushHeader(
+            caller=CALLER,
+            server=(1 << 32) + 2,
+            generation=1,
+            kind=server.PUSH_KIND_NOTHING,
+            pull=server.PullRequest(partitions=[0, 2], number=42),
+        ),
+        "PushHeader.attach": server.PushHeader(
+            caller=CALLER,
+            server=(1 << 32) + 2,
+            generation=1,
+            kind=server.PUSH_KIND_NOTHING,
+            attach=server.SharedMemory(pid=4242, fd=7, bytes=1 << 20, nonce=NONCE),
+        ),
+        "PushHeader.shared": server.PushHeader(
+            name=by_rank,
+            kind=server.PUSH_KIND_GRADIENT,
+            weight=64.0,
+            groups=[RATES],
+            pull=server.PullRequest(number=43, exactly=True, wait_ms=500, shared=True),
+            again=True,
+            shared_at=64,
+        ),
+        "PushHeader.detach": server.PushHeader(kind=server.PUSH_KIND_NOTHING, again=True, detach=True),
         "PushHeader.empty": server.PushHeader(
             caller=CALLER, server=1, generation=1, name=by_rank, kind=server.PUSH_KIND_EMPTY, parts=[{"partition": 0}]
         ),
         "PushFrame.first": server.PushFrame(header=small, data=payload(1.0, -2.0, 0.5)),
         "PushFrame.later": server.PushFrame(offset=1 << 20, data=payload(1.0)),
         "PullRequest": pull_request(),
-        "PullHeader.parts": server.PullHeader(
-            push=results, parts=[server.PulledPart(partition=0, version=VERSION, payload_bytes=64)]
+        "PullHeader.parts": server.PullHeader(push=results, parts=[server.PulledPart(partition=0, version=VERSION)]),
+        "PullHeader.alike": server.PullHeader(
+            push=server.PushReply(
+                parts=[
+                    server.PartReply(partition=0, outcome=server.OUTCOME_RECORDED, next=42, version=VERSION, alike=1)
+                ]
+            ),
+            parts=[server.PulledPart(partition=0, version=VERSION, alike=1)],
+        ),
+        "PullHeader.attached": server.PullHeader(
+            attached=True, regions=[server.SharedMemory(pid=4243, fd=9, bytes=1 << 21, nonce=NONCE)]
+        ),
+        "PullHeader.not_attached": server.PullHeader(not_attached="the memory of process 4242 cannot be opened"),
+        "PullHeader.places": server.PullHeader(
+            push=results,
+            parts=[server.PulledPart(partition=0, version=VERSION, alike=1)],
+            regions=[server.SharedMemory(pid=4243, fd=11, bytes=1 << 21, nonce=NONCE, region=1)],
+            place_regions=[1, 0],
+            places=[4096, 0],
         ),
         "PullHeader.not_yet": server.PullHeader(
             not_yet=server.NotYet(
@@ -141,7 +192,7 @@ def messages() -> dict[str, Message]:
             )
         ),
         "PullFrame.first": server.PullFrame(
-            header=server.PullHeader(parts=[server.PulledPart(partition=0, version=VERSION, payload_bytes=64)]),
+            header=server.PullHeader(parts=[server.PulledPart(partition=0, version=VERSION)]),
             data=payload(0.25, 0.75),
         ),
         "PushReply": results,

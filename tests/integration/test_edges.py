@@ -14,15 +14,15 @@ import torch
 from alone import SYNC_2, Counted, status
 
 from shardyard.ground import errors, limits
-from shardyard.ground.types import Incarnation, PullResult, PushKind, PushName
+from shardyard.ground.types import PullResult, PushKind, PushName, PushOrder
 from shardyard.runtime import configuration
 from shardyard.runtime.settings import Settings
-from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_ps_server.store import Store
 from shardyard_worker import job as worker
-from shardyard_worker.router import Router, Shipment
+from shardyard_worker.line import Line
+from shardyard_worker.router import Shipment
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -90,20 +90,20 @@ def test_a_range_that_straddles_a_watermark_is_computed_again_from_there() -> No
 def _push_to_one_server(job: worker.Job, name: PushName) -> None:
     assert job._training is not None
     router = job._training.router
-    everyone = dict(router._peers)
+    everyone = dict(router._lines)
     server = next(iter(everyone))
-    router._peers = {server: everyone[server]}
+    router._lines = {server: everyone[server]}
     try:
         router.push(Shipment(name, PushKind.EMPTY, 0.0))
     finally:
-        router._peers = everyone
+        router._lines = everyone
 
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_lost_server_is_named_also_by_the_answers_of_the_others(gone: int) -> None:
     """The coordinator drops a failed job from the servers that live; a worker that asks them before its next heartbeat
     hears why."""
-    with yard_of(**{"worker.retry_budget_ms": 500}) as (yard, inside):
+    with yard_of(**{"worker.retry_budget_ms": 500, "job.partitions": 8}) as (yard, inside):
         with worker.connect(inside, network=yard.network) as job:
             counted = Counted(job, 4)
             counted.step(torch.tensor([0]))
@@ -133,27 +133,28 @@ def test_who_stands_by_never_sees_a_mixture_of_steps(monkeypatch: pytest.MonkeyP
         ):
             names = ("a", "b", "c", "d")
             training.register({name: torch.zeros(64) for name in names}, lr=1.0)
-            land, first, lock = Router._land, threading.Event(), threading.Lock()
+            take, first, lock = Line._take, threading.Event(), threading.Lock()
             turns: list[int] = []
 
-            def late(router: Router, server: Incarnation, stream: Iterator[Frame]) -> PullResult:
-                if router is training._training.router:  # type: ignore[union-attr]
-                    return land(router, server, stream)
+            def late(line: Line, order: PushOrder, deadline_ms: int) -> PullResult:
+                if order.pull is None or line in training._training.router._lines.values():  # type: ignore[union-attr]
+                    return take(line, order, deadline_ms)
                 with lock:
                     turns.append(len(turns))
                     turn = len(turns)
                 if turn == 1:
-                    found = land(router, server, stream)
+                    found = take(line, order, deadline_ms)
                     first.set()
                     return found
                 if turn == 2:
                     assert first.wait(10)
                     for _ in range(3):
                         training.push({name: torch.ones(64) for name in names})
-                return land(router, server, stream)
+                return take(line, order, deadline_ms)
 
-            monkeypatch.setattr(Router, "_land", late)
+            monkeypatch.setattr(Line, "_take", late)
             by.register({name: torch.zeros(64) for name in names}, lr=1.0)
+            assert len(turns) >= 4
             assert len({float(value[0]) for value in by.pull().values()}) == 1, by.pull()
 
 

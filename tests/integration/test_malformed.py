@@ -5,11 +5,13 @@ A plain generated client, which knows nothing but the protos, does it right firs
 
 from __future__ import annotations
 
+import queue
 import random
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
@@ -68,8 +70,7 @@ def header(sequence: int = 0, kind: int = wire.PUSH_KIND_GRADIENT) -> wire.PushH
 
 
 def wish(number: int = 0) -> wire.PullRequest:
-    parts = [wire.PartPull(partition=0, number=number), wire.PartPull(partition=1, number=number)]
-    return wire.PullRequest(caller=CALLER, server=SERVER, generation=1, parts=parts)
+    return wire.PullRequest(caller=CALLER, server=SERVER, generation=1, partitions=[0, 1], number=number)
 
 
 @dataclass
@@ -143,6 +144,18 @@ def refused(call: Callable[[], object]) -> str:
 # ---- right
 
 
+def each(parts: Iterable[Any]) -> list[Any]:
+    """The answers for partitions 0 and 1, those that are alike written out."""
+    found: list[Any] = []
+    for part in parts:
+        assert part.partition == len(found)
+        for _ in range(part.alike + 1):
+            found.append(type(part).FromString(part.SerializeToString()))
+            found[-1].partition = len(found) - 1
+    assert len(found) == 2
+    return found
+
+
 def next_sequence(shop: Shop) -> int:
     request = wire.ReadLedgerRequest(
         caller=CALLER, server=SERVER, generation=1, sources=[wire.SourceToken(source={"worker": WORKER})]
@@ -160,7 +173,7 @@ def test_generated_client_pushes_and_pulls(shop: Shop, frame_bytes: int) -> None
         for at in range(0, len(GRADIENT), frame_bytes)
     ]
     reply = shop.push(*frames)
-    assert [(p.partition, p.outcome, p.next) for p in reply.parts] == [
+    assert [(p.partition, p.outcome, p.next) for p in each(reply.parts)] == [
         (0, wire.OUTCOME_APPLIED, sequence + 1),
         (1, wire.OUTCOME_APPLIED, sequence + 1),
     ]
@@ -168,7 +181,7 @@ def test_generated_client_pushes_and_pulls(shop: Shop, frame_bytes: int) -> None
     stepped = struct.pack("<20f", *(value - 0.5 * gradient for value, gradient in zip(old, step, strict=True)))
     assert shop.values()[:80] == stepped
     again = shop.push(*frames)
-    assert [part.outcome for part in again.parts] == [wire.OUTCOME_DUPLICATE] * 2
+    assert [part.outcome for part in each(again.parts)] == [wire.OUTCOME_DUPLICATE] * 2
     assert shop.values()[:80] == stepped
 
 
@@ -177,13 +190,69 @@ def test_generated_client_does_both_in_one_round_trip(shop: Shop) -> None:
     asked = header(sequence)
     asked.pull.CopyFrom(wish())
     answers = list(shop.stub.PushPull(iter([wire.PushFrame(header=asked, data=GRADIENT)]), timeout=DEADLINE_S))
-    assert [part.outcome for part in answers[0].header.push.parts] == [wire.OUTCOME_APPLIED] * 2
-    assert [part.payload_bytes for part in answers[0].header.parts] == [64, 64]
+    assert [part.outcome for part in each(answers[0].header.push.parts)] == [wire.OUTCOME_APPLIED] * 2
+    assert [(part.partition, part.alike) for part in answers[0].header.parts] == [(0, 1)]
     assert b"".join(frame.data for frame in answers) == shop.values()
     later = wish(number=1_000_000)
     (answer,) = shop.stub.Pull(later, timeout=DEADLINE_S)
     assert [(m.partition, m.want) for m in answer.header.not_yet.missing] == [(0, 1_000_000), (1, 1_000_000)]
     assert answer.data == b""
+
+
+def test_generated_client_exchanges_again_and_again_on_one_stream(shop: Shop) -> None:
+    sequence, before = next_sequence(shop), struct.unpack("<20f", shop.values()[:80])
+    sent: queue.SimpleQueue[wire.PushFrame | None] = queue.SimpleQueue()
+    answers = shop.stub.PushPull(iter(sent.get, None), timeout=DEADLINE_S)
+    step = struct.unpack("<20f", GRADIENT[:80])
+
+    def stepped(pushes: int) -> bytes:
+        return struct.pack("<20f", *(old - 0.5 * pushes * each for old, each in zip(before, step, strict=True)))
+
+    # all is said once; the frames are as small as one likes
+    first = header(sequence)
+    first.pull.CopyFrom(wire.PullRequest(partitions=[0, 1]))
+    sent.put(wire.PushFrame(header=first, data=GRADIENT[:100]))
+    sent.put(wire.PushFrame(offset=100, data=GRADIENT[100:]))
+    answer = next(answers)
+    assert [part.next for part in each(answer.header.push.parts)] == [sequence + 1] * 2
+    start = each(answer.header.parts)[0].version.number
+    assert answer.data[:80] == stepped(1)
+
+    # what is as before is left out
+    for number in (1, 2, 3):
+        again = header(sequence + number)
+        for name in ("caller", "server", "generation", "parts"):
+            again.ClearField(name)
+        again.again = True
+        again.pull.number = start + number
+        sent.put(wire.PushFrame(header=again, data=GRADIENT))
+        answer = next(answers)
+        assert [part.outcome for part in each(answer.header.push.parts)] == [wire.OUTCOME_APPLIED] * 2
+        assert [part.version.number for part in each(answer.header.parts)] == [start + number] * 2
+        assert answer.data[:80] == stepped(number + 1)
+
+    # the last push once more; one partition alone; no push at all; no pull at all; what is not there yet
+    sent.put(wire.PushFrame(header=again, data=GRADIENT))
+    answer = next(answers)
+    assert [part.outcome for part in each(answer.header.push.parts)] == [wire.OUTCOME_DUPLICATE] * 2
+    one = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING, pull={"partitions": [1]})
+    sent.put(wire.PushFrame(header=one))
+    answer = next(answers)
+    assert not answer.header.HasField("push") or not answer.header.push.parts
+    assert [(part.partition, part.alike) for part in answer.header.parts] == [(1, 0)]
+    assert answer.data[:16] == stepped(4)[64:]
+    sent.put(wire.PushFrame(header=wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING)))
+    assert next(answers) == wire.PullFrame()
+    later = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING, pull={"partitions": [0, 1], "number": start + 9})
+    sent.put(wire.PushFrame(header=later))
+    answer = next(answers)
+    assert [(m.partition, m.want) for m in answer.header.not_yet.missing] == [(0, start + 9), (1, start + 9)]
+    assert answer.data == b""
+
+    # in good order, the worker ends it
+    sent.put(None)
+    assert list(answers) == []
+    assert shop.values()[:80] == stepped(4)
 
 
 def test_generated_client_registers_with_the_coordinator(shop: Shop) -> None:
@@ -311,16 +380,80 @@ def test_wrong_pulls_and_leases_are_refused_and_change_nothing(shop: Shop) -> No
     assert pulled(server=3) == "StaleIncarnation"
     assert pulled(generation=2) == "StaleGeneration"
     assert pulled(caller=common.Caller(job=99)) == "NotFound"
-    assert pulled(parts=[wire.PartPull(partition=2)]) == "NotFound"
-    assert pulled(parts=[wire.PartPull(partition=1)]) == "MalformedPayload"
+    assert pulled(partitions=[2]) == "NotFound"
+    assert pulled(partitions=[1]) == "MalformedPayload"
     assert pulled(wait_ms=1_001) == "InvalidRequest"
     opening = wire.OpenSourcesRequest(caller=CALLER, server=SERVER, generation=1, sources=[wire.SourceToken(token=4)])
     assert refused(lambda: shop.stub.OpenSources(opening, timeout=DEADLINE_S)) == "MalformedPayload"
-    nothing_asked = iter([wire.PushFrame(header=header(next_sequence(shop)), data=GRADIENT)])
-    assert refused(lambda: list(shop.stub.PushPull(nothing_asked, timeout=DEADLINE_S))) == "MalformedPayload"
+    values = iter([wire.PushFrame(header=header(kind=wire.PUSH_KIND_VALUES), data=VALUES)])
+    assert refused(lambda: list(shop.stub.PushPull(values, timeout=DEADLINE_S))) == "InvalidRequest"
     values = iter([wire.PushFrame(header=header(kind=wire.PUSH_KIND_VALUES), data=VALUES)])
     assert refused(lambda: shop.stub.Initialize(values, timeout=DEADLINE_S)) == "InvalidRequest"
     assert shop.state() == before
+
+
+def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> None:
+    nothing = wire.PushHeader(caller=CALLER, server=SERVER, generation=1, kind=wire.PUSH_KIND_NOTHING)
+    good = wire.PushHeader()
+    good.CopyFrom(nothing)
+    good.pull.partitions.extend([0, 1])
+    nonce = bytes(32)
+    again = wire.PushHeader(again=True, kind=wire.PUSH_KIND_NOTHING)
+    wrong: dict[str, tuple[list[wire.PushFrame], str]] = {
+        "again, at first": ([wire.PushFrame(header=again)], "MalformedPayload"),
+        "nothing, with data": ([wire.PushFrame(header=nothing, data=b"x")], "MalformedPayload"),
+        "no header, at first": ([wire.PushFrame(data=b"x")], "MalformedPayload"),
+        "no header, then": ([wire.PushFrame(header=good), wire.PushFrame(data=b"x")], "MalformedPayload"),
+        "shared, not attached": ([wire.PushFrame(header=changed(good, shared=True))], "InvalidRequest"),
+        "shared_at, not attached": ([wire.PushFrame(header=changed(header(0), shared_at=0))], "InvalidRequest"),
+        "shared_at, with data": (
+            [wire.PushFrame(header=changed(header(0), shared_at=0), data=GRADIENT)],
+            "MalformedPayload",
+        ),
+        "a short nonce": (
+            [wire.PushFrame(header=changed(nothing, attach={"pid": 1, "nonce": nonce[1:]}))],
+            "MalformedPayload",
+        ),
+        "memory without end": (
+            [wire.PushFrame(header=changed(nothing, attach={"pid": 1, "bytes": 1 << 47, "nonce": nonce}))],
+            "TooLarge",
+        ),
+        "too long a wait": ([wire.PushFrame(header=changed(good, wait_ms=1_001))], "InvalidRequest"),
+        "another's partition": ([wire.PushFrame(header=changed(good, partitions=[2]))], "NotFound"),
+        "another job": (
+            [
+                wire.PushFrame(header=good),
+                wire.PushFrame(header=changed(good, caller={"job": 8, "incarnation": WORKER})),
+            ],
+            "NotFound",
+        ),
+        "another server": (
+            [wire.PushFrame(header=good), wire.PushFrame(header=changed(good, server=3))],
+            "StaleIncarnation",
+        ),
+        "torn": ([wire.PushFrame(header=header(next_sequence(shop)), data=GRADIENT[:100])], "MalformedPayload"),
+    }
+    before = shop.state()
+    found = {}
+    for name, (sent, _) in wrong.items():
+        answers = shop.stub.PushPull(iter(sent), timeout=DEADLINE_S)
+        if len(sent) > 1:
+            assert len(next(answers).data) == 128
+        found[name] = refused(lambda answers=answers: list(answers))  # type: ignore[misc]
+    assert found == {name: code for name, (_, code) in wrong.items()}
+    assert shop.state() == before
+
+
+def changed(of: wire.PushHeader, **changes: Any) -> wire.PushHeader:
+    """Fields of a pull are changed in its pull."""
+    found = wire.PushHeader()
+    found.CopyFrom(of)
+    for name, value in changes.items():
+        if name in ("shared", "wait_ms", "partitions"):
+            found.pull.MergeFrom(wire.PullRequest(**{name: value}))
+        else:
+            found.MergeFrom(wire.PushHeader(**{name: value}))
+    return found
 
 
 def test_wrong_orders_are_refused_and_change_nothing(shop: Shop) -> None:

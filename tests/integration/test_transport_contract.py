@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,10 +15,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shardyard.ground import errors
 from shardyard.ground.limits import FRAME_BYTES, MESSAGE_BYTES_MAX
+from shardyard.transport import channel
+from shardyard.transport import listener as listener_module
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.listener import Listener, split_address
-from shardyard.transport.peers import Context, Network, Peer, Service, request_id
+from shardyard.transport.peers import Context, Network, Peer, Service, Stream, request_id
 from shardyard.wire import frames, methods
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import agent_pb2 as agent
@@ -26,6 +29,8 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 
 DEADLINE_S = 10.0
 TIMEOUT_MS = 10_000
+# offsets at which the handler of PushPull does something else: ends the stream, waits, does not answer, answers often
+END, HANG, SILENT, MORE = 99, 77, 55, 1_000
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -43,8 +48,11 @@ class Echo:
     network: Network
     failure: Exception | None = None
     closed: threading.Event = field(default_factory=threading.Event)
+    hangs: threading.Event = field(default_factory=threading.Event)
+    hang: threading.Event = field(default_factory=threading.Event)
     ids: list[str] = field(default_factory=list)
     address: str = ""
+    read: int = 0
 
     def services(self) -> list[Service]:
         parameter_server = Service("ParameterServer")
@@ -95,10 +103,24 @@ class Echo:
             self.closed.set()
 
     def push_pull(self, stream: Iterator[Frame], _: Context) -> Iterator[Frame]:
-        for frame in stream:
-            if frame.offset == 13:
-                raise errors.StaleToken("at 13")
-            yield Frame(bytes(frame.header), frame.offset + 1, bytes(frame.data)[::-1])
+        self.ids.append(request_id.get())
+        try:
+            for frame in stream:
+                if frame.offset == 13:
+                    raise errors.StaleToken("at 13", facts={"token": "3"})
+                if frame.offset == END:
+                    return
+                if frame.offset == SILENT:
+                    self.read += len(frame.data)
+                    continue
+                if frame.offset == HANG:
+                    self.hangs.set()
+                    self.hang.wait(DEADLINE_S)
+                for more in range(frame.offset // MORE):
+                    yield Frame(b"", more, b"more")
+                yield Frame(bytes(frame.header), frame.offset + 1, bytes(frame.data)[::-1])
+        finally:
+            self.closed.set()
 
 
 @dataclass
@@ -108,10 +130,13 @@ class Stage:
     leave: Callable[[], None]
 
 
-@pytest.fixture(params=["grpc", "in process"])
-def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+@pytest.fixture(params=["grpc", "grpc, public interface", "in process"])
+def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     before = set(threading.enumerate())
-    if request.param == "grpc":
+    if request.param == "grpc, public interface":
+        monkeypatch.setattr(channel, "SUPPORTED", False)
+        monkeypatch.setattr(listener_module, "SUPPORTED", False)
+    if request.param.startswith("grpc"):
         network: Network = GrpcNetwork()
         echo = Echo(network)
         listener = Listener("127.0.0.1:0", echo.services(), threads=8)
@@ -128,6 +153,7 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
 
     peer = network.connect(echo.address, name="echo", unavailable=errors.CoordinatorUnavailable)
     yield Stage(echo, peer, leave)
+    echo.hang.set()
     peer.close()
     leave()
     wait_until(lambda: not [each for each in threading.enumerate() if each not in before], "all threads to end")
@@ -230,6 +256,160 @@ def test_request_ids_of_interleaved_streams_stay_apart(stage: Stage) -> None:
         assert len(list(stream)) == 2
     assert len(set(stage.echo.ids)) == 2
     assert request_id.get() == ""
+
+
+# ---- streams that are kept open
+
+
+@pytest.fixture
+def stream(stage: Stage) -> Iterator[Stream]:
+    opened = stage.peer.open(methods.PUSH_PULL)
+    yield opened
+    stage.echo.hang.set()
+    opened.cancel()
+
+
+def said(stream: Stream, *, timeout_ms: int = TIMEOUT_MS) -> tuple[int, bytes]:
+    frame = stream.receive(timeout_ms=timeout_ms)
+    return frame.offset, bytes(frame.data)
+
+
+def ask(stream: Stream) -> Frame | None:
+    stream.send(frames_of(1))
+    found: Frame | None = stream.receive(timeout_ms=TIMEOUT_MS)
+    return found
+
+
+def ask_anew(peer: Peer) -> Frame | None:
+    stream = peer.open(methods.PUSH_PULL)
+    try:
+        return ask(stream)
+    finally:
+        stream.cancel()
+
+
+def test_requests_go_out_and_answers_come_in_as_long_as_both_want(stage: Stage, stream: Stream) -> None:
+    for number in range(12, 40, 2):
+        stream.send([Frame(b"", number, b"ab")])
+        assert said(stream) == (number + 1, b"ba")
+    assert len(stage.echo.ids) == 1
+
+
+def test_several_requests_have_several_answers_in_order(stream: Stream) -> None:
+    for _ in range(2):
+        stream.send(frames_of(1, 2, 3))
+        assert [said(stream) for _ in range(3)] == [(2, b"ba"), (3, b"ba"), (4, b"ba")]
+
+
+def test_a_request_may_have_several_answers(stream: Stream) -> None:
+    for _ in range(3):
+        stream.send([Frame(b"", 3 * MORE, b"ab")])
+        assert [said(stream) for _ in range(4)] == [*((n, b"more") for n in range(3)), (3 * MORE + 1, b"ba")]
+    stream.send(frames_of(1))
+    assert said(stream) == (2, b"ba")
+
+
+def test_large_requests_and_answers_pass(stage: Stage, stream: Stream) -> None:
+    for number in range(20, 23):
+        part = bytes((number,)) * FRAME_BYTES
+        stream.send([*(Frame(b"", SILENT, part) for _ in range(16)), Frame(b"", number, part)])
+        assert said(stream) == (number + 1, part)
+    assert stage.echo.read == 3 * 16 * FRAME_BYTES
+
+
+def test_request_that_is_sent_in_an_exchange_may_be_made_late(stream: Stream) -> None:
+    made = []
+
+    def requests() -> Iterator[Frame]:
+        for number in range(3):
+            made.append(number)
+            yield Frame(b"", number, b"ab")
+
+    stream.send(requests())
+    assert said(stream) == (1, b"ba")
+    assert [said(stream)[0] for _ in range(2)] == [2, 3]
+    assert made == [0, 1, 2]
+
+
+def test_error_of_the_peer_comes_after_the_answers_before_it_and_as_it_was(stage: Stage, stream: Stream) -> None:
+    stream.send(frames_of(1))
+    assert said(stream) == (2, b"ba")
+    stream.send(frames_of(13))
+    with pytest.raises(errors.StaleToken, match="at 13") as raised:
+        stream.receive(timeout_ms=TIMEOUT_MS)
+    assert raised.value.facts == {"token": "3"}
+    assert stage.echo.closed.wait(DEADLINE_S)
+    # the peer lives, and another stream to it does
+    another = stage.peer.open(methods.PUSH_PULL)
+    another.send(frames_of(1))
+    assert said(another) == (2, b"ba")
+    another.cancel()
+
+
+def test_peer_that_ends_the_stream_in_good_order_is_no_error(stage: Stage, stream: Stream) -> None:
+    stream.send(frames_of(1))
+    assert said(stream) == (2, b"ba")
+    stream.send(frames_of(END))
+    assert stream.receive(timeout_ms=TIMEOUT_MS) is None
+
+
+def test_request_that_follows_the_peers_end_has_no_answer(stage: Stage, stream: Stream) -> None:
+    stream.send([Frame(b"", END, b"")])
+    assert stream.receive(timeout_ms=TIMEOUT_MS) is None
+    with contextlib.suppress(errors.Unavailable):
+        assert ask(stream) is None
+
+
+def test_cancelled_stream_is_unavailable_and_its_handler_ends(stage: Stage, stream: Stream) -> None:
+    stream.send(frames_of(1))
+    said(stream)
+    stream.cancel()
+    stream.cancel()
+    assert stage.echo.closed.wait(DEADLINE_S)
+    with pytest.raises(errors.CoordinatorUnavailable):
+        ask(stream)
+
+
+def test_stream_that_was_never_used_can_be_cancelled(stage: Stage) -> None:
+    stage.peer.open(methods.PUSH_PULL).cancel()
+
+
+def test_streams_side_by_side_are_apart(stage: Stage, stream: Stream) -> None:
+    other = stage.peer.open(methods.PUSH_PULL)
+    for number in (1, 20, 40):
+        stream.send([Frame(b"", number, b"ab")])
+        other.send([Frame(b"", number + 100, b"cd")])
+        assert said(other) == (number + 101, b"dc")
+        assert said(stream) == (number + 1, b"ba")
+    other.cancel()
+    stream.send(frames_of(5))
+    assert said(stream) == (6, b"ba")
+    assert len(set(stage.echo.ids)) == 2
+    assert request_id.get() == ""
+
+
+def test_stream_to_nobody_is_the_class_that_was_asked_for(stage: Stage) -> None:
+    stage.leave()
+    with pytest.raises(errors.CoordinatorUnavailable, match="echo at"):
+        ask_anew(stage.peer)
+
+
+def test_stream_of_a_closed_peer_is_unavailable(stage: Stage) -> None:
+    stage.peer.close()
+    with pytest.raises(errors.CoordinatorUnavailable, match="echo at"):
+        ask_anew(stage.peer)
+
+
+@pytest.mark.parametrize("how", ["leaves", "is closed"])
+def test_stream_ends_with_its_peer(stage: Stage, stream: Stream, how: str) -> None:
+    stream.send(frames_of(1))
+    assert said(stream) == (2, b"ba")
+    if how == "leaves":
+        stage.leave()
+    else:
+        stage.peer.close()
+    with contextlib.suppress(errors.CoordinatorUnavailable):
+        assert ask(stream) is None
 
 
 def test_abandoned_stream_lets_the_handler_end(stage: Stage) -> None:
@@ -429,6 +609,127 @@ def test_deadline_is_kept() -> None:
         peer.close()
         listener.stop()
     assert left == [True]
+
+
+# ---- streams over sockets
+
+
+@pytest.fixture(params=["direct", "public interface"])
+def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    if request.param == "public interface":
+        monkeypatch.setattr(channel, "SUPPORTED", False)
+        monkeypatch.setattr(listener_module, "SUPPORTED", False)
+    echo = Echo(GrpcNetwork())
+    found = Listener("127.0.0.1:0", echo.services(), threads=4)
+    found.start()
+    peer = GrpcNetwork().connect(found.address, name="echo", unavailable=errors.CoordinatorUnavailable)
+    yield Stage(echo, peer, found.stop)
+    echo.hang.set()
+    peer.close()
+    found.stop()
+
+
+def test_answer_of_a_stream_that_is_overdue_ends_it(hanging: Stage) -> None:
+    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream.send(frames_of(1))
+    assert said(stream) == (2, b"ba")
+    stream.send(frames_of(HANG))
+    begun = time.monotonic()
+    with pytest.raises(errors.DeadlineExceeded, match=r"echo at .* did not answer .*PushPull in time"):
+        stream.receive(timeout_ms=100)
+    assert 0.1 <= time.monotonic() - begun < 2
+    hanging.echo.hang.set()
+    assert hanging.echo.closed.wait(DEADLINE_S)
+    with pytest.raises(errors.Unavailable):
+        ask(stream)
+
+
+def test_deadline_is_of_an_answer_and_not_of_the_stream(hanging: Stage) -> None:
+    stream = hanging.peer.open(methods.PUSH_PULL)
+    pause = threading.Event()
+    for number in range(20, 24):
+        stream.send(frames_of(number))
+        assert said(stream, timeout_ms=400) == (number + 1, b"ba")
+        pause.wait(0.3)
+    stream.cancel()
+
+
+def test_peer_that_does_not_read_is_overdue(hanging: Stage) -> None:
+    """More is sent than the connection takes while the handler does something else."""
+    stream = hanging.peer.open(methods.PUSH_PULL)
+    failed: list[errors.ShardyardError] = []
+
+    def exchange() -> None:
+        try:
+            stream.send([Frame(b"", HANG, b""), *(Frame(b"", 0, bytes(FRAME_BYTES)) for _ in range(64))])
+            while True:
+                stream.receive(timeout_ms=200)
+        except errors.ShardyardError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    thread.join(3)
+    waits = thread.is_alive()
+    stream.cancel()
+    hanging.echo.hang.set()
+    thread.join(DEADLINE_S)
+    assert not waits
+    assert isinstance(failed[0], errors.DeadlineExceeded)
+
+
+def test_cancel_wakes_who_waits_for_an_answer(hanging: Stage) -> None:
+    stream = hanging.peer.open(methods.PUSH_PULL)
+    failed: list[errors.ShardyardError] = []
+    stream.send(frames_of(HANG))
+
+    def wait() -> None:
+        with pytest.raises(errors.ShardyardError) as raised:
+            stream.receive(timeout_ms=TIMEOUT_MS)
+        failed.append(raised.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert hanging.echo.hangs.wait(DEADLINE_S)
+    begun = time.monotonic()
+    stream.cancel()
+    thread.join(DEADLINE_S)
+    assert time.monotonic() - begun < 2
+    assert type(failed[0]) is errors.CoordinatorUnavailable
+
+
+def test_peer_that_stops_wakes_who_waits_for_an_answer(hanging: Stage) -> None:
+    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream.send(frames_of(HANG))
+    stopping = threading.Thread(target=hanging.leave)
+
+    def stop() -> None:
+        assert hanging.echo.hangs.wait(DEADLINE_S)
+        stopping.start()
+
+    starter = threading.Thread(target=stop)
+    starter.start()
+    begun = time.monotonic()
+    with pytest.raises(errors.CoordinatorUnavailable):
+        stream.receive(timeout_ms=TIMEOUT_MS)
+    assert time.monotonic() - begun < 5
+    hanging.echo.hang.set()
+    starter.join(DEADLINE_S)
+    stopping.join(DEADLINE_S)
+
+
+def test_idle_streams_of_peers_that_are_gone_keep_no_thread(hanging: Stage) -> None:
+    before = set(threading.enumerate())
+    streams = [hanging.peer.open(methods.PUSH_PULL) for _ in range(3)]
+    for stream in streams:
+        stream.send(frames_of(1))
+        assert said(stream) == (2, b"ba")
+    for stream in streams:
+        stream.cancel()
+    ours = ("deadlines",)
+    wait_until(
+        lambda: not [t for t in threading.enumerate() if t not in before and t.name in ours], "its thread to end"
+    )
 
 
 def test_nobody_listening_is_the_class_that_was_asked_for(listener: Listener) -> None:

@@ -150,7 +150,12 @@ def test_values_come_back_as_they_were_sent(case: Case) -> None:
     sent = tensors_of(case, first=1)
     buckets.fill(sent)
     for server in buckets.servers:
+        buckets.landing(server)[:] = bytes(buckets.nbytes(server))
+        buckets.has_landed(server)
+    buckets.flip()
+    for server in buckets.servers:
         buckets.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
+        buckets.has_landed(server)
     targets = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors_of(case, first=0))}
     buckets.load(targets)
     assert not any(target.any() for target in targets.values()), "what lands is not current before the flip"
@@ -167,6 +172,7 @@ def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case)
     buckets.fill(tensors_of(case, first=1))
     for server in buckets.servers:
         buckets.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
+        buckets.has_landed(server)
     buckets.flip()
     for server in buckets.servers[:1]:
         landing = buckets.landing(server)

@@ -20,7 +20,6 @@ from shardyard.ground.types import (
     Outcome,
     PartitionId,
     PartitionLayout,
-    PartPull,
     PushName,
     Rank,
     RankSource,
@@ -62,7 +61,7 @@ def _push(partition: Partition, source: Source, sequence: int, contribution: Con
 
 
 def _newest(partition: Partition) -> tuple[Version, bytes]:
-    found = partition.hold(PartPull(PARTITION, 0, exactly=False), 0.0)
+    found = partition.hold(0, False, 0.0)
     assert not isinstance(found, Missing)
     bits = found[1].tobytes()
     partition.release(found[1])

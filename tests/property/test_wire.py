@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import string
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.types import (
+    NO_NAME,
     Block,
     Caller,
     DataLease,
@@ -33,8 +35,8 @@ from shardyard.ground.types import (
     PartitionLayout,
     PartitionMap,
     PartitionOwner,
-    PartPull,
     PartResult,
+    Place,
     PulledPart,
     PullResult,
     PullWish,
@@ -47,6 +49,7 @@ from shardyard.ground.types import (
     RankSource,
     SourceKey,
     Term,
+    Ticket,
     Token,
     VariableKind,
     VariableSpec,
@@ -77,38 +80,115 @@ versions = st.builds(Version, u64, u64)
 spans = st.lists(st.integers(0, limits.SEQUENCE_MAX), min_size=2, max_size=2).map(sorted)
 names = st.builds(lambda key, token, span: PushName(key, Token(token), *span), keys, u64, spans)
 partition_numbers = u32.map(PartitionId)
-part_pulls = st.builds(PartPull, partition_numbers, u64, st.booleans())
+partition_lists = st.lists(partition_numbers, max_size=4, unique=True).map(tuple)
 wishes = st.builds(
     PullWish,
     callers,
     u64.map(Incarnation),
     u64.map(Generation),
-    st.lists(part_pulls, max_size=4, unique_by=lambda part: part.partition).map(tuple),
+    partition_lists,
+    u64,
+    st.booleans(),
     st.integers(0, limits.PULL_WAIT_MS_MAX),
+    st.text(max_size=limits.CODING_CHARACTERS_MAX),
+    st.booleans(),
 )
 push_parts = st.builds(
-    PushPart, partition_numbers, st.integers(0, limits.GIB), st.lists(u32, max_size=4, unique=True).map(tuple)
+    lambda partition, nbytes, absent, codes: PushPart(partition, sum(codes) if codes else nbytes, absent, codes),
+    partition_numbers,
+    st.integers(0, limits.GIB),
+    st.lists(u32, max_size=4, unique=True).map(tuple),
+    st.lists(st.integers(0, limits.MIB), max_size=3).map(tuple),
 )
+part_lists = st.lists(push_parts, max_size=4, unique_by=lambda part: part.partition).map(tuple)
 groups = st.lists(st.lists(finite, max_size=6).map(tuple), max_size=3).map(tuple)
-orders = st.builds(
-    PushOrder,
-    caller=callers,
-    server=u64.map(Incarnation),
-    generation=u64.map(Generation),
-    name=names,
-    kind=st.sampled_from([PushKind.GRADIENT, PushKind.VALUES]),
-    parts=st.lists(push_parts, max_size=4, unique_by=lambda part: part.partition).map(tuple),
-    weight=finite,
-    groups=groups,
-    pull=st.none() | wishes,
+tickets = st.builds(
+    Ticket,
+    u32,
+    u32,
+    st.integers(0, limits.SHARED_BYTES_MAX),
+    st.binary(min_size=limits.NONCE_BYTES, max_size=limits.NONCE_BYTES),
+    u32,
 )
+
+
+@st.composite
+def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
+    """`by`: who speaks, as in that order; its parts and partitions come again, or others that are not none."""
+    caller, server, generation = draw(callers), Incarnation(draw(u64)), Generation(draw(u64))
+    parts, wished = draw(part_lists), draw(st.none() | wishes)
+    if by is not None:
+        caller, server, generation = by.caller, by.server, by.generation
+        parts = by.parts if draw(st.booleans()) else draw(part_lists.filter(bool))
+    if wished is not None:
+        wished = dataclasses.replace(wished, caller=caller, server=server, generation=generation)
+    if wished is not None and by is not None and by.pull is not None:
+        before = by.pull.partitions
+        wished = dataclasses.replace(
+            wished, partitions=before if draw(st.booleans()) else draw(partition_lists.filter(bool))
+        )
+    kind = draw(st.sampled_from([PushKind.GRADIENT, PushKind.VALUES, PushKind.EMPTY, PushKind.NOTHING]))
+    if kind is PushKind.EMPTY:
+        parts = tuple(PushPart(part.partition, 0, part.absent_blocks) for part in parts)
+    return PushOrder(
+        caller=caller,
+        server=server,
+        generation=generation,
+        name=NO_NAME if kind is PushKind.NOTHING else draw(names),
+        kind=kind,
+        parts=() if kind is PushKind.NOTHING else parts,
+        weight=draw(finite),
+        groups=draw(groups),
+        pull=wished,
+        shared_at=draw(st.none() | u64),
+        attach=draw(st.none() | tickets),
+        detach=draw(st.booleans()),
+    )
+
+
 results = st.builds(PartResult, partition_numbers, st.sampled_from(Outcome), u64, versions)
-pull_results = st.builds(
-    PullResult,
-    parts=st.lists(st.builds(PulledPart, partition_numbers, versions, u64), max_size=3).map(tuple),
-    missing=st.lists(st.builds(Missing, partition_numbers, versions, u64, texts), max_size=3).map(tuple),
-    push=st.lists(results, max_size=3).map(tuple),
-)
+few_versions = st.builds(Version, st.just(1), st.integers(0, 2))
+
+
+@st.composite
+def alike_results(draw: st.DrawFn) -> tuple[PartResult, ...]:
+    """Of which several, one after the other, are often alike."""
+    outcomes = st.sampled_from([Outcome.APPLIED, Outcome.DUPLICATE])
+    return tuple(
+        PartResult(partition, draw(outcomes), draw(st.integers(4, 5)), draw(few_versions))
+        for partition in draw(st.lists(partition_numbers, max_size=12, unique=True))
+    )
+
+
+@st.composite
+def pull_results(draw: st.DrawFn) -> PullResult:
+    parts = tuple(
+        PulledPart(partition, draw(few_versions | versions))
+        for partition in draw(st.lists(partition_numbers, max_size=12, unique=True))
+    )
+    missing = ()
+    if not parts:
+        missing = tuple(draw(st.lists(st.builds(Missing, partition_numbers, versions, u64, texts), max_size=3)))
+    return PullResult(
+        parts=parts,
+        missing=missing,
+        push=draw(alike_results()),
+        attached=draw(st.booleans()),
+        not_attached=draw(texts),
+        regions=tuple(draw(st.lists(tickets, max_size=2))),
+        places=tuple(draw(st.lists(st.builds(Place, u32, u64), max_size=3))),
+        code_bytes=tuple(draw(st.lists(u32, max_size=3))),
+    )
+
+
+def answer_there_and_back(result: PullResult) -> PullResult:
+    return convert.pulled_from_header(
+        convert.pulled_to_header(result),
+        [part.partition for part in result.parts],
+        [part.partition for part in result.push],
+    )
+
+
 maps = st.builds(
     lambda generation, servers: PartitionMap(
         Generation(generation),
@@ -175,7 +255,7 @@ def test_frame_is_what_the_generated_classes_write(kind: Any, offset: int, data:
     if kind is server.PushFrame:
         theirs.header.generation = number
     else:
-        theirs.header.parts.add(payload_bytes=number)
+        theirs.header.places.append(number)
     ours = Frame(theirs.header.SerializeToString(), offset, data)
     message = theirs.SerializeToString()
     if ours.header:
@@ -276,14 +356,15 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
     ),
     ("groups", groups, lambda v: convert.groups_from_wire(convert.groups_to_wire(v))),
     ("layout", layouts(), lambda v: convert.layout_from_wire(convert.layout_to_wire(v))),
-    ("push", orders, lambda v: convert.push_from_header(convert.push_to_wire(v).SerializeToString())),
+    ("push", orders(), lambda v: convert.push_from_header(convert.push_to_wire(v).SerializeToString())),
     ("pull", wishes, lambda v: convert.pull_from_wire(convert.pull_to_wire(v))),
     (
         "results",
-        st.lists(results, max_size=4).map(tuple),
-        lambda v: convert.results_from_wire(convert.results_to_wire(v)),
+        st.lists(results, max_size=4).map(tuple) | alike_results(),
+        lambda v: convert.results_from_wire(convert.results_to_wire(v), [result.partition for result in v]),
     ),
-    ("pulled", pull_results, lambda v: convert.pulled_from_header(convert.pulled_to_header(v))),
+    ("pulled", pull_results(), answer_there_and_back),
+    ("ticket", tickets, lambda v: convert.ticket_from_wire(convert.ticket_to_wire(v))),
     (
         "sources",
         st.lists(st.tuples(keys, u64.map(Token)), max_size=4).map(tuple),
@@ -322,6 +403,58 @@ def test_value_comes_back_from_the_wire_as_it_was(
     run()
 
 
+@bounded
+@given(st.data())
+def test_exchanges_of_a_stream_come_back_though_they_leave_out_what_is_as_before(data: st.DataObject) -> None:
+    theirs: PushOrder | None = None
+    ours = data.draw(orders())
+    before: PushOrder | None = None
+    for _ in range(4):
+        message = convert.push_to_wire(ours, before)
+        assert message.again == (before is not None)
+        assert message.HasField("caller") == (before is None)
+        if before is not None and ours.kind is not PushKind.NOTHING and ours.parts == before.parts:
+            assert not message.parts
+        theirs = convert.push_from_header(message.SerializeToString(), theirs)
+        expected = ours if ours.kind is not PushKind.NOTHING else dataclasses.replace(ours, parts=theirs.parts)
+        assert theirs == expected
+        before, ours = ours, data.draw(orders(by=theirs))
+
+
+@bounded
+@given(orders(), orders())
+def test_what_another_says_is_never_left_out(first: PushOrder, second: PushOrder) -> None:
+    message = convert.push_to_wire(second, first)
+    same = (first.caller, first.server, first.generation) == (second.caller, second.server, second.generation)
+    assert message.again == same
+    assert convert.push_from_header(message.SerializeToString(), first) == second or same
+
+
+@bounded
+@given(alike_results())
+def test_answers_that_are_alike_stand_once(found: tuple[PartResult, ...]) -> None:
+    said = convert.results_to_wire(found).parts
+    runs = [list(run) for _, run in itertools.groupby(found, key=lambda r: (r.outcome, r.next, r.version))]
+    assert [(part.partition, part.alike) for part in said] == [(run[0].partition, len(run) - 1) for run in runs]
+
+
+@bounded
+@given(alike_results(), st.data())
+def test_answer_about_other_partitions_than_were_asked_for_is_malformed(
+    found: tuple[PartResult, ...], data: st.DataObject
+) -> None:
+    message = convert.results_to_wire(found)
+    asked = [result.partition for result in found]
+    other = data.draw(st.permutations(asked) | st.lists(partition_numbers, max_size=12, unique=True))
+    firsts = list(itertools.accumulate((part.alike + 1 for part in message.parts), initial=0))[:-1]
+    told = len(other) == len(asked) and all(other[at] == asked[at] for at in firsts)
+    if told:
+        assert [result.partition for result in convert.results_from_wire(message, other)] == list(other)
+        return
+    with pytest.raises(MalformedPayload):
+        convert.results_from_wire(message, other)
+
+
 # ---- arbitrary bytes at the door
 
 
@@ -336,7 +469,7 @@ def test_arbitrary_bytes_as_a_header_are_an_order_or_a_typed_error(header: bytes
         assert math.isfinite(order.weight)
         assert order.payload_bytes <= limits.PUSH_BYTES_MAX
     with contextlib.suppress(MalformedPayload, TooLarge, InvalidRequest):
-        convert.pulled_from_header(header)
+        convert.pulled_from_header(header, (PartitionId(0), PartitionId(1)))
 
 
 DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
@@ -346,7 +479,8 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (common.VariableSpec, convert.variable_from_wire),
     (common.PushName, convert.name_from_wire),
     (server.PullRequest, convert.pull_from_wire),
-    (server.PushReply, convert.results_from_wire),
+    (server.PushReply, lambda message: convert.results_from_wire(message, (PartitionId(0), PartitionId(1)))),
+    (server.SharedMemory, convert.ticket_from_wire),
     (coordinator.DataLease, convert.data_lease_from_wire),
 ]
 

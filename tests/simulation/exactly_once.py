@@ -38,7 +38,6 @@ from shardyard.ground.types import (
     Outcome,
     PartitionId,
     PartitionLayout,
-    PartPull,
     PullWish,
     PushKind,
     PushName,
@@ -170,13 +169,14 @@ class Yard:
         """Exactly that version of all partitions, None where it is not there yet. Raises NotFound, Refused."""
         found: dict[PartitionId, np.ndarray] = {}
         for server, store in enumerate(self.stores):
-            parts = tuple(PartPull(partition, number, exactly=True) for partition in self.owned[server])
-            wish = PullWish(self.caller(worker), _incarnation(server), self.generation, parts, wait_ms=0)
-            with store.pull(store.admit_pull(wish), wish) as (result, buffers):
-                if result.missing:
-                    return None
-                for part, buffer in zip(result.parts, buffers, strict=True):
-                    found[part.partition] = self._read(buffer)
+            owned = tuple(self.owned[server])
+            wish = PullWish(self.caller(worker), _incarnation(server), self.generation, owned, number, exactly=True)
+            result, held = store.hold(store.admit_pull(wish), wish)
+            if result.missing:
+                return None
+            for part, (_, buffer) in zip(result.parts, held.buffers, strict=True):
+                found[part.partition] = self._read(buffer)
+            held.release()
         return [found[part.partition] for part in self.layout.partitions]
 
     def messages(self, worker: Worker, lease: Lease, sequence: int, work: Work, rng: random.Random) -> list[Message]:
@@ -522,7 +522,7 @@ def _incarnation(server: int) -> Incarnation:
 def _newest(store: Store, partition: PartitionId) -> np.ndarray:
     hosted = store.hosted()[0]
     elements = hosted.layout.variables[0].elements
-    found = hosted.partitions[partition].hold(PartPull(partition, 0, exactly=False), 0.0)
+    found = hosted.partitions[partition].hold(0, False, 0.0)
     assert isinstance(found, tuple), found
     values = found[1].view(np.float64)[:elements].copy()
     hosted.partitions[partition].release(found[1])

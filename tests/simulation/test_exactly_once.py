@@ -109,6 +109,7 @@ class LeavesGaps(Ledger):
 
     def advance(self, name: PushName) -> None:
         self._entries[name.key].next = name.last + 1
+        self._next_push = None
 
 
 class HearsAnyone(Ledger):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -241,6 +243,12 @@ def test_underscores_in_whole_numbers(write) -> None:
     assert load(write("job: {block_bytes: 65_536}\n")).settings.job.block_bytes == 65_536
 
 
+def test_size_of_blocks_is_fitted_to_the_job_unless_it_is_given(write) -> None:
+    assert load().settings.job.block_bytes == "auto"
+    assert load(write("job: {block_bytes: auto}\n")).settings.job.block_bytes == "auto"
+    assert load(None, {"SHARDYARD__JOB__BLOCK_BYTES": "128"}).settings.job.block_bytes == 128
+
+
 # --- bounds and relations
 
 
@@ -271,11 +279,17 @@ def test_device_is_taken(device: str) -> None:
         ("job.name", "-a"),
         ("job.name", "a" * 129),
         ("job.block_bytes", 100),
+        ("job.block_bytes", "whole"),
         ("job.partitions", limits.PARTITIONS_MAX + 1),
         ("job.partitions", "many"),
         ("job.consistency.logical_ranks", limits.LOGICAL_RANKS_MAX + 1),
         ("yard.bind", "0.0.0.0:1"),
         ("yard.state", ""),
+        ("job.compression.momentum", 1.0),
+        ("job.compression.momentum", float("nan")),
+        ("job.compression.clip", -1.0),
+        ("job.compression.clip", float("inf")),
+        ("job.compression.whole_elements_max", -1),
     ],
 )
 def test_value_out_of_bounds_is_refused(path: str, value: object) -> None:
@@ -305,6 +319,34 @@ def test_automatic_logical_ranks_of_a_sync_job_have_a_limit() -> None:
     assert "job.consistency.logical_ranks (default): expected at most 4096 logical ranks in sync mode" in said
     fixed = flags | {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 4}
     assert load(None, {}, fixed).settings.job.logical_rank_count == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        ("push", "int9", "one of none, bf16, fp16, int8[:BUCKET]"),
+        ("push", "none+zstd", "+zstd after one of bf16, int8, qsgd: float32 gradients shrink by 6%, at 45 ms"),
+        ("push", "delta", "one of none"),
+        ("pull", "topk:0.1", "one of none, bf16, fp16, int8[:BUCKET], delta[:BUCKET]"),
+        ("push", "*.weight=topk:2 *=int8", "DENSITY, the part of the elements that is sent"),
+        ("push", "a b", "one codec, or rules PATTERN=CODEC parted by spaces"),
+    ],
+)
+def test_wrong_codec_is_named_with_what_is_wrong_in_it(path: str, text: str, expected: str) -> None:
+    (said,) = problems(None, {}, {f"job.compression.{path}": text})
+    assert said.startswith(f"flag --job-compression-{path}: job.compression.{path}: expected {expected}")
+    with pytest.raises(ConfigurationError, match=re.escape(f"job.compression.{path}: expected {expected}")):
+        parse_job_settings(json.dumps({"compression": {path: text}}))
+
+
+@pytest.mark.parametrize(("name", "value"), [("momentum", 0.9), ("clip", 1.0), ("warmup_steps", 10)])
+def test_settings_of_topk_need_a_topk(write, name: str, value: float) -> None:
+    file = write(f"job:\n  compression:\n    {name}: {value}\n")
+    assert load(file, {}, {"job.compression.push": "*.weight=topk:0.01"}).settings.job.compression.push_rules.compresses
+    assert problems(file) == [
+        f"job.compression.{name} (yard.yaml:3) and job.compression.push (default): expected {name} 0, or topk in push,"
+        f" got {name} {value} with 'none'"
+    ]
 
 
 def test_settings_are_frozen_and_closed() -> None:
@@ -401,7 +443,7 @@ def test_documentation_names_every_variable() -> None:
         assert f"`{name}`" in page
 
 
-@pytest.mark.parametrize("name", ["local", "sync", "async", "compose"])
+@pytest.mark.parametrize("name", ["local", "sync", "async", "compose", "compression"])
 def test_example_is_valid(name: str) -> None:
     loaded = load(ROOT / "configs" / f"{name}.yaml")
     assert loaded.settings.job.name == name
@@ -413,5 +455,6 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert loaded["sync"].job.logical_rank_count == 2
     assert loaded["async"].job.consistency.mode is UpdateMode.ASYNC
     assert (loaded["local"].yard.servers, loaded["local"].yard.workers) == (2, 2)
+    assert loaded["compression"].job.compression.push_rules.kinds == {"none", "topk"}
     assert loaded["compose"].coordinator == "coordinator:7070"
     assert loaded["compose"].yard.bind == "0.0.0.0"

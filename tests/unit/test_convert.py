@@ -229,7 +229,7 @@ def spoiled_header(spoil: Callable[[server.PushHeader], object]) -> bytes:
         (lambda m: setattr(m, "kind", server.PUSH_KIND_EMPTY), MalformedPayload),
         (lambda m: m.groups.extend([common.ParameterGroup()] * (limits.GROUPS_MAX + 1)), TooLarge),
         (lambda m: setattr(m.pull, "wait_ms", limits.PULL_WAIT_MS_MAX + 1), InvalidRequest),
-        (lambda m: m.pull.parts.extend([server.PartPull(), server.PartPull()]), MalformedPayload),
+        (lambda m: m.pull.partitions.extend([0, 0]), MalformedPayload),
     ],
 )
 def test_bad_push_header_is_refused(
@@ -247,24 +247,23 @@ def test_bytes_that_are_no_header_are_malformed(header: bytes) -> None:
         convert.push_from_header(header)
     if header:
         with pytest.raises(MalformedPayload):
-            convert.pulled_from_header(header)
+            convert.pulled_from_header(header, ())
 
 
 def test_bad_pull_is_refused() -> None:
-    good = server.PullRequest(parts=[{"partition": 0}, {"partition": 1}], wait_ms=limits.PULL_WAIT_MS_MAX)
-    assert len(convert.pull_from_wire(good).parts) == 2
+    good = server.PullRequest(partitions=[0, 1], wait_ms=limits.PULL_WAIT_MS_MAX)
+    assert len(convert.pull_from_wire(good).partitions) == 2
     with pytest.raises(MalformedPayload, match="twice"):
-        convert.pull_from_wire(server.PullRequest(parts=[{"partition": 1}, {"partition": 1}]))
-    many = [server.PartPull(partition=index) for index in range(limits.PARTITIONS_MAX + 1)]
+        convert.pull_from_wire(server.PullRequest(partitions=[1, 1]))
     with pytest.raises(TooLarge):
-        convert.pull_from_wire(server.PullRequest(parts=many))
+        convert.pull_from_wire(server.PullRequest(partitions=range(limits.PARTITIONS_MAX + 1)))
     with pytest.raises(InvalidRequest, match="1001 ms"):
         convert.pull_from_wire(server.PullRequest(wait_ms=limits.PULL_WAIT_MS_MAX + 1))
 
 
 def test_bad_answers_are_refused() -> None:
     with pytest.raises(MalformedPayload, match="outcome"):
-        convert.results_from_wire(server.PushReply(parts=[{"outcome": 9}]))
+        convert.results_from_wire(server.PushReply(parts=[{"outcome": 9}]), [PartitionId(0)])
     with pytest.raises(MalformedPayload, match="without a source"):
         convert.watermarks_from_wire([server.SourceWatermarks()])
 

@@ -16,7 +16,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 KINDS = (wire.PushFrame, wire.PullFrame)
 HEADERS = {
     wire.PushFrame: wire.PushHeader(generation=3, weight=2.5, kind=wire.PUSH_KIND_GRADIENT),
-    wire.PullFrame: wire.PullHeader(parts=[wire.PulledPart(partition=4, payload_bytes=64)]),
+    wire.PullFrame: wire.PullHeader(parts=[wire.PulledPart(partition=4, alike=64)]),
 }
 HEADER = b"\x0a\x02\x28\x01"  # field 1, 2 bytes: kind 1
 OFFSET = b"\x11\x40" + bytes(7)  # field 2, fixed64, 64

@@ -35,7 +35,6 @@ from shardyard.ground.types import (
     Outcome,
     PartitionId,
     PartitionLayout,
-    PartPull,
     PartResult,
     PushName,
     Rank,
@@ -114,8 +113,7 @@ def take_steps(partition: Partition, ranks: int, steps: int) -> None:
 
 def values(partition: Partition, number: int | None = None) -> list[float]:
     """Of that version, or of the newest."""
-    wish = PartPull(PartitionId(0), number or 0, exactly=number is not None)
-    found = partition.hold(wish, 0.0)
+    found = partition.hold(number or 0, number is not None, 0.0)
     assert not isinstance(found, Missing), found
     _, buffer = found
     read: list[float] = buffer.view(np.float64).tolist()
@@ -400,8 +398,7 @@ def test_steps_pushed_by_a_thread_for_each_rank_are_counted_once() -> None:
 
     def push(number: int) -> None:
         for step in range(steps):
-            wish = PartPull(PartitionId(0), step, exactly=True)
-            found = partition.hold(wish, time.monotonic() + DEADLINE_S)
+            found = partition.hold(step, True, time.monotonic() + DEADLINE_S)
             assert not isinstance(found, Missing), found
             assert found[1].view(np.float64)[0] == -2 * step
             partition.release(found[1])
@@ -416,10 +413,6 @@ def test_steps_pushed_by_a_thread_for_each_rank_are_counted_once() -> None:
 # ---- pulls
 
 
-def pull(number: int, *, exactly: bool) -> PartPull:
-    return PartPull(PartitionId(0), number, exactly)
-
-
 def test_rule_b3_version_can_be_pulled_while_the_next_one_exists() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 5)
@@ -431,14 +424,14 @@ def test_rule_b3_older_version_is_not_found_and_the_newest_is_named() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 5)
     with pytest.raises(NotFound, match="version 3 of partition 0, whose newest is 5") as refused:
-        partition.hold(pull(3, exactly=True), 0.0)
+        partition.hold(3, True, 0.0)
     assert refused.value.facts == {"partition": "0", "newest": "5"}
 
 
 def test_pull_of_a_version_or_a_newer_one_gives_the_newest() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 5)
-    found = partition.hold(pull(2, exactly=False), 0.0)
+    found = partition.hold(2, False, 0.0)
     assert not isinstance(found, Missing)
     assert found[0] == Version(1, 5)
     partition.release(found[1])
@@ -447,7 +440,7 @@ def test_pull_of_a_version_or_a_newer_one_gives_the_newest() -> None:
 def test_buffer_that_is_held_keeps_its_bytes_through_later_steps() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 1)
-    found = partition.hold(pull(1, exactly=True), 0.0)
+    found = partition.hold(1, True, 0.0)
     assert not isinstance(found, Missing)
     take_steps(partition, 1, 8)
     assert found[1].view(np.float64)[0] == -1
@@ -457,19 +450,19 @@ def test_buffer_that_is_held_keeps_its_bytes_through_later_steps() -> None:
 def test_promise_7_missing_version_names_the_ranks_that_it_waits_for() -> None:
     partition = synchronous(12)
     partition.push(rank(1, 0), gradient(1), current)
-    found = partition.hold(pull(1, exactly=True), 0.0)
+    found = partition.hold(1, True, 0.0)
     assert found == Missing(
         PartitionId(0), Version(1, 0), 1, waiting_for="logical rank 0, 2, 3, 4, 5, 6, 7, 8 of step 0"
     )
     for number in (0, *range(3, 12)):
         partition.push(rank(number, 0), gradient(1), current)
-    found = partition.hold(pull(1, exactly=False), 0.0)
+    found = partition.hold(1, False, 0.0)
     assert isinstance(found, Missing)
     assert found.waiting_for == "logical rank 2 of step 0"
 
 
 def test_promise_7_missing_version_of_an_asynchronous_partition_waits_for_a_push() -> None:
-    found = asynchronous().hold(pull(1, exactly=False), 0.0)
+    found = asynchronous().hold(1, False, 0.0)
     assert found == Missing(PartitionId(0), Version(1, 0), 1, waiting_for="a push")
 
 
@@ -479,7 +472,7 @@ def test_pull_waits_until_the_version_is_there() -> None:
 
     def work(number: int) -> None:
         if number:
-            held = partition.hold(pull(3, exactly=True), time.monotonic() + DEADLINE_S)
+            held = partition.hold(3, True, time.monotonic() + DEADLINE_S)
             found.append(held if isinstance(held, Missing) else held[0])
         else:
             take_steps(partition, 1, 3)
@@ -491,7 +484,7 @@ def test_pull_waits_until_the_version_is_there() -> None:
 def test_pull_waits_no_longer_than_it_was_told() -> None:
     partition = synchronous(1)
     begun = time.monotonic()
-    assert isinstance(partition.hold(pull(1, exactly=True), begun + 0.05), Missing)
+    assert isinstance(partition.hold(1, True, begun + 0.05), Missing)
     assert 0.05 <= time.monotonic() - begun < DEADLINE_S
 
 

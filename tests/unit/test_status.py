@@ -42,6 +42,7 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.UnseekableDataset: INVALID,
     errors.ProtocolMismatch: grpc.StatusCode.UNIMPLEMENTED,
     errors.LaunchRefused: grpc.StatusCode.PERMISSION_DENIED,
+    errors.NotShareable: INVALID,
     errors.Refused: ABORTED,
     errors.StaleIncarnation: ABORTED,
     errors.StaleToken: ABORTED,

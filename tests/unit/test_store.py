@@ -37,7 +37,6 @@ from shardyard.ground.types import (
     Outcome,
     PartitionId,
     PartitionLayout,
-    PartPull,
     PartResult,
     PullResult,
     PullWish,
@@ -56,7 +55,8 @@ from shardyard.ground.types import (
     Version,
     WorkerSource,
 )
-from shardyard_ps_server import blocks, store, versions
+from shardyard.transport.same_host import Shared
+from shardyard_ps_server import blocks, exchanges, partition, regions, servicer, versions
 from shardyard_ps_server.store import Counters, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -122,16 +122,20 @@ def send(to: Store, order: PushOrder, fill: float = 1.0) -> tuple[PartResult, ..
     return to.push(to.admit_push(order), order, payload(order, fill))
 
 
-def wish(*wanted: tuple[int, int], exactly: bool = False, wait_ms: int = 0) -> PullWish:
-    found = tuple(PartPull(PartitionId(p), number, exactly) for p, number in wanted)
-    return PullWish(WORKER, HERE, GENERATION, found, wait_ms)
+def wish(*wanted: int, number: int = 0, exactly: bool = False, wait_ms: int = 0) -> PullWish:
+    found = tuple(PartitionId(p) for p in wanted)
+    return PullWish(WORKER, HERE, GENERATION, found, number, exactly, wait_ms)
 
 
 def values(of: Store) -> dict[int, list[float]]:
-    with of.pull(of.admit_pull(wish((0, 0), (2, 0))), wish((0, 0), (2, 0))) as (result, buffers):
+    result, held = of.hold(of.admit_pull(wish(0, 2)), wish(0, 2))
+    try:
         return {
-            part.partition: buffer.view(np.float64).tolist() for part, buffer in zip(result.parts, buffers, strict=True)
+            part.partition: buffer.view(np.float64).tolist()
+            for part, (_, buffer) in zip(result.parts, held.buffers, strict=True)
         }
+    finally:
+        held.release()
 
 
 def state(of: Store) -> object:
@@ -157,7 +161,7 @@ def test_promise_4_fenced_worker_can_neither_push_nor_pull_nor_open() -> None:
     here.fence([WORKER.incarnation])
     for ask in (
         lambda: here.admit_push(order()),
-        lambda: here.admit_pull(wish((0, 0))),
+        lambda: here.admit_pull(wish(0)),
         lambda: here.admit(WORKER, HERE, GENERATION),
     ):
         with pytest.raises(StaleIncarnation, match="which was declared dead"):
@@ -250,7 +254,10 @@ def test_partitions_must_be_of_the_layout() -> None:
         Store().create(JOB, GENERATION, LAYOUT, [PartitionId(3)], UpdateMode.ASYNC, 0)
 
 
-def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shareable", [True, False])
+def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(
+    shareable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
 
     def enough_for_one(nbytes: int) -> Bytes:
@@ -259,11 +266,15 @@ def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(monkeypa
             raise TooLarge(f"{nbytes} bytes, for which this server has no memory")
         return aligned_empty(nbytes)
 
-    monkeypatch.setattr(versions, "aligned_empty", enough_for_one)
-    here = Store()
+    if shareable:
+        monkeypatch.setattr(Shared, "populate", lambda _, at, nbytes: enough_for_one(PART_BYTES))
+    else:
+        monkeypatch.setattr(regions, "aligned_empty", enough_for_one)
+    here = Store(shareable=shareable)
     with pytest.raises(TooLarge, match="job 1, one of them with 128 bytes, for which this server has no memory"):
         here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 0)
     assert here.hosted() == []
+    assert len(asked) == 2
 
 
 def test_dropped_job_is_gone_and_can_be_dropped_again() -> None:
@@ -370,8 +381,8 @@ REFUSED: list[tuple[Callable[[], PushOrder], type[ShardyardError], str]] = [
     (lambda: order(parts=(PushPart(PartitionId(0), 128, (1,)),)), ShapeMismatch, "128 bytes; expected 64"),
     (lambda: order(parts=(PushPart(PartitionId(0), 64, (2,)),)), MalformedPayload, "absent blocks"),
     (lambda: dataclasses.replace(empty(), parts=parts()), ShapeMismatch, "128 bytes; expected 0"),
-    (lambda: order(pull=wish((1, 0))), NotFound, "partition 1"),
-    (lambda: order(pull=dataclasses.replace(wish((0, 0)), generation=Generation(3))), StaleGeneration, "generation 3"),
+    (lambda: order(pull=wish(1)), NotFound, "partition 1"),
+    (lambda: order(pull=dataclasses.replace(wish(0), generation=Generation(3))), StaleGeneration, "generation 3"),
 ]
 
 
@@ -385,21 +396,11 @@ def test_push_that_does_not_fit_is_refused_before_memory_is_asked_for(
     def never(nbytes: int) -> Bytes:
         raise AssertionError(f"asked for {nbytes} bytes")
 
-    for module in (store, blocks, versions):
+    for module in (exchanges, servicer, regions, partition, blocks, versions):
         monkeypatch.setattr(module, "aligned_empty", never)
     with pytest.raises(kind, match=said):
         here.admit_push(make())
     assert state(here) == before
-
-
-def test_memory_for_a_payload_that_is_not_there_is_refused_in_words() -> None:
-    huge = order(parts=(PushPart(PartitionId(0), 1 << 62),))
-    with pytest.raises(TooLarge, match="for which this server has no memory"):
-        server().reserve(huge)
-
-
-def test_memory_for_a_payload_is_of_its_length() -> None:
-    assert server().reserve(order()).size == 2 * PART_BYTES
 
 
 # ---- pushes
@@ -512,55 +513,54 @@ def test_reading_the_ledger_makes_no_entry() -> None:
 
 
 def pull(from_: Store, asked: PullWish) -> PullResult:
-    with from_.pull(from_.admit_pull(asked), asked) as (result, buffers):
-        assert [buffer.size for buffer in buffers] == [part.payload_bytes for part in result.parts]
-        return result
+    hosted = from_.admit_pull(asked)
+    result, held = from_.hold(hosted, asked)
+    assert [buffer.size for _, buffer in held.buffers] == [PART_BYTES for _ in result.parts]
+    assert [partition for partition, _ in held.buffers] == [hosted.partitions[part.partition] for part in result.parts]
+    held.release()
+    return result
 
 
 def test_pull_answers_all_parts_or_says_what_is_missing() -> None:
     here = server()
     send(here, order(parts=parts([0])))
-    whole = pull(here, wish((2, 0), (0, 1)))
+    whole = pull(here, wish(2, 0))
     assert [(part.partition, part.version.number) for part in whole.parts] == [(2, 0), (0, 1)]
-    torn = pull(here, wish((0, 1), (2, 1)))
+    torn = pull(here, wish(0, 2, number=1))
     assert torn.parts == ()
     assert [(missing.partition, missing.want, missing.waiting_for) for missing in torn.missing] == [(2, 1, "a push")]
 
 
 def test_pull_before_opening_waits_for_the_initializer() -> None:
-    result = pull(server(opened=False), wish((0, 0), (2, 0)))
+    result = pull(server(opened=False), wish(0, 2))
     assert [missing.waiting_for for missing in result.missing] == ["first values from the initializer"] * 2
 
 
 def test_pull_of_a_partition_that_is_elsewhere_is_not_found() -> None:
     with pytest.raises(NotFound):
-        server().admit_pull(wish((0, 0), (1, 0)))
+        server().admit_pull(wish(0, 1))
 
 
 def held_buffers(hosted: HostedJob) -> int:
     return sum(len(partition._versions._readers) for partition in hosted.partitions.values())
 
 
-def test_buffers_are_held_during_a_pull_and_released_whatever_happens() -> None:
+def test_buffers_are_held_until_they_are_released_and_not_at_all_by_a_pull_that_fails() -> None:
     here = server(UpdateMode.SYNC, ranks=1)
     hosted = here.hosted()[0]
-    asked = wish((0, 0), (2, 0))
-    with here.pull(hosted, asked):
-        assert held_buffers(hosted) == 2
+    _, held = here.hold(hosted, wish(0, 2))
+    assert held_buffers(hosted) == len(held.buffers) == 2
+    held.release()
     assert held_buffers(hosted) == 0
-    with pytest.raises(OSError, match="the receiver is gone"), here.pull(hosted, asked):
-        raise OSError("the receiver is gone")
+    send(here, order(RankSource(Rank(0)), 0))
+    for step in (1, 2):
+        send(here, order(RankSource(Rank(0)), step, parts=parts([2])))
+    with pytest.raises(NotFound, match="version 1 of partition 2"):
+        here.hold(hosted, wish(0, 2, number=1, exactly=True))
     assert held_buffers(hosted) == 0
-    for step in range(3):
-        send(here, order(RankSource(Rank(0)), step))
-    gone = wish((0, 3), (2, 1), exactly=True)
-    with pytest.raises(NotFound, match="version 1 of partition 2"), here.pull(hosted, gone):
-        pass
-    assert held_buffers(hosted) == 0
-    torn = wish((0, 3), (2, 4))
-    with here.pull(hosted, torn) as (result, buffers):
-        assert len(result.missing) == 1
-        assert buffers == []
+    result, held = here.hold(hosted, wish(2, 0, number=3))
+    assert [missing.partition for missing in result.missing] == [0]
+    assert held.buffers == ()
     assert held_buffers(hosted) == 0
 
 
@@ -574,8 +574,8 @@ def test_pushes_and_bytes_are_counted() -> None:
     send(here, empty(sequence=1))
     send(here, order(sequence=2, parts=parts([0])))
     send(here, order(sequence=2))  # applied by one partition
-    pull(here, wish((0, 0), (2, 0)))
-    pull(here, wish((0, 99)))
+    pull(here, wish(0, 2))
+    pull(here, wish(0, number=99))
     counters = here.counters
     assert (counters.pushes_applied, counters.pushes_duplicate) == (4, 1)
     assert counters.bytes_received == 7 * PART_BYTES

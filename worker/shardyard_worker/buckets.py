@@ -1,35 +1,47 @@
 """Flat buffers between the model's tensors and the payloads of partitions.
 
-Owns: per server one buffer of gradients and two of values, laid out as its payloads lie on the wire, and a view for
-each block. Invariants: a pull lands in the buffer that is not current, and becomes current as a whole, over all
-servers; so the values of the current version can be put back into the model at any time (rule B5). Must not know:
-servers' addresses, names of pushes.
+Owns: per server the memory that gradients are laid out in as its payload lies on the wire, the views that a model's
+`.grad`s may be, and which bytes are the values of the current version. Invariants: a pull is put together beside the
+current version, and becomes current as a whole, over all servers; so the values of the current version can be put back
+into the model at any time (rule B5). Must not know: servers' addresses, names of pushes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 
-from shardyard.ground.errors import DTypeMismatch, ShapeMismatch, UnsupportedModel
+from shardyard.codecs import apply
+from shardyard.ground.errors import DTypeMismatch, NotShareable, ShapeMismatch, UnsupportedModel
+from shardyard.ground.limits import MIB
 from shardyard.ground.types import (
     Block,
     DType,
     Incarnation,
     JobLayout,
     PartitionId,
+    PartitionLayout,
     PartitionMap,
     PushPart,
     VariableKind,
     VariableSpec,
 )
+from shardyard.transport.same_host import Shared
 
 Bytes = npt.NDArray[np.uint8]
+Codes = Mapping[PartitionId, tuple[memoryview, ...]]
+Encode = Callable[[Block, npt.NDArray[np.generic]], memoryview]
+Key = tuple[int, int]
+"""Where a partition's values lie: (region, byte) of its server's memory; (-1 or -2, 0): came over a stream."""
+
+COPY_BYTES_EACH = 4 * MIB
+"""Copies are cut into pieces of this size, so that two threads can share them."""
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,
@@ -62,122 +74,389 @@ def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0)
     return VariableSpec(name, dtype, tuple(tensor.shape), kind, group)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Piece:
-    """A block in the buffers of its server: gradient, and both values."""
+    """Adjacent blocks of one variable in one partition: elements [offset, offset + length) of the variable, at byte
+    `start` of the partition's payload."""
 
-    block: Block
-    gradient: torch.Tensor
-    values: tuple[torch.Tensor, torch.Tensor]
+    variable: int
+    offset: int
+    length: int
+    start: int
+    dtype: DType
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * self.dtype.item_bytes
+
+    def of(self, payload: Bytes) -> torch.Tensor:
+        return torch.from_numpy(payload[self.start : self.stop]).view(TORCH_DTYPES[self.dtype])
+
+
+def _pieces(layout: JobLayout, part: PartitionLayout) -> tuple[_Piece, ...]:
+    found: list[_Piece] = []
+    for block in part.blocks:
+        dtype = layout.variables[block.variable].dtype
+        last = found[-1] if found else None
+        if last is not None and (last.variable, last.offset + last.length, last.stop) == (
+            block.variable,
+            block.offset,
+            block.position,
+        ):
+            found[-1] = _Piece(last.variable, last.offset, last.length + block.length, last.start, dtype)
+        else:
+            found.append(_Piece(block.variable, block.offset, block.length, block.position, dtype))
+    return tuple(found)
+
+
+@dataclass
+class _Values:
+    """A partition's payload of one version, and a tensor for each of its pieces."""
+
+    key: Key
+    tensors: tuple[torch.Tensor, ...]
 
 
 @dataclass
 class _Home:
-    """The buffers of one server, its partitions in order."""
+    """What one server has: partitions in order, the byte at which each begins in the server's payload, their pieces."""
 
     partitions: tuple[PartitionId, ...]
-    gradient: Bytes
-    values: tuple[Bytes, Bytes]
+    begins: tuple[int, ...]
+    nbytes: int
+    pieces: tuple[tuple[_Piece, ...], ...]
+    whole: tuple[PushPart, ...]
+    empty: tuple[PushPart, ...]
+    memory: Shared | None
+    gradients: Bytes
+    landings: list[Bytes] = field(default_factory=list)
+    shadow: Bytes | None = None
+    current: list[_Values] = field(default_factory=list)
+    incoming: list[_Values] = field(default_factory=list)
+    known: dict[tuple[int, Key], _Values] = field(default_factory=dict)
+
+    def values(self, index: int, key: Key, payload: Bytes) -> _Values:
+        """The tensors of partition `index` at a place; made once, since places come again and again."""
+        found = self.known.get((index, key))
+        if found is None:
+            found = _Values(key, tuple(piece.of(payload) for piece in self.pieces[index]))
+            self.known[index, key] = found
+        return found
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A piece of a variable: home, index of the partition in it, index of the piece in that."""
+
+    home: _Home
+    part: int
+    number: int
+    piece: _Piece
 
 
 class Buckets:
-    """The buffers of a job's variables under one partition map."""
+    """The buffers of a job's variables under one partition map.
 
-    def __init__(self, layout: JobLayout, map_: PartitionMap) -> None:
+    `shareable`: gradients lie in memory that servers on this machine may open. `slots`: pushes that may be under way at
+    a time, each with gradients of its own.
+    """
+
+    def __init__(self, layout: JobLayout, map_: PartitionMap, *, shareable: bool = False, slots: int = 1) -> None:
         self._layout = layout
-        self._current = 0
+        self._slots = slots
+        self._slot = 0
         self._homes: dict[Incarnation, _Home] = {}
-        self._pieces: list[list[_Piece]] = [[] for _ in layout.variables]
-        self._place: dict[tuple[PartitionId, int], tuple[int, int]] = {}
+        self._where: list[list[_Where]] = [[] for _ in layout.variables]
         for server, owners in map_.by_server().items():
-            self._make_home(server, tuple(owner.partition for owner in owners))
+            self._make_home(server, tuple(owner.partition for owner in owners), shareable)
+        self._gradients = [
+            [self._gradient_pieces(index, slot) for index in range(len(layout.variables))] for slot in range(slots)
+        ]
+        self._views = [
+            [self._view(index, pieces) for index, pieces in enumerate(self._gradients[slot])] for slot in range(slots)
+        ]
+        self._pool: ThreadPoolExecutor | None = None
 
-    def _make_home(self, server: Incarnation, partitions: tuple[PartitionId, ...]) -> None:
-        total = sum(self._layout.partitions[p].payload_bytes for p in partitions)
-        home = _Home(partitions, _zeros(total), (_zeros(total), _zeros(total)))
+    def close(self) -> None:
+        """Servers cannot attach from now on, and copies are made by one thread."""
+        for home in self._homes.values():
+            if home.memory is not None:
+                home.memory.close()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _make_home(self, server: Incarnation, partitions: tuple[PartitionId, ...], shareable: bool) -> None:
+        parts = [self._layout.partitions[partition] for partition in partitions]
+        begins, total = [], 0
+        for part in parts:
+            begins.append(total)
+            total += part.payload_bytes
+        memory, gradients = _gradient_memory(self._slots * total, shareable)
+        home = _Home(
+            partitions,
+            tuple(begins),
+            total,
+            tuple(_pieces(self._layout, part) for part in parts),
+            tuple(PushPart(part.partition, part.payload_bytes) for part in parts),
+            tuple(PushPart(part.partition, 0) for part in parts),
+            memory,
+            gradients,
+        )
         self._homes[server] = home
-        at = 0
-        for partition in partitions:
-            part = self._layout.partitions[partition]
-            for index, block in enumerate(part.blocks):
-                dtype = self._layout.variables[block.variable].dtype
-                start = at + block.position
-                stop = start + block.length * dtype.item_bytes
-                views = [
-                    torch.from_numpy(buffer[start:stop]).view(TORCH_DTYPES[dtype])
-                    for buffer in (home.gradient, *home.values)
-                ]
-                self._pieces[block.variable].append(_Piece(block, views[0], (views[1], views[2])))
-                end = part.blocks[index + 1].position if index + 1 < len(part.blocks) else part.payload_bytes
-                self._place[partition, index] = (start, at + end)
-            at += part.payload_bytes
+        for index, pieces in enumerate(home.pieces):
+            for number, piece in enumerate(pieces):
+                self._where[piece.variable].append(_Where(home, index, number, piece))
+
+    def _gradient_pieces(self, index: int, slot: int) -> tuple[torch.Tensor, ...]:
+        found = []
+        for where in self._where[index]:
+            begin = slot * where.home.nbytes + where.home.begins[where.part]
+            found.append(where.piece.of(where.home.gradients[begin:]))
+        return tuple(found)
+
+    def _view(self, index: int, pieces: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        spec = self._layout.variables[index]
+        return pieces[0].view(spec.shape) if len(pieces) == 1 and spec.kind is VariableKind.PARAMETER else None
 
     @property
     def servers(self) -> tuple[Incarnation, ...]:
         return tuple(self._homes)
 
+    def nbytes(self, server: Incarnation) -> int:
+        """A whole payload for a server."""
+        return self._homes[server].nbytes
+
+    def payload_bytes(self, partition: PartitionId) -> int:
+        return self._layout.partitions[partition].payload_bytes
+
     # ---- towards the servers
+
+    def view(self, index: int) -> torch.Tensor | None:
+        """Memory of the variable's shape that the next push sends as it lies; None where the variable is cut into
+        several pieces. A gradient that is put there need not be copied."""
+        return self._views[self._slot][index]
 
     def fill(self, sent: Sequence[torch.Tensor | None]) -> None:
         """Copies what a push carries into the flat buffers: for each variable, in order, a gradient (parameter) or a
-        new value (buffer), or None. Raises ShapeMismatch, DTypeMismatch, UnsupportedModel, having sent nothing."""
+        new value (buffer), or None. What lies there already is left. Raises ShapeMismatch, DTypeMismatch,
+        UnsupportedModel, having sent nothing."""
+        views, pairs = self._views[self._slot], []
         for index, tensor in enumerate(sent):
-            if tensor is None:
+            if tensor is None or tensor is views[index]:
                 continue
-            spec = self._layout.variables[index]
-            check_tensor(spec, tensor)
+            check_tensor(self._layout.variables[index], tensor)
             flat = tensor.detach().reshape(-1)
-            for piece in self._pieces[index]:
-                piece.gradient.copy_(flat[piece.block.offset : piece.block.offset + piece.block.length])
+            for where, into in zip(self._where[index], self._gradients[self._slot][index], strict=True):
+                pairs.append((into, flat[where.piece.offset : where.piece.offset + where.piece.length]))
+        self._copy(pairs)
+
+    def next_slot(self) -> None:
+        """What was filled in belongs to a push that is under way; the next one is put elsewhere."""
+        self._slot = (self._slot + 1) % self._slots
+
+    def memory(self, server: Incarnation) -> Shared | None:
+        """The memory that a server on this machine may open, if gradients lie in such."""
+        return self._homes[server].memory
+
+    def place(self, server: Incarnation) -> int:
+        """Where the payload for a server begins in its memory."""
+        return self._slot * self._homes[server].nbytes
 
     def parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[tuple[PushPart, ...], list[memoryview]]:
-        """A server's part of a push, without the variables in `absent` (indices), and its payload in pieces."""
+        """A server's part of a push over a stream, without the variables in `absent` (indices), and its payload in
+        pieces."""
+        home = self._homes[server]
+        payload = home.gradients[self._slot * home.nbytes :][: home.nbytes]
+        if not absent:
+            return home.whole, [payload.data]
+        parts: list[PushPart] = []
+        pieces: list[memoryview] = []
+        for index, partition in enumerate(home.partitions):
+            part = self._layout.partitions[partition]
+            ends = [*(block.position for block in part.blocks[1:]), part.payload_bytes]
+            present = [
+                (block.position, end)
+                for block, end in zip(part.blocks, ends, strict=False)  # one end more where there is no block
+                if block.variable not in absent
+            ]
+            if not present:
+                parts.append(PushPart(partition, 0))
+                continue
+            begin = home.begins[index]
+            pieces += [payload[begin + start : begin + stop].data for start, stop in present]
+            nbytes = sum(stop - start for start, stop in present)
+            parts.append(PushPart(partition, nbytes, _absent_blocks(part, absent)))
+        return tuple(parts), pieces
+
+    def shared_parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[PushPart, ...]:
+        """A server's part of a push whose payload it reads where it lies: in the whole layout, whatever is absent."""
         home = self._homes[server]
         if not absent:
-            sizes = [self._layout.partitions[p].payload_bytes for p in home.partitions]
-            parts = tuple(PushPart(p, size) for p, size in zip(home.partitions, sizes, strict=True))
-            return parts, [home.gradient.data]
-        parts_: list[PushPart] = []
+            return home.whole
+        return tuple(
+            PushPart(p, part.payload_bytes, _absent_blocks(part, absent))
+            for p in home.partitions
+            for part in (self._layout.partitions[p],)
+        )
+
+    def encode(self, absent: frozenset[int], encode: Encode) -> Codes:
+        """The codes of what was filled in, for each partition one a block, without the variables in `absent`."""
+        return {
+            partition: tuple(
+                encode(block, values)
+                for block, values in self._blocks(home, index, self._slot * home.nbytes, home.gradients)
+                if block.variable not in absent
+            )
+            for home in self._homes.values()
+            for index, partition in enumerate(home.partitions)
+        }
+
+    def coded_parts(
+        self, server: Incarnation, absent: frozenset[int], codes: Codes
+    ) -> tuple[tuple[PushPart, ...], list[memoryview]]:
+        """As `parts`, with codes for payload."""
+        parts: list[PushPart] = []
         pieces: list[memoryview] = []
-        for partition in home.partitions:
-            blocks = self._layout.partitions[partition].blocks
-            missing = tuple(index for index, block in enumerate(blocks) if block.variable in absent)
-            if len(missing) == len(blocks):
-                parts_.append(PushPart(partition, 0))
-                continue
-            spans = [self._place[partition, i] for i in range(len(blocks)) if blocks[i].variable not in absent]
-            pieces += [home.gradient[start:stop].data for start, stop in spans]
-            parts_.append(PushPart(partition, sum(stop - start for start, stop in spans), missing))
-        return tuple(parts_), pieces
+        for partition in self._homes[server].partitions:
+            sizes = tuple(len(code) for code in codes[partition])
+            missing = _absent_blocks(self._layout.partitions[partition], absent) if sizes else ()
+            parts.append(PushPart(partition, sum(sizes), missing, sizes))
+            pieces += codes[partition]
+        return tuple(parts), pieces
+
+    def _blocks(
+        self, home: _Home, index: int, begin: int, memory: Bytes
+    ) -> Iterator[tuple[Block, npt.NDArray[np.generic]]]:
+        """The blocks of a partition, and their elements in memory that begins with a payload for the server."""
+        begin += home.begins[index]
+        for block in self._layout.partitions[home.partitions[index]].blocks:
+            dtype = self._layout.variables[block.variable].dtype
+            start = begin + block.position
+            yield block, memory[start : start + block.length * dtype.item_bytes].view(dtype.value)
 
     def empty_parts(self, server: Incarnation) -> tuple[PushPart, ...]:
         """A server's part of a push that touches nothing: it lists every partition (rule A3)."""
-        return tuple(PushPart(partition, 0) for partition in self._homes[server].partitions)
+        return self._homes[server].empty
 
     # ---- from the servers
 
     def landing(self, server: Incarnation) -> memoryview:
-        """Where the next version of a server's values is put together."""
-        return self._homes[server].values[1 - self._current].data
+        """Where the next version of a server's values is put together, if it comes over a stream."""
+        home = self._homes[server]
+        if not home.landings:
+            home.landings = [np.zeros(home.nbytes, np.uint8) for _ in range(2)]
+        return home.landings[_free(home)].data
+
+    def land_codes(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
+        """The next version of a server's values as one code a block, each of so many bytes. `to_shadow`: they may be
+        of the difference to the values that came this way before. Raises MalformedPayload, TooLarge."""
+        home = self._homes[server]
+        landing = np.frombuffer(self.landing(server), np.uint8)
+        if to_shadow and home.shadow is None:
+            home.shadow = np.zeros(home.nbytes, np.uint8)
+        into = landing if not to_shadow or home.shadow is None else home.shadow
+        left = iter(sizes)
+        at = 0
+        for index in range(len(home.partitions)):
+            for (_, values), nbytes in zip(self._blocks(home, index, 0, into), left, strict=False):
+                apply(codes[at : at + nbytes].data, values)
+                at += nbytes
+        if to_shadow:
+            landing[:] = into
+        self.has_landed(server)
+
+    def blocks(self, server: Incarnation) -> int:
+        """How many there are in a payload for a server."""
+        return sum(len(self._layout.partitions[p].blocks) for p in self._homes[server].partitions)
+
+    def has_landed(self, server: Incarnation) -> None:
+        """`landing` is full."""
+        home = self._homes[server]
+        number = _free(home)
+        payload = home.landings[number]
+        home.incoming = [
+            home.values(index, (-1 - number, 0), payload[begin:]) for index, begin in enumerate(home.begins)
+        ]
+
+    def has_come(self, server: Incarnation, payloads: Iterable[tuple[Key, Bytes]]) -> None:
+        """The next version of a server's values lies in these payloads, one for each partition."""
+        home = self._homes[server]
+        home.incoming = [home.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
 
     def flip(self) -> None:
-        """What has landed, from all servers, is the current version."""
-        self._current = 1 - self._current
+        """What has come, from all servers, is the current version."""
+        for home in self._homes.values():
+            if home.incoming:
+                home.current, home.incoming = home.incoming, []
 
-    def load(self, targets: Mapping[int, torch.Tensor]) -> None:
-        """Copies the current values into tensors, by index of the variable."""
-        with torch.no_grad():
-            for index, target in targets.items():
-                if target.is_contiguous():
-                    self._copy(index, target.view(-1))
-                    continue
-                flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-                self._copy(index, flat)
-                target.copy_(flat.view(target.shape))
+    def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False) -> None:
+        """Copies the current values into tensors, by index of the variable. `view`: parameters that lie in one piece
+        become views on them instead, until the next call."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, target in targets.items():
+            pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
+            if view and len(pieces) == 1 and self._layout.variables[index].kind is VariableKind.PARAMETER:
+                target.data = pieces[0][1].view(target.shape)
+                continue
+            contiguous = target.is_contiguous()
+            flat = target.detach().view(-1) if contiguous else torch.empty(target.numel(), dtype=target.dtype)
+            mine = [(flat[w.piece.offset : w.piece.offset + w.piece.length], values) for w, values in pieces]
+            if contiguous:
+                pairs += mine
+            else:
+                self._copy(mine)
+                with torch.no_grad():
+                    target.copy_(flat.view(target.shape))
+        self._copy(pairs)
 
-    def _copy(self, index: int, flat: torch.Tensor) -> None:
-        for piece in self._pieces[index]:
-            flat[piece.block.offset : piece.block.offset + piece.block.length].copy_(piece.values[self._current])
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies (into, from) pairs of flat tensors; much of it by two threads."""
+        nbytes = sum(into.nbytes for into, _ in pairs)
+        if nbytes < 2 * COPY_BYTES_EACH:
+            _copy_in_order(pairs)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "copy")
+        cut = [each for pair in pairs for each in _cut(*pair)]
+        at, half = 0, nbytes // 2
+        while half > 0:
+            half -= cut[at][0].nbytes
+            at += 1
+        other = self._pool.submit(_copy_in_order, cut[at:])
+        _copy_in_order(cut[:at])
+        other.result()
+
+
+def _free(home: _Home) -> int:
+    """The landing that is not the current version."""
+    return 1 if home.current and home.current[0].key == (-1, 0) else 0
+
+
+def _gradient_memory(nbytes: int, shareable: bool) -> tuple[Shared | None, Bytes]:
+    if shareable and nbytes:
+        try:
+            memory = Shared(nbytes, read_only=True)
+        except NotShareable:
+            return None, np.zeros(nbytes, np.uint8)
+        return memory, memory.bytes
+    return None, np.zeros(nbytes, np.uint8)
+
+
+def _absent_blocks(part: PartitionLayout, absent: frozenset[int]) -> tuple[int, ...]:
+    return tuple(index for index, block in enumerate(part.blocks) if block.variable in absent)
+
+
+def _cut(into: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    each = COPY_BYTES_EACH // into.element_size()
+    for at in range(0, into.numel(), each):
+        yield into[at : at + each], values[at : at + each]
+
+
+def _copy_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for into, values in pairs:
+            into.copy_(values)
 
 
 def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
@@ -197,7 +476,3 @@ def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
 
 def _kind_of(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _zeros(nbytes: int) -> Bytes:
-    return np.zeros(nbytes, dtype=np.uint8)

@@ -183,6 +183,10 @@ class AsyncFeed(Feed):
             log.debug("%s was not given back: %s", lease.source, error)
 
     def _close(self, lease: DataLease) -> None:
+        try:
+            self._strategy.drain()
+        except LostWork:
+            return
         source = lease.source
         name = common.DataShardName(feed=source.feed, epoch=source.epoch, index=source.index)
         caller = convert.caller_to_wire(self._session.caller)

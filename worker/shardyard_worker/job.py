@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from shardyard.ground.errors import (
     ConfigurationError,
     InvalidRequest,
+    ShardyardError,
     UnknownVariable,
     UnsupportedModel,
     UnsupportedOptimizer,
@@ -288,8 +289,8 @@ class Job:
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """The values of the variables, copies, by name. Asynchronous: the newest. Synchronous: those of this step."""
         training = self._need_training()
-        if self.mode is UpdateMode.ASYNC:
-            training.pull_newest()
+        if self.mode is UpdateMode.ASYNC and self._strategy is not None:
+            self._strategy.begin()
         chosen = list(self._names) if names is None else list(names)
         for name in chosen:
             if name not in self._names:
@@ -304,11 +305,31 @@ class Job:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
-        if self._training is not None:
-            self._training.close()
-        self._session.leave(error)
-        if self._on_close is not None:
-            self._on_close()
+        try:
+            self._land_last(error)
+        except ShardyardError as lost:
+            error = error or f"{lost.code}: {lost}"
+            raise
+        finally:
+            if self._training is not None:
+                self._training.close()
+            self._session.leave(error)
+            if self._on_close is not None:
+                self._on_close()
+
+    def _land_last(self, error: str) -> None:
+        """A push may still be under way: it counts when it was acknowledged, and an error that it meets is told."""
+        if self._strategy is None or self._training is None:
+            return
+        try:
+            if error:
+                self._training.router.close()
+            else:
+                self._strategy.leave(self._settings_now())
+        except LostWork:
+            log.info("the last batch was computed by another worker as well; this one's does not count")
+        finally:
+            self._strategy.close()
 
     def _close_at_exit(self) -> None:
         """For a script without `with`. Python keeps there what the script has raised, if it has."""
@@ -349,6 +370,25 @@ class Job:
             self._strategy.contribute(None, sending)
         except LostWork:
             log.info("the last batch was computed by another worker as well; this one's does not count")
+
+    # ---- compression
+
+    def compression_state(self) -> dict[str, torch.Tensor]:
+        """Copies of what compression keeps in this worker, by name, for example "residual.fc1.weight"
+        (docs/compression.md); empty without any. Between two steps."""
+        feedback = self._need_training().feedback
+        state = {} if feedback is None else feedback.state_dict()
+        return {name: torch.from_numpy(value.copy()) for name, value in state.items()}
+
+    def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `compression_state` gave, here or in another worker. Raises UnknownVariable, ShapeMismatch
+        and DTypeMismatch, having changed nothing."""
+        feedback = self._need_training().feedback
+        if feedback is None:
+            if state:
+                raise UnknownVariable("compression state for a job without job.compression.push")
+            return
+        feedback.load_state_dict({name: value.detach().cpu().numpy() for name, value in state.items()})
 
     def _need_training(self) -> Training:
         self._session.check()

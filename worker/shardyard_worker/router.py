@@ -7,40 +7,51 @@ push is named after, and why.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from shardyard.ground import errors
+from shardyard.ground.limits import KIB
 from shardyard.ground.types import (
+    NO_NAME,
     Incarnation,
     Missing,
+    Outcome,
+    PartitionId,
     PartitionMap,
-    PartPull,
     PartResult,
     PullResult,
     PullWish,
     PushKind,
     PushName,
     PushOrder,
-    PushPart,
     SourceKey,
     Token,
     Watermark,
 )
-from shardyard.runtime.waiting import ExplainedWait
-from shardyard.transport.peers import Peer
+from shardyard.runtime.waiting import Vigil
 from shardyard.wire import convert, frames, methods
-from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_worker.buckets import Buckets
+from shardyard_worker.buckets import Buckets, Codes
+from shardyard_worker.line import Line, LineSettings
 from shardyard_worker.patience import Patience
 from shardyard_worker.session import Session
 
+log = logging.getLogger("shardyard.worker")
+
 R = TypeVar("R")
+Make = Callable[[Line], tuple[PushOrder, Sequence[memoryview]] | None]
+"""What to ask of a server, if anything; made when the line is open."""
+
+THREADS_BYTES_MIN = 256 * KIB
+"""Where more than this travels over streams to several servers, each has a thread."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Shipment:
     weight: float
     groups: tuple[tuple[float, ...], ...] = ()
     absent: frozenset[int] = frozenset()
+    codes: Codes | None = None
 
 
 @dataclass(frozen=True)
@@ -70,31 +82,47 @@ class Answer:
     results: tuple[PartResult, ...] = ()
     missing: tuple[Missing, ...] = ()
     version_max: int = 0
+    foreign: frozenset[PartitionId] = frozenset()
+    """Partitions that had this work from somebody else."""
 
 
 class Router:
-    """Reaches all servers of a job under one partition map."""
+    """Reaches all servers of a job under one partition map. Used by one thread, but for `close`."""
 
-    def __init__(self, session: Session, map_: PartitionMap, buckets: Buckets) -> None:
+    def __init__(self, session: Session, map_: PartitionMap, buckets: Buckets, *, coding: str = "") -> None:
+        """`coding`: how pulled values shall be coded (PullWish)."""
+        self._coding = coding
         self._session = session
         self._map = map_
         self._buckets = buckets
-        self._peers: dict[Incarnation, Peer] = {
-            server: session.network.connect(owners[0].address, name=f"server {server}")
+        settings = session.settings.worker
+        line_settings = LineSettings(settings.same_host == "auto", settings.pull == "view", settings.rpc_deadline_ms)
+        self._lines = {
+            server: Line(
+                server, session.network.connect(owners[0].address, name=f"server {server}"), buckets, line_settings
+            )
             for server, owners in map_.by_server().items()
         }
         self._owned = {server: tuple(o.partition for o in owners) for server, owners in map_.by_server().items()}
         self._landed: set[Incarnation] = set()
         self._versions: dict[Incarnation, int] = {}
         self._closed = threading.Event()
-        self._pool = ThreadPoolExecutor(len(self._peers), "router")
+        self._pool = ThreadPoolExecutor(len(self._lines), "router")
+        self._vigil = Vigil()
         session.on_failure(self.close)
+
+    def leave(self) -> None:
+        """Tells the servers that their memory is not read any more."""
+        for server, line in self._lines.items():
+            line.detach(self._order(server, PushKind.NOTHING, detach=True))
 
     def close(self) -> None:
         """Ends every call under way. Safe from any thread."""
         self._closed.set()
-        for peer in self._peers.values():
-            peer.close()
+        self._vigil.close()
+        for line in self._lines.values():
+            line.break_off()
+            line.peer.close()
         self._pool.shutdown(wait=False)
 
     # ---- the four things a worker asks of servers
@@ -102,44 +130,38 @@ class Router:
     def initialize(self, shipment: Shipment) -> None:
         """Gives every server the first values that lie in the buckets."""
 
-        def send(server: Incarnation, peer: Peer) -> None:
-            peer.send(methods.INITIALIZE, self._frames(server, shipment, None), timeout_ms=self._deadline_ms)
+        def send(line: Line) -> None:
+            parts, pieces = self._buckets.parts(line.server, frozenset())
+            order = replace(self._order(line.server, shipment.kind), name=shipment.name, parts=parts)
+            sent = frames.cut(convert.push_to_wire(order).SerializeToString(), pieces)
+            line.peer.send(methods.INITIALIZE, sent, timeout_ms=self._deadline_ms)
 
         self._everywhere(send, f"the first values to arrive ({shipment.name})")
 
     def push(self, shipment: Shipment) -> Answer:
         """Applies a push on all servers. Raises what one of them refused."""
-
-        def send(server: Incarnation, peer: Peer) -> tuple[PartResult, ...]:
-            sent = self._frames(server, shipment, None)
-            return convert.results_from_wire(peer.send(methods.PUSH, sent, timeout_ms=self._deadline_ms))
-
-        answers = self._everywhere(send, f"push {shipment.name} to be applied")
-        return Answer(results=tuple(result for results in answers for result in results))
+        answers = self._exchange(partial(self._shipped, shipment, None), f"push {shipment.name} to be applied")
+        results = tuple(result for answer in answers for result in answer.push)
+        return Answer(results=results, foreign=self._foreign(answers))
 
     def push_pull(self, shipment: Shipment, wish: Wish) -> Answer:
         """A push, and then a pull of what is wished, in one round trip for each server."""
         self._landed.clear()
-
-        def send(server: Incarnation, peer: Peer) -> PullResult:
-            stream = peer.exchange(
-                methods.PUSH_PULL, self._frames(server, shipment, wish), timeout_ms=self._deadline_ms
-            )
-            return self._land(server, stream)
-
-        return self._answer(self._everywhere(send, f"push {shipment.name} to be applied"))
+        return self._answer(
+            self._exchange(partial(self._shipped, shipment, wish), f"push {shipment.name} to be applied")
+        )
 
     def pull(self, wish: Wish) -> Answer:
         """Asks the servers whose parts have not landed since the last complete pull. To begin a new one, or after a
         push_pull that is not complete, ask until `missing` is empty."""
 
-        def ask(server: Incarnation, peer: Peer) -> PullResult:
-            if server in self._landed:
-                return PullResult()
-            request = convert.pull_to_wire(self._wish(server, wish))
-            return self._land(server, peer.receive(methods.PULL, request, timeout_ms=self._deadline_ms))
+        def ask(line: Line) -> tuple[PushOrder, Sequence[memoryview]] | None:
+            if line.server in self._landed:
+                return None
+            order = self._order(line.server, PushKind.NOTHING)
+            return replace(order, pull=self._wish(line, wish)), ()
 
-        return self._answer(self._everywhere(ask, f"version {wish.number} of the parameters"))
+        return self._answer(self._exchange(ask, f"version {wish.number} of the parameters"))
 
     def abandon_pull(self) -> None:
         """Forgets what has landed of a pull that was not completed."""
@@ -148,14 +170,14 @@ class Router:
     def open_sources(self, sources: Sequence[tuple[SourceKey, Token]]) -> dict[SourceKey, tuple[Watermark, ...]]:
         """Rule A5: writes tokens to every partition, and brings back all watermarks."""
 
-        def ask(server: Incarnation, peer: Peer) -> wire.OpenSourcesReply:
+        def ask(line: Line) -> wire.OpenSourcesReply:
             request = wire.OpenSourcesRequest(
                 caller=convert.caller_to_wire(self._session.caller),
-                server=server,
+                server=line.server,
                 generation=self._map.generation,
                 sources=convert.sources_to_wire(sources),
             )
-            return peer.call(methods.OPEN_SOURCES, request, timeout_ms=self._deadline_ms)
+            return line.peer.call(methods.OPEN_SOURCES, request, timeout_ms=self._deadline_ms)
 
         found: dict[SourceKey, tuple[Watermark, ...]] = {}
         for reply in self._everywhere(ask, f"{sources[0][0].source} to be opened"):
@@ -173,25 +195,136 @@ class Router:
     def _deadline_ms(self) -> int:
         return self._session.settings.worker.rpc_deadline_ms
 
-    def _everywhere(self, ask: Callable[[Incarnation, Peer], R], waiting_for: str) -> list[R]:
-        """Asks all servers at once, each again while it does not answer. Raises the first refusal when all are done."""
+    def _order(self, server: Incarnation, kind: PushKind, *, detach: bool = False) -> PushOrder:
+        return PushOrder(self._session.caller, server, self._map.generation, NO_NAME, kind, (), 0.0, (), detach=detach)
 
+    def _shipped(
+        self, shipment: Shipment, wish: Wish | None, line: Line
+    ) -> tuple[PushOrder, Sequence[memoryview]] | None:
+        """A server's part of a shipment, and its payload unless that is read where it lies."""
+        server, shared_at = line.server, None
+        pieces: Sequence[memoryview] = ()
+        if shipment.kind is PushKind.EMPTY:
+            parts = self._buckets.empty_parts(server)
+        elif shipment.codes is not None:
+            parts, pieces = self._buckets.coded_parts(server, shipment.absent, shipment.codes)
+        elif line.shared:
+            parts, shared_at = self._buckets.shared_parts(server, shipment.absent), self._buckets.place(server)
+        else:
+            parts, pieces = self._buckets.parts(server, shipment.absent)
+        order = PushOrder(
+            self._session.caller,
+            server,
+            self._map.generation,
+            shipment.name,
+            shipment.kind,
+            parts,
+            shipment.weight,
+            shipment.groups,
+            None if wish is None else self._wish(line, wish),
+            shared_at,
+        )
+        return order, pieces
+
+    def _wish(self, line: Line, wish: Wish) -> PullWish:
+        return PullWish(
+            self._session.caller,
+            line.server,
+            self._map.generation,
+            self._owned[line.server],
+            wish.number,
+            wish.exactly,
+            wish.wait_ms,
+            coding=self._coding,
+            shared=line.shared and not self._coding,
+        )
+
+    def _exchange(self, make: Make, waiting_for: str) -> list[PullResult]:
+        """An exchange with every server for which `make` has one, all at once. Raises the first refusal when all are
+        done. Where much travels over streams each server has a thread; else this one does it all."""
+        with self._failing_well():
+            lines = list(self._lines.values())
+            much = sum(self._buckets.nbytes(line.server) for line in lines if not line.shared)
+            if len(lines) > 1 and much > THREADS_BYTES_MIN:
+                found = self._ask_all(partial(self._attempt, make), waiting_for)
+                return [result for result in found if result is not None]
+            return self._exchange_here(lines, make, waiting_for)
+
+    def _exchange_here(self, lines: Sequence[Line], make: Make, waiting_for: str) -> list[PullResult]:
+        begun: dict[Incarnation, PushOrder] = {}
+        waits: list[str] = []
+        results: list[PullResult] = []
+        refusals: list[errors.ShardyardError] = []
+        with self._vigil.over(lambda: f"{waiting_for} on {waits[-1] if waits else 'all servers'}"):
+            for line in lines:
+                with contextlib.suppress(errors.Unavailable):  # asked again below
+                    order = self._begin(make, line)
+                    if order is not None:
+                        begun[line.server] = order
+            for line in lines:
+                waits.append(line.peer.name)
+                try:
+                    result = self._finish(line, make, begun.get(line.server), waiting_for)
+                except errors.ShardyardError as error:
+                    refusals.append(error)
+                else:
+                    if result is not None:
+                        results.append(result)
+        if refusals:
+            raise refusals[0]
+        return results
+
+    def _begin(self, make: Make, line: Line) -> PushOrder | None:
+        line.open(self._order(line.server, PushKind.NOTHING))
+        made = make(line)
+        if made is None:
+            return None
+        line.begin(*made)
+        return made[0]
+
+    def _attempt(self, make: Make, line: Line) -> PullResult | None:
+        """A whole exchange with one server. Somebody else's answer cannot be told from that to an earlier try."""
+        line.asked_again = True
+        order = self._begin(make, line)
+        return None if order is None else line.finish(order)
+
+    def _finish(self, line: Line, make: Make, order: PushOrder | None, waiting_for: str) -> PullResult | None:
+        line.asked_again = order is None
+        if order is not None:
+            try:
+                return line.finish(order)
+            except (errors.Unavailable, errors.NotReady):
+                log.debug("%s: asked again (%s)", line.peer.name, waiting_for)
+        line.asked_again = True
+        return self._patience(line, waiting_for).call(partial(self._attempt, make, line))
+
+    def _patience(self, line: Line, waiting_for: str) -> Patience:
+        budget_ms = self._session.settings.worker.retry_budget_ms
+        return Patience(budget_ms, self._session.check, f"{waiting_for} on {line.peer.name}", explains=False)
+
+    def _everywhere(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
+        """Calls all servers at once, each again while it does not answer. Raises the first refusal when all are
+        done."""
+        with self._failing_well():
+            return self._ask_all(ask, waiting_for)
+
+    @contextmanager
+    def _failing_well(self) -> Iterator[None]:
         self._session.check()
         try:
-            return self._ask_all(ask, waiting_for)
+            yield
         except (errors.NotFound, errors.Unavailable):
             # a job that has failed is dropped from the servers that live; the coordinator knows why
             self._session.refresh()
             self._session.check()
             raise
 
-    def _ask_all(self, ask: Callable[[Incarnation, Peer], R], waiting_for: str) -> list[R]:
+    def _ask_all(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
         asked: dict[Future[R], Patience] = {}
         try:
-            for server, peer in self._peers.items():
-                budget_ms = self._session.settings.worker.retry_budget_ms
-                patience = Patience(budget_ms, self._session.check, f"{waiting_for} on {peer.name}", explains=False)
-                asked[self._pool.submit(patience.call, partial(ask, server, peer))] = patience
+            for line in self._lines.values():
+                patience = self._patience(line, waiting_for)
+                asked[self._pool.submit(patience.call, partial(ask, line))] = patience
         except RuntimeError:
             # closed meanwhile, by a failure that another thread has heard of
             self._session.check()
@@ -201,57 +334,16 @@ class Router:
             return "; ".join(patience.explanation for future, patience in asked.items() if not future.done())
 
         # explained from here, since a single call may last for longer than a wait may go without a word
-        with ExplainedWait(explain_rest) as explained:
-            while wait(asked, timeout=explained.tick() / 1000).not_done:
-                pass
+        with self._vigil.over(explain_rest):
+            wait(asked)
         return [future.result() for future in asked]
-
-    def _order(self, server: Incarnation, shipment: Shipment, wish: Wish | None) -> tuple[PushOrder, list[memoryview]]:
-        pieces: list[memoryview] = []
-        parts: tuple[PushPart, ...] = self._buckets.empty_parts(server)
-        if shipment.kind is not PushKind.EMPTY:
-            parts, pieces = self._buckets.parts(server, shipment.absent)
-        order = PushOrder(
-            caller=self._session.caller,
-            server=server,
-            generation=self._map.generation,
-            name=shipment.name,
-            kind=shipment.kind,
-            parts=parts,
-            weight=shipment.weight,
-            groups=shipment.groups,
-            pull=None if wish is None else self._wish(server, wish),
-        )
-        return order, pieces
-
-    def _frames(self, server: Incarnation, shipment: Shipment, wish: Wish | None) -> Iterator[Frame]:
-        order, pieces = self._order(server, shipment, wish)
-        return frames.cut(convert.push_to_wire(order).SerializeToString(), pieces)
-
-    def _wish(self, server: Incarnation, wish: Wish) -> PullWish:
-        parts = tuple(PartPull(partition, wish.number, wish.exactly) for partition in self._owned[server])
-        return PullWish(self._session.caller, server, self._map.generation, parts, wish.wait_ms)
-
-    def _land(self, server: Incarnation, stream: Iterator[Frame]) -> PullResult:
-        first = next(stream, None)
-        if first is None:
-            raise errors.MalformedPayload(f"server {server} answered a pull without a frame")
-        result = convert.pulled_from_header(first.header)
-        if result.missing:
-            return result
-        if tuple(part.partition for part in result.parts) != self._owned[server]:
-            raise errors.MalformedPayload(f"server {server} answered a pull with other partitions than were asked for")
-        assembler = Assembler(self._buckets.landing(server))
-        assembler.add(first)
-        for frame in stream:
-            assembler.add(frame)
-        assembler.finish()
-        self._landed.add(server)
-        self._versions[server] = max((part.version.number for part in result.parts), default=0)
-        return result
 
     def _answer(self, results: Sequence[PullResult]) -> Answer:
         missing = tuple(item for result in results for item in result.missing)
+        for server, result in zip(self._asked(), results, strict=True):
+            if not result.missing:
+                self._landed.add(server)
+                self._versions[server] = max((part.version.number for part in result.parts), default=0)
         if not missing:
             self._landed.clear()
             self._buckets.flip()
@@ -259,4 +351,18 @@ class Router:
             results=tuple(item for result in results for item in result.push),
             missing=missing,
             version_max=max(self._versions.values(), default=0),
+            foreign=self._foreign(results),
         )
+
+    def _foreign(self, results: Sequence[PullResult]) -> frozenset[PartitionId]:
+        """A duplicate at the first try had the work from another worker; at a later one it may be this one's own."""
+        again = {partition for s, line in self._lines.items() if line.asked_again for partition in self._owned[s]}
+        return frozenset(
+            part.partition
+            for result in results
+            for part in result.push
+            if part.outcome is Outcome.DUPLICATE and part.partition not in again
+        )
+
+    def _asked(self) -> list[Incarnation]:
+        return [server for server in self._lines if server not in self._landed]

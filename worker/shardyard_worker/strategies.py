@@ -11,9 +11,11 @@ know: datasets, optimizers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardyard.ground import errors
@@ -23,6 +25,9 @@ from shardyard_worker.router import Answer, Wish
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
 log = logging.getLogger("shardyard.worker")
+
+
+NEWEST = Wish(0, exactly=False)
 
 
 class LostWork(Exception):
@@ -52,19 +57,47 @@ class Strategy(ABC):
         Raises LostWork where another worker has taken it over.
         """
 
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits for what is under way. Raises LostWork where it belongs to another worker."""
+
+    @abstractmethod
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
+        """Before this worker leaves in good order: what is under way is waited for, and what compression has not sent
+        yet is sent under these settings, or, where that is not possible, told. Raises LostWork."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads. Nothing is contributed from now on."""
+
     def _note(self, answer: Answer, sending: Sending | None) -> None:
         fresh = any(result.outcome is not Outcome.DUPLICATE for result in answer.results)
-        if sending is not None and fresh:
+        if sending is not None and sending.coded and fresh:
             self._session.progress.samples += round(sending.weight)
         self._session.reached(self.step)
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A push under way in a thread of its own."""
+
+    name: PushName
+    sending: Sending | None
+    answer: Future[Answer]
+
+
 class AsyncStrategy(Strategy):
-    """Each push is applied as it comes; the next gradient is computed on what the servers have then."""
+    """Each push is applied as it comes; the next gradient is computed on what the servers have then.
+
+    With a window, `contribute` returns while its push is under way: the next gradient is computed on what the push
+    before brought back, and what became of a push is known when the next one is contributed, or at `drain`.
+    """
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._step = 0
+        self._flight: _Flight | None = None
+        self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
         self._pushes = 0
         self._uncertain: PushName | None = None
 
@@ -73,6 +106,11 @@ class AsyncStrategy(Strategy):
         return self._step
 
     def begin(self) -> None:
+        with contextlib.suppress(LostWork):  # told where the work was given up; here only its end matters
+            self.drain()
+        self._take_newest()
+
+    def _take_newest(self) -> None:
         self._step = self._training.pull_newest().version_max
         self._session.reached(self._step)
 
@@ -86,20 +124,53 @@ class AsyncStrategy(Strategy):
                 )
             source = SourceKey(WorkerSource(self._session.caller.incarnation))
             name = PushName(source, Token(0), self._pushes, self._pushes)
+        if self._training.feedback is not None:
+            self.drain()  # one push can be undone, so there is one at a time
         shipment = self._training.ship(name, sending)
+        if self._pool is None:
+            self._land(name, sending, lambda: self._training.router.push_pull(shipment, NEWEST))
+            return
+        self.drain()
+        flight = self._pool.submit(self._training.router.push_pull, shipment, NEWEST)
+        self._flight = _Flight(name, sending, flight)
+        self._training.give_away()
+        if isinstance(name.key.source, WorkerSource):
+            self._pushes += 1
+
+    def drain(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._land(flight.name, flight.sending, flight.answer.result)
+
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
+        self.drain()
+        residual = self._training.residual(groups)
+        if residual is not None:
+            log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
+            self.contribute(None, residual.sending)
+            self.drain()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _land(self, name: PushName, sending: Sending | None, answered: Callable[[], Answer]) -> None:
+        """Waits for the answer to a push, and puts what it brought into the targets."""
         try:
-            answer = self._training.router.push_pull(shipment, Wish(0, exactly=False))
+            answer = answered()
         except (errors.StaleToken, errors.SequenceGap, errors.StraddlingRange) as error:
             # another worker's now, or counted in part already (rule A12): the lease is gone through again from there
             log.info("%s does not count: %s", name, error.what)
-            self.begin()
+            self._training.not_counted()
+            self._take_newest()
             raise LostWork from error
         except errors.Unavailable:
             if isinstance(name.key.source, WorkerSource):
                 self._uncertain = name
             raise
-        if isinstance(name.key.source, WorkerSource):
+        if isinstance(name.key.source, WorkerSource) and self._pool is None:
             self._pushes += 1
+        self._training.counted(answer)
         self._training.load()
         self._step = max(self._step, answer.version_max)
         self._note(answer, sending)
@@ -125,6 +196,21 @@ class SyncStrategy(Strategy):
     @property
     def step(self) -> int:
         return self._version or 0
+
+    def drain(self) -> None:
+        """Nothing is ever under way: `contribute` returns when the step is complete."""
+
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
+        residual = self._training.residual(groups)
+        if residual is not None:
+            log.warning(
+                "what compression has not sent yet is lost with this worker (2-norm %.3g): a step of a synchronous job"
+                " has room for its logical ranks only",
+                residual.norm,
+            )
+
+    def close(self) -> None:
+        """Has no threads."""
 
     def begin(self) -> None:
         self._look_for_ranks()
@@ -175,12 +261,14 @@ class SyncStrategy(Strategy):
                 answer = self._training.router.push_pull(shipment, wish)
         except errors.StaleToken as error:
             log.info("%s is another worker's now: %s", name, error.what)
+            self._training.not_counted()
             self._refused[rank] = name.token
             self._held.pop(rank, None)
             self._training.router.abandon_pull()
             self._session.refresh()
             self._wait_for_ranks() if not self._held else self._settle()
             raise LostWork from error
+        self._training.counted(answer)
         held = self._held[rank]
         held.next += 1
         self._note(answer, sending)

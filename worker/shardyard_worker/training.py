@@ -10,23 +10,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
+    Block,
+    DataShardSource,
+    JobLayout,
     OptimizerSpec,
     PushKind,
     PushName,
+    RankSource,
     SourceKey,
     Token,
+    VariableKind,
     VariableSpec,
     WorkerSource,
 )
 from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.buckets import Buckets
+from shardyard_worker.buckets import Buckets, Codes
+from shardyard_worker.feedback import Feedback
+from shardyard_worker.gradients import Gradients
 from shardyard_worker.router import Answer, Router, Shipment, Wish
 from shardyard_worker.session import Session
 
@@ -70,6 +80,16 @@ class Sending:
     tensors: Sequence[torch.Tensor | None]
     weight: float
     groups: tuple[tuple[float, ...], ...]
+    coded: bool = True
+    """False: as it is, whatever job.compression says."""
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What compression has never sent: its 2-norm, and the push that would send it."""
+
+    norm: float
+    sending: Sending
 
 
 class Training:
@@ -86,19 +106,35 @@ class Training:
         )
         reply = session.ask(methods.REGISTER_VARIABLES, request)
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
-        self.buckets = Buckets(layout, map_)
-        self.router = Router(session, map_, self.buckets)
+        self._view = session.settings.worker.pull == "view"
+        self.buckets = Buckets(
+            layout,
+            map_,
+            shareable=session.settings.worker.same_host == "auto",
+            slots=session.settings.worker.window + 1,
+        )
+        compression = session.job_settings.compression
+        self._layout = layout
+        self.feedback: Feedback | None = None
+        if compression.push_rules.compresses:
+            self.feedback = Feedback(compression, layout, seed=session.seed, worker=session.caller.incarnation)
+        coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
+        self.router = Router(session, map_, self.buckets, coding=coding)
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
+        self._gradients = Gradients(self.buckets, self._targets)
         try:
             if reply.initializer:
                 self._initialize()
             self._await_values()
         except BaseException:
-            self.router.close()
+            self.close()
             raise
 
     def close(self) -> None:
+        self._gradients.close()
+        self.router.leave()
         self.router.close()
+        self.buckets.close()
 
     # ---- pushes and pulls
 
@@ -108,13 +144,52 @@ class Training:
             return Shipment(name, PushKind.EMPTY, 0.0)
         self.buckets.fill(sending.tensors)
         absent = frozenset(index for index, tensor in enumerate(sending.tensors) if tensor is None)
-        return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent)
+        codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
+        return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, codes)
+
+    def _encode(self, feedback: Feedback, name: PushName, absent: frozenset[int]) -> Codes:
+        gradients: list[npt.NDArray[Any]] = []
+        if feedback.clips:
+            self.buckets.encode(absent, partial(_gather, gradients, self._layout))
+        feedback.begin(gradients, work=_numbers(name))
+        return self.buckets.encode(absent, feedback.encode)
+
+    def counted(self, answer: Answer) -> None:
+        """A push was answered: what other workers' pushes of the same work had brought is not taken as sent."""
+        if self.feedback is not None:
+            if answer.foreign:
+                parts = [self._layout.partitions[partition] for partition in sorted(answer.foreign)]
+                self.feedback.undo(block for part in parts for block in part.blocks)
+            self.feedback.commit()
+
+    def not_counted(self) -> None:
+        """The push was refused: it counts nowhere."""
+        if self.feedback is not None:
+            self.feedback.undo()
+
+    def residual(self, groups: tuple[tuple[float, ...], ...]) -> Residual | None:
+        """What compression has never sent, as a gradient under these settings, if there is any."""
+        found = {} if self.feedback is None else self.feedback.residuals()
+        if not found or self.feedback is None:
+            return None
+        tensors = [
+            torch.from_numpy(found[index]).view(variable.spec.shape) if index in found else None
+            for index, variable in enumerate(self.variables)
+        ]
+        return Residual(self.feedback.lost_norm, Sending(tensors, 1.0, groups, coded=False))
+
+    def give_away(self) -> None:
+        """What was shipped is under way, and must not change: gradients that lie there are not the model's any more."""
+        for index, target in self._targets.items():
+            if target.grad is not None and target.grad is self.buckets.view(index):
+                target.grad = None
+        self.buckets.next_slot()
 
     def load(self) -> None:
         """Puts the current version into the targets, and those into the model."""
         for variable in self.variables:
             variable.put_back()
-        self.buckets.load(self._targets)
+        self.buckets.load(self._targets, view=self._view)
 
     def pull_newest(self) -> Answer:
         """Puts the newest version of each partition into the targets; for an asynchronous job, which has no other."""
@@ -169,6 +244,23 @@ class Training:
                 self.session.check()
                 if self.session.initializer:
                     self._initialize()
+
+
+def _gather(into: list[npt.NDArray[Any]], layout: JobLayout, block: Block, values: npt.NDArray[Any]) -> memoryview:
+    if layout.variables[block.variable].kind is VariableKind.PARAMETER:
+        into.append(values)
+    return memoryview(b"")
+
+
+def _numbers(name: PushName) -> tuple[int, ...]:
+    """The numbers of a name that mean the same work, whoever does it; a worker's own pushes have none."""
+    match name.key.source:
+        case RankSource(rank):
+            return (0, rank, name.first)
+        case DataShardSource(feed, epoch, index):
+            return (1, feed, epoch, index, name.first)
+        case _:
+            return ()
 
 
 def explain(answer: Answer) -> str:

@@ -14,6 +14,7 @@ class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUSH_KIND_GRADIENT: _ClassVar[PushKind]
     PUSH_KIND_EMPTY: _ClassVar[PushKind]
     PUSH_KIND_VALUES: _ClassVar[PushKind]
+    PUSH_KIND_NOTHING: _ClassVar[PushKind]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -25,6 +26,7 @@ PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_EMPTY: PushKind
 PUSH_KIND_VALUES: PushKind
+PUSH_KIND_NOTHING: PushKind
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_APPLIED: Outcome
 OUTCOME_RECORDED: Outcome
@@ -157,17 +159,33 @@ class ReadLedgerReply(_message.Message):
     def __init__(self, sources: _Optional[_Iterable[_Union[SourceWatermarks, _Mapping]]] = ...) -> None: ...
 
 class PushPart(_message.Message):
-    __slots__ = ("partition", "payload_bytes", "absent_blocks")
+    __slots__ = ("partition", "payload_bytes", "absent_blocks", "code_bytes")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     ABSENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CODE_BYTES_FIELD_NUMBER: _ClassVar[int]
     partition: int
     payload_bytes: int
     absent_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, partition: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., absent_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    code_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, partition: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., absent_blocks: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("pid", "fd", "bytes", "nonce", "region")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    fd: int
+    bytes: int
+    nonce: bytes
+    region: int
+    def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "detach")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +195,10 @@ class PushHeader(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    SHARED_AT_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -186,7 +208,11 @@ class PushHeader(_message.Message):
     weight: float
     groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
     pull: PullRequest
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+    again: bool
+    shared_at: int
+    attach: SharedMemory
+    detach: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., detach: bool = ...) -> None: ...
 
 class PushFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -199,16 +225,18 @@ class PushFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PartReply(_message.Message):
-    __slots__ = ("partition", "outcome", "next", "version")
+    __slots__ = ("partition", "outcome", "next", "version", "alike")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    ALIKE_FIELD_NUMBER: _ClassVar[int]
     partition: int
     outcome: Outcome
     next: int
     version: _common_pb2.Version
-    def __init__(self, partition: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., next: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ...) -> None: ...
+    alike: int
+    def __init__(self, partition: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., next: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., alike: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("parts",)
@@ -216,39 +244,37 @@ class PushReply(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[PartReply]
     def __init__(self, parts: _Optional[_Iterable[_Union[PartReply, _Mapping]]] = ...) -> None: ...
 
-class PartPull(_message.Message):
-    __slots__ = ("partition", "number", "exactly")
-    PARTITION_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    EXACTLY_FIELD_NUMBER: _ClassVar[int]
-    partition: int
-    number: int
-    exactly: bool
-    def __init__(self, partition: _Optional[int] = ..., number: _Optional[int] = ..., exactly: bool = ...) -> None: ...
-
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "parts", "wait_ms")
+    __slots__ = ("caller", "server", "generation", "partitions", "number", "exactly", "wait_ms", "coding", "shared")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EXACTLY_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    CODING_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
-    parts: _containers.RepeatedCompositeFieldContainer[PartPull]
+    partitions: _containers.RepeatedScalarFieldContainer[int]
+    number: int
+    exactly: bool
     wait_ms: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartPull, _Mapping]]] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    coding: str
+    shared: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., exactly: bool = ..., wait_ms: _Optional[int] = ..., coding: _Optional[str] = ..., shared: bool = ...) -> None: ...
 
 class PulledPart(_message.Message):
-    __slots__ = ("partition", "version", "payload_bytes")
+    __slots__ = ("partition", "version", "alike")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALIKE_FIELD_NUMBER: _ClassVar[int]
     partition: int
     version: _common_pb2.Version
-    payload_bytes: int
-    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    alike: int
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., alike: _Optional[int] = ...) -> None: ...
 
 class Missing(_message.Message):
     __slots__ = ("partition", "have", "want", "waiting_for")
@@ -269,14 +295,26 @@ class NotYet(_message.Message):
     def __init__(self, missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("push", "parts", "not_yet")
+    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     NOT_YET_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    NOT_ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    PLACE_REGIONS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    CODE_BYTES_FIELD_NUMBER: _ClassVar[int]
     push: PushReply
     parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
     not_yet: NotYet
-    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ...) -> None: ...
+    attached: bool
+    not_attached: str
+    regions: _containers.RepeatedCompositeFieldContainer[SharedMemory]
+    place_regions: _containers.RepeatedScalarFieldContainer[int]
+    places: _containers.RepeatedScalarFieldContainer[int]
+    code_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -309,17 +347,21 @@ class DescribedPartition(_message.Message):
     def __init__(self, job: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., sources: _Optional[int] = ..., open: bool = ...) -> None: ...
 
 class DescribeServerReply(_message.Message):
-    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent")
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
     PUSHES_DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_STREAMING_FIELD_NUMBER: _ClassVar[int]
     server: int
     partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
     pushes_applied: int
     pushes_duplicate: int
     bytes_received: int
     bytes_sent: int
-    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ...) -> None: ...
+    workers_attached: int
+    workers_streaming: int
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ...) -> None: ...

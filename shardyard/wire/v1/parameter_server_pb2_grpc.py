@@ -160,7 +160,8 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PushPull(self, request_iterator, context):
-        """Both in one round trip; the request for values stands in the first frame (PushHeader.pull).
+        """Exchanges, one or many: a push and a pull in one round trip; the request for values stands in the header
+        (PushHeader.pull).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

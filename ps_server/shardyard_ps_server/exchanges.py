@@ -1,0 +1,178 @@
+"""One worker's exchanges on one stream: a push and a pull, then the next, with what they need not say twice.
+
+Owns: what the stream has established (who speaks, which partitions), the worker's attached memory, the buffer that
+payloads are put together in. Invariants: what `again` leaves out was admitted on this stream and is admitted anew;
+nothing that a worker writes is trusted as a length or a place; a stream that breaks off leaves nothing behind but the
+versions lent to its worker, which stay lent until its next exchange, or its end, is known. Must not know: how anything
+is stored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotShareable
+from shardyard.ground.types import Place, PullResult, PushKind, PushOrder
+from shardyard.transport.same_host import Attached, attach
+from shardyard.wire import convert, frames
+from shardyard.wire.frames import Assembler, Frame
+from shardyard_ps_server.coder import Coder
+from shardyard_ps_server.store import Held, HostedJob, Store
+from shardyard_ps_server.versions import Bytes, aligned_empty
+
+log = logging.getLogger("shardyard.server")
+
+
+class Exchanges:
+    """Serves one stream. Used by one thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._before: PushOrder | None = None
+        self._hosted: HostedJob | None = None
+        self._memory: Attached | None = None
+        self._received: Bytes | None = None
+        self._regions_known = 0
+        self._coding: tuple[str, Coder] | None = None
+
+    def run(self, stream: Iterator[Frame]) -> Iterator[Frame]:
+        """The answers' frames. Ends when the worker ends the stream, or after an exchange where too many are open."""
+        stays_open = self._store.begin_stream()
+        try:
+            for first in stream:
+                yield from self._exchange(first, stream)
+                if not stays_open:
+                    return
+        finally:
+            self._store.end_stream(attached=self._memory is not None)
+
+    def _exchange(self, first: Frame, rest: Iterator[Frame]) -> Iterator[Frame]:
+        order = convert.push_from_header(first.header, self._before)
+        hosted = self._admit(order)
+        self._store.settle(hosted, order.caller.incarnation)
+        said = self._attach(order)
+        if order.kind is not PushKind.NOTHING:
+            said = replace(said, push=self._store.push(hosted, order, self._payload(order, first, rest)))
+        elif len(first.data):
+            raise MalformedPayload(f"{len(first.data)} bytes of payload in an exchange without a push")
+        self._before, self._hosted = order, hosted
+        if order.detach:
+            self._store.take_back(hosted, order.caller.incarnation)
+        if order.pull is None:
+            yield Frame(convert.pulled_to_header(self._with_regions(said, hosted)), 0, b"")
+        elif order.pull.shared:
+            yield self._lend(said, hosted, order)
+        else:
+            result, held = self._store.hold(hosted, order.pull)
+            try:
+                found = replace(said, parts=result.parts, missing=result.missing)
+                if order.pull.coding and not result.missing:
+                    codes = self._coder(order.pull.coding, hosted).codes(held)
+                    found = replace(found, code_bytes=tuple(map(len, codes)))
+                    yield from frames.cut(convert.pulled_to_header(found), [b"".join(codes)])
+                else:
+                    yield from answer(found, held)
+            finally:
+                held.release()
+
+    def _admit(self, order: PushOrder) -> HostedJob:
+        if order.kind is not PushKind.NOTHING:
+            refuse_values(order)
+            hosted = self._store.admit_push(order, self._before)
+        elif order.pull is not None:
+            hosted = self._store.admit_pull(order.pull)
+        else:
+            hosted = self._store.admit(order.caller, order.server, order.generation)
+        if self._hosted is not None and hosted is not self._hosted:
+            raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
+        return hosted
+
+    def _coder(self, coding: str, hosted: HostedJob) -> Coder:
+        """The coder for these rules; made once, since it may remember what the worker has."""
+        if self._coding is None or self._coding[0] != coding:
+            self._coding = coding, Coder(coding, hosted.layout)
+        return self._coding[1]
+
+    # ---- payloads
+
+    def _payload(self, order: PushOrder, first: Frame, rest: Iterator[Frame]) -> Bytes:
+        """The whole payload, to be read until the next exchange."""
+        nbytes = order.payload_bytes
+        if order.shared_at is not None:
+            if len(first.data):
+                raise MalformedPayload(f"{len(first.data)} bytes of payload beside a place in shared memory")
+            return self._shared(order.shared_at, nbytes)
+        if self._received is None or len(self._received) < nbytes:
+            self._received = aligned_empty(nbytes)
+        payload = self._received[:nbytes]
+        assembler = Assembler(payload.data)
+        assembler.add(first)
+        while not assembler.complete:
+            frame = next(rest, None)
+            if frame is None:
+                assembler.finish()
+                break
+            assembler.add(frame)
+        return payload
+
+    def _shared(self, at: int, nbytes: int) -> Bytes:
+        if self._memory is None:
+            raise InvalidRequest(f"{nbytes} bytes of payload in shared memory; none was attached on this stream")
+        if at % 64 or at + nbytes > self._memory.nbytes:
+            raise MalformedPayload(
+                f"{nbytes} bytes of payload at byte {at} of shared memory that has {self._memory.nbytes}"
+            )
+        return self._memory.bytes[at : at + nbytes]
+
+    # ---- the same host
+
+    def _attach(self, order: PushOrder) -> PullResult:
+        if order.attach is None:
+            return PullResult()
+        try:
+            memory = attach(order.attach)
+        except NotShareable as error:
+            return PullResult(attached=False, not_attached=error.what)
+        if self._memory is None:
+            self._store.note_attached()
+        self._memory = memory
+        return PullResult(attached=True)
+
+    def _with_regions(self, said: PullResult, hosted: HostedJob) -> PullResult:
+        """With the tickets of regions that this stream has not named yet, for a worker that is attached."""
+        if self._memory is None:
+            return said
+        fresh = hosted.regions.tickets(known=self._regions_known)
+        self._regions_known += len(fresh)
+        return replace(said, regions=fresh) if fresh else said
+
+    def _lend(self, said: PullResult, hosted: HostedJob, order: PushOrder) -> Frame:
+        """An answer that says where the values lie."""
+        assert order.pull is not None
+        if self._memory is None:
+            raise InvalidRequest("a shared pull on a stream without attached memory", todo="attach first")
+        if order.pull.coding:
+            raise InvalidRequest("a shared pull with a coding", todo="ask for the one or the other")
+        result, held = self._store.hold(hosted, order.pull)
+        places: list[Place] = []
+        for partition, buffer in held.buffers:
+            place = partition.place(buffer)
+            if place is None and len(buffer):
+                held.release()
+                raise NotShareable(f"version of partition {partition.id} in private memory")
+            places.append(place or Place(0, 0))
+        self._store.lend(hosted, order.caller.incarnation, held)
+        found = replace(said, parts=result.parts, missing=result.missing, places=tuple(places))
+        return Frame(convert.pulled_to_header(self._with_regions(found, hosted)), 0, b"")
+
+
+def answer(result: PullResult, held: Held) -> Iterator[Frame]:
+    """A pull's answer over a stream."""
+    return frames.cut(convert.pulled_to_header(result), [buffer.data for _, buffer in held.buffers])
+
+
+def refuse_values(order: PushOrder) -> None:
+    if order.kind is PushKind.VALUES:
+        raise InvalidRequest("first values in a push", todo="send them with Initialize")

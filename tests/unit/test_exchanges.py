@@ -1,0 +1,654 @@
+"""Exchanges on one stream: what is said once, memory that is offered and lent, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.ground import limits
+from shardyard.ground.errors import (
+    InvalidRequest,
+    MalformedPayload,
+    NotFound,
+    SequenceGap,
+    ShapeMismatch,
+    ShardyardError,
+    StaleIncarnation,
+    TooLarge,
+)
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    NO_NAME,
+    Block,
+    Caller,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PullResult,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    SourceKey,
+    Term,
+    Ticket,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    WorkerSource,
+)
+from shardyard.transport.same_host import Attached, Shared, attach
+from shardyard.wire import convert, frames
+from shardyard.wire.frames import Frame
+from shardyard_ps_server import exchanges as module
+from shardyard_ps_server.exchanges import Exchanges
+from shardyard_ps_server.store import HostedJob, Store
+
+JOB, HERE, GENERATION = JobId(1), Incarnation(3), Generation(4)
+RATE = (make_group("sgd", {"lr": 1.0}),)
+ELEMENTS = 16
+PART_BYTES = 8 * ELEMENTS
+OWNED = (PartitionId(0), PartitionId(1))
+LAYOUT = JobLayout(
+    tuple(VariableSpec(name, DType.FLOAT64, (8,)) for name in "abcd"),
+    OptimizerSpec("sgd", RATE),
+    tuple(PartitionLayout(p, PART_BYTES, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in OWNED),
+)
+WHOLE = tuple(PushPart(p, PART_BYTES) for p in OWNED)
+
+
+def server(*, mode: UpdateMode = UpdateMode.ASYNC, shareable: bool = True, jobs: Sequence[JobId] = (JOB,)) -> Store:
+    found = Store(shareable=shareable)
+    found.become(HERE, Term(1))
+    for job in jobs:
+        found.create(job, GENERATION, LAYOUT, list(OWNED), mode, 2)
+        found.open(job, GENERATION)
+        if mode is UpdateMode.SYNC:
+            keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
+            found.open_sources(found.hosted()[0], [(key, Token(1)) for key in keys])
+    return found
+
+
+class Wire:
+    """A worker's end of one stream. What it sends and gets is encoded, as between processes."""
+
+    def __init__(self, store: Store, *, worker: int = 10, job: JobId = JOB, private: bool = False) -> None:
+        self.store = store
+        self.caller = Caller(job, Incarnation(worker))
+        self.sequence = 0
+        self._private = private
+        self._before: PushOrder | None = None
+        self._waiting: list[Iterator[Frame]] = []
+        self._answers = Exchanges(store).run(self._frames())
+        self.memory: Shared | None = None
+        self.regions: dict[int, Attached] = {}
+
+    def _frames(self) -> Iterator[Frame]:
+        while self._waiting:
+            for frame in self._waiting.pop(0):
+                yield frames.decode(frames.encode(frame))
+
+    def order(self, kind: PushKind = PushKind.NOTHING, **more: Any) -> PushOrder:
+        order = PushOrder(self.caller, HERE, GENERATION, NO_NAME, kind, (), 0.0, ())
+        if kind is not PushKind.NOTHING:
+            name = PushName(SourceKey(WorkerSource(self.caller.incarnation)), Token(0), self.sequence, self.sequence)
+            order = dataclasses.replace(order, name=name, parts=WHOLE)
+        if kind is PushKind.GRADIENT:
+            order = dataclasses.replace(order, weight=1.0, groups=RATE)
+        return dataclasses.replace(order, **more)
+
+    def wish(self, number: int = 0, **more: Any) -> PullWish:
+        return PullWish(self.caller, HERE, GENERATION, OWNED, number, exactly=False, **more)
+
+    def send(self, order: PushOrder, payload: bytes = b"", *, frame_bytes: int = 100) -> None:
+        header = convert.push_to_wire(order, self._before).SerializeToString()
+        self._before = order
+        self._waiting.append(frames.cut(header, [payload], frame_bytes))
+
+    def ask(self, order: PushOrder, payload: bytes = b"") -> tuple[PullResult, bytes]:
+        """An exchange: the answer's head, and its payload."""
+        self.send(order, payload)
+        first = next(self._answers)
+        pulled = order.pull.partitions if order.pull is not None else ()
+        pushed = () if order.kind is PushKind.NOTHING else [part.partition for part in order.parts]
+        result = convert.pulled_from_header(first.header, pulled, pushed)
+        for ticket in result.regions:
+            assert ticket.region not in self.regions
+            self.regions[ticket.region] = attach(ticket, private=self._private)
+        data = bytes(first.data)
+        while order.pull is not None and not order.pull.shared and result.parts and len(data) < PART_BYTES * len(OWNED):
+            data += next(self._answers).data
+        return result, data
+
+    def attach(self, nbytes: int = 4 * PART_BYTES) -> PullResult:
+        self.memory = Shared(nbytes, read_only=True)
+        return self.ask(self.order(attach=self.memory.ticket()))[0]
+
+    def push(self, value: float, **more: Any) -> tuple[PullResult, bytes]:
+        """A gradient that lowers all by `value`; through memory if there is some."""
+        payload = np.full(2 * ELEMENTS, value).tobytes()
+        order = self.order(PushKind.GRADIENT, **more)
+        self.sequence += 1
+        if self.memory is None:
+            return self.ask(order, payload)
+        self.memory.bytes[: len(payload)] = np.frombuffer(payload, np.uint8)
+        return self.ask(dataclasses.replace(order, shared_at=0))
+
+    def look(self, number: int = 0) -> list[np.ndarray[Any, Any]]:
+        """A shared pull: the values, where they lie."""
+        return self.at(self.ask(self.order(pull=self.wish(number, shared=True)))[0])
+
+    def at(self, result: PullResult) -> list[np.ndarray[Any, Any]]:
+        assert len(result.places) == len(result.parts) == len(OWNED)
+        return [self.regions[place.region].bytes[place.at :][:PART_BYTES].view(np.float64) for place in result.places]
+
+    def end(self) -> None:
+        assert list(self._answers) == []
+
+    def break_off(self) -> None:
+        self._answers.close()  # type: ignore[attr-defined]
+
+
+def refused(wire: Wire, order: PushOrder, payload: bytes = b"") -> ShardyardError:
+    with pytest.raises(ShardyardError) as raised:
+        wire.ask(order, payload)
+    return raised.value
+
+
+def values(store: Store) -> set[float]:
+    """Those of both partitions, which all are alike."""
+    wire = Wire(store, worker=99)
+    _, payload = wire.ask(wire.order(pull=wire.wish()))
+    wire.end()
+    return set(np.frombuffer(payload, np.float64).tolist())
+
+
+def held(hosted: HostedJob) -> int:
+    return sum(sum(partition._versions._readers.values()) for partition in hosted.partitions.values())
+
+
+# ---- one after the other
+
+
+def test_pushes_and_pulls_follow_each_other_on_one_stream() -> None:
+    store = server()
+    wire = Wire(store)
+    for number in range(1, 5):
+        result, payload = wire.push(1.0, pull=wire.wish(number))
+        assert [(part.outcome, part.next) for part in result.push] == [(Outcome.APPLIED, number)] * 2
+        assert [part.version.number for part in result.parts] == [number] * 2
+        assert set(np.frombuffer(payload, np.float64)) == {-float(number)}
+    result, payload = wire.push(1.0)
+    assert (len(result.push), result.parts, payload) == (2, (), b"")
+    assert set(np.frombuffer(wire.ask(wire.order(pull=wire.wish()))[1], np.float64)) == {-5.0}
+    assert wire.ask(wire.order())[0] == PullResult(attached=False)
+    wire.end()
+    assert store.counters.streams == 0
+
+
+def test_same_name_again_on_the_stream_is_a_duplicate() -> None:
+    wire = Wire(server())
+    wire.push(1.0)
+    wire.sequence = 0
+    result, _ = wire.push(1.0)
+    assert [part.outcome for part in result.push] == [Outcome.DUPLICATE] * 2
+    assert values(wire.store) == {-1.0}
+
+
+def test_what_is_not_there_in_time_is_said_and_the_push_counts() -> None:
+    wire = Wire(server())
+    result, payload = wire.push(1.0, pull=wire.wish(9))
+    assert [part.outcome for part in result.push] == [Outcome.APPLIED] * 2
+    assert [(m.partition, m.have.number, m.want) for m in result.missing] == [(0, 1, 9), (1, 1, 9)]
+    assert payload == b""
+
+
+def test_again_at_first_is_malformed() -> None:
+    wire = Wire(server())
+    wire._before = wire.order()
+    assert type(refused(wire, wire.order(pull=wire.wish()))) is MalformedPayload
+
+
+def test_nothing_with_data_is_malformed() -> None:
+    wire = Wire(server())
+    assert type(refused(wire, wire.order(), b"x")) is MalformedPayload
+
+
+def test_parts_that_were_admitted_for_one_kind_are_not_for_another() -> None:
+    wire = Wire(server())
+    wire.push(1.0)
+    empty = wire.order(PushKind.EMPTY)  # whose parts have bytes
+    assert type(refused(wire, empty, bytes(2 * PART_BYTES))) is ShapeMismatch
+    assert values(wire.store) == {-1.0}
+
+
+@pytest.mark.parametrize("first", [PushKind.NOTHING, PushKind.EMPTY])
+def test_parts_are_checked_before_they_are_inherited(first: PushKind) -> None:
+    wire = Wire(server())
+    bad = (PushPart(PartitionId(0), 0, (7,)), PushPart(PartitionId(1), 0))
+    header = convert.push_to_wire(wire.order(PushKind.EMPTY, parts=bad))
+    header.kind = {PushKind.NOTHING: 4, PushKind.EMPTY: 2}[first]  # type: ignore[assignment]
+    wire._waiting.append(iter([Frame(header.SerializeToString(), 0, b"")]))
+    next(wire._answers)
+    wire._before = wire.order(PushKind.GRADIENT, parts=bad)
+    wire.sequence = 1 if first is PushKind.EMPTY else 0
+    assert isinstance(refused(wire, wire.order(PushKind.GRADIENT, parts=bad)), InvalidRequest)
+    assert values(wire.store) == {0.0}
+
+
+def test_who_was_fenced_between_two_exchanges_is_refused_in_the_next() -> None:
+    wire = Wire(server())
+    wire.push(1.0)
+    wire.store.fence([wire.caller.incarnation])
+    assert type(refused(wire, wire.order(pull=wire.wish()))) is StaleIncarnation
+
+
+def test_job_that_was_dropped_between_two_exchanges_is_not_found() -> None:
+    wire = Wire(server())
+    wire.push(1.0)
+    wire.store.drop(JOB)
+    assert type(refused(wire, wire.order(pull=wire.wish()))) is NotFound
+
+
+def test_stream_is_about_one_job() -> None:
+    store = server(jobs=(JOB, JobId(2)))
+    wire, other = Wire(store), Wire(store, job=JobId(2))
+    wire.push(1.0)
+    assert "job 2 on a stream of job 1" in refused(wire, other.order(pull=other.wish())).what
+    assert [len(other.push(1.0)[0].push), values(store)] == [2, {-1.0}]
+
+
+def test_refused_exchange_ends_the_stream_and_changes_nothing_and_those_before_count() -> None:
+    wire = Wire(server())
+    wire.push(1.0)
+    wire.sequence = 7
+    assert type(refused(wire, wire.order(PushKind.GRADIENT), np.ones(2 * ELEMENTS).tobytes())) is SequenceGap
+    wire.end()
+    assert values(wire.store) == {-1.0}
+    assert wire.store.counters.streams == 0
+
+
+def test_payload_that_breaks_off_leaves_nothing_behind() -> None:
+    wire = Wire(server())
+    wire.push(1.0)
+    order = wire.order(PushKind.GRADIENT)
+    cut = list(frames.cut(convert.push_to_wire(order, wire._before).SerializeToString(), [bytes(2 * PART_BYTES)], 64))
+    wire._waiting.append(iter(cut[:-1]))
+    with pytest.raises(MalformedPayload, match="ended after 192 of 256 bytes"):
+        next(wire._answers)
+    assert values(wire.store) == {-1.0}
+
+
+def test_payload_is_bounded_by_the_layout_before_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire(server())
+    monkeypatch.setattr(module, "aligned_empty", lambda nbytes: pytest.fail(f"asked for {nbytes} bytes"))
+    huge = wire.order(PushKind.GRADIENT, parts=(PushPart(PartitionId(0), limits.PUSH_BYTES_MAX),))
+    assert type(refused(wire, huge, b"x")) is ShapeMismatch
+
+
+def test_memory_for_a_payload_that_is_not_there_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(nbytes: int) -> Any:
+        raise TooLarge(f"{nbytes} bytes, for which this server has no memory")
+
+    wire = Wire(server())
+    monkeypatch.setattr(module, "aligned_empty", none_left)
+    order = wire.order(PushKind.GRADIENT)
+    assert "256 bytes, for which this server has no memory" in refused(wire, order, bytes(2 * PART_BYTES)).what
+
+
+def test_synchronous_contribution_outlives_the_exchange_that_brought_it() -> None:
+    """The next exchange writes its payload into the same memory, before the step is complete."""
+    store = server(mode=UpdateMode.SYNC)
+    wires = [Wire(store, worker=10 + rank) for rank in range(2)]
+    shared = Wire(store, worker=20)
+    shared.attach()
+    for rank, (wire, value) in enumerate(zip((wires[0], shared), (2.0, 4.0), strict=True)):
+        name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), 0, 0)
+        wire.push(value, name=name)
+        if rank == 0:
+            again, _ = wire.push(100.0, name=name)
+            assert [part.outcome for part in again.push] == [Outcome.DUPLICATE] * 2
+    assert values(store) == {-3.0}
+    # and the other way round, from memory
+    shared.push(2.0, name=PushName(SourceKey(RankSource(Rank(1))), Token(1), 1, 1))
+    assert shared.memory is not None
+    shared.memory.bytes[:] = 255
+    wires[1].push(4.0, name=PushName(SourceKey(RankSource(Rank(0))), Token(1), 1, 1))
+    assert values(store) == {-6.0}
+
+
+def test_streams_beyond_the_limit_end_after_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EXCHANGE_STREAMS_MAX", 1)
+    store = server()
+    first, second = Wire(store), Wire(store, worker=11)
+    first.push(1.0)
+    second.push(1.0)
+    second.end()
+    first.push(1.0)
+    assert values(store) == {-3.0}
+    assert store.counters.streams == 1
+    first.end()
+    third = Wire(store, worker=12)
+    third.push(1.0)
+    third.push(1.0)
+
+
+# ---- attaching
+
+
+def test_offer_that_is_taken_is_said_with_the_servers_own_memory() -> None:
+    wire = Wire(server())
+    said = wire.attach()
+    assert said.attached
+    assert not said.not_attached
+    assert [ticket.region for ticket in said.regions] == [0]
+    assert said.regions[0].pid == os.getpid()
+    assert (wire.store.counters.streams, wire.store.counters.streams_attached) == (1, 1)
+    wire.end()
+    assert (wire.store.counters.streams, wire.store.counters.streams_attached) == (0, 0)
+
+
+def test_offer_that_cannot_be_taken_is_no_error_and_the_stream_goes_on() -> None:
+    wire = Wire(server())
+    memory = Shared(64, read_only=True)
+    said, _ = wire.ask(wire.order(attach=dataclasses.replace(memory.ticket(), nonce=bytes(limits.NONCE_BYTES))))
+    assert said.attached is False
+    assert "not the memory that was meant" in said.not_attached
+    assert said.regions == ()
+    assert wire.store.counters.streams_attached == 0
+    wire.push(1.0)
+    assert values(wire.store) == {-1.0}
+
+
+def test_server_whose_values_cannot_be_shared_does_not_attach() -> None:
+    wire = Wire(server(shareable=False))
+    said = wire.attach()
+    assert said.attached is False
+    assert said.not_attached
+
+
+def test_regions_are_told_once_on_a_stream_and_again_on_another() -> None:
+    wire = Wire(server())
+    wire.attach()
+    known = set(wire.regions)
+    for number in range(40):
+        wire.push(1.0)
+        _, view = wire.look(number)  # raises where a region is told twice, or not at all
+        assert set(view) == {-float(number + 1)}
+    other = Wire(wire.store, worker=11)
+    other.attach()
+    assert known <= set(other.regions) == set(wire.regions)
+
+
+def test_another_offer_replaces_the_first() -> None:
+    wire = Wire(server())
+    wire.attach()
+    wire.push(1.0)
+    first = weakref.ref(wire.memory)  # type: ignore[arg-type]
+    assert wire.attach().attached
+    wire.push(2.0)
+    gc.collect()
+    assert first() is None
+    assert values(wire.store) == {-3.0}
+    assert wire.store.counters.streams_attached == 1
+
+
+# ---- payloads in memory
+
+
+def test_payload_is_read_where_it_lies() -> None:
+    wire = Wire(server())
+    wire.attach(1024)
+    assert wire.memory is not None
+    wire.memory.bytes[512 : 512 + 256] = np.full(2 * ELEMENTS, 3.0).view(np.uint8)
+    result, _ = wire.ask(wire.order(PushKind.GRADIENT, shared_at=512))
+    assert [part.outcome for part in result.push] == [Outcome.APPLIED] * 2
+    assert values(wire.store) == {-3.0}
+
+
+@pytest.mark.parametrize("at", [832, 1024, 1 << 40, (1 << 64) - 256, (1 << 64) - 64, 1, 32, 63, 511])
+def test_place_beyond_the_memory_or_misaligned_is_malformed(at: int) -> None:
+    wire = Wire(server())
+    wire.attach(1024)
+    assert type(refused(wire, wire.order(PushKind.GRADIENT, shared_at=at))) is MalformedPayload
+    assert values(wire.store) == {0.0}
+
+
+def test_last_place_in_the_memory_is_taken() -> None:
+    wire = Wire(server())
+    wire.attach(1024)
+    wire.ask(wire.order(PushKind.GRADIENT, shared_at=1024 - 256))
+
+
+def test_place_without_attached_memory_is_refused() -> None:
+    wire = Wire(server())
+    error = refused(wire, wire.order(PushKind.GRADIENT, shared_at=0))
+    assert (type(error), "none was attached" in error.what) == (InvalidRequest, True)
+
+
+def test_place_with_data_beside_it_is_malformed() -> None:
+    wire = Wire(server())
+    wire.attach()
+    order = wire.order(PushKind.GRADIENT, shared_at=0)
+    assert type(refused(wire, order, np.ones(2 * ELEMENTS).tobytes())) is MalformedPayload
+
+
+def test_absent_blocks_are_left_where_they_are_in_memory_and_left_out_of_a_stream() -> None:
+    store = server()
+    through_memory, over_a_stream = Wire(store), Wire(store, worker=11)
+    through_memory.attach()
+    in_place = (PushPart(PartitionId(0), PART_BYTES, (0,)), PushPart(PartitionId(1), PART_BYTES, (0, 1)))
+    through_memory.push(1.0, parts=in_place)
+    _, payload = over_a_stream.ask(over_a_stream.order(pull=over_a_stream.wish()))
+    found = np.frombuffer(payload, np.float64)
+    assert found.tolist() == [0.0] * 8 + [-1.0] * 8 + [0.0] * 16
+    left_out = (PushPart(PartitionId(0), 64, (0,)), PushPart(PartitionId(1), 0))
+    order = over_a_stream.order(PushKind.GRADIENT, parts=left_out)
+    over_a_stream.ask(order, np.ones(8).tobytes())
+    _, payload = over_a_stream.ask(over_a_stream.order(pull=over_a_stream.wish()))
+    assert np.frombuffer(payload, np.float64).tolist() == [0.0] * 8 + [-2.0] * 8 + [0.0] * 16
+
+
+def test_part_in_memory_is_in_full_layout() -> None:
+    wire = Wire(server())
+    wire.attach()
+    short = (PushPart(PartitionId(0), 64, (0,)), PushPart(PartitionId(1), 0))
+    assert type(refused(wire, wire.order(PushKind.GRADIENT, parts=short, shared_at=0))) is ShapeMismatch
+    wire = Wire(wire.store)
+    wire.attach()
+    bad = (PushPart(PartitionId(0), PART_BYTES, (2,)),)
+    assert type(refused(wire, wire.order(PushKind.GRADIENT, parts=bad, shared_at=0))) is MalformedPayload
+    assert values(wire.store) == {0.0}
+
+
+# ---- values in memory
+
+
+def test_shared_pull_says_where_the_values_lie() -> None:
+    wire = Wire(server())
+    wire.attach()
+    result, payload = wire.push(1.0, pull=wire.wish(1, shared=True))
+    assert payload == b""
+    assert [set(view) for view in wire.at(result)] == [{-1.0}] * 2
+    assert [part.version.number for part in result.parts] == [1, 1]
+
+
+def test_shared_pull_without_attached_memory_is_refused() -> None:
+    wire = Wire(server())
+    error = refused(wire, wire.order(pull=wire.wish(shared=True)))
+    assert (type(error), "without attached memory" in error.what) == (InvalidRequest, True)
+    assert held(wire.store.hosted()[0]) == 0
+
+
+def test_shared_pull_that_is_not_there_yet_lends_nothing() -> None:
+    wire = Wire(server())
+    wire.attach()
+    result, _ = wire.ask(wire.order(pull=wire.wish(1, shared=True)))
+    assert len(result.missing) == 2
+    assert result.places == ()
+    assert held(wire.store.hosted()[0]) == 0
+
+
+def test_values_of_a_partition_without_any_need_no_place() -> None:
+    layout = dataclasses.replace(LAYOUT, partitions=(*LAYOUT.partitions, PartitionLayout(PartitionId(2), 0, ())))
+    store = Store()
+    store.become(HERE, Term(1))
+    store.create(JOB, GENERATION, layout, [PartitionId(0), PartitionId(2)], UpdateMode.ASYNC, 0)
+    store.open(JOB, GENERATION)
+    wire = Wire(store)
+    wire.attach()
+    wanted = (PartitionId(2), PartitionId(0))
+    result, _ = wire.ask(wire.order(pull=dataclasses.replace(wire.wish(shared=True), partitions=wanted)))
+    assert tuple(result.places[0]) == (0, 0)
+    assert result.places[1].region in wire.regions
+
+
+def others_push(store: Store, times: int) -> None:
+    other = Wire(store, worker=50)
+    ((_, marks),) = store.read_ledger(store.hosted()[0], [(SourceKey(WorkerSource(Incarnation(50))), Token(0))])
+    other.sequence = marks[0].next
+    for _ in range(times):
+        other.push(1.0)
+    other.end()
+
+
+def test_what_was_lent_is_not_written_before_the_exchange_after_the_next() -> None:
+    wire = Wire(server())
+    wire.attach()
+    first = wire.look()
+    others_push(wire.store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+    second = wire.look()  # the next exchange: the first may still be read, while the answer is on its way
+    others_push(wire.store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+    assert [set(view) for view in second] == [{-8.0}] * 2
+    wire.look()  # the one after: now the first may be written
+    others_push(wire.store, 8)
+    assert [set(view) for view in first] != [{0.0}] * 2
+    assert [set(view) for view in second] == [{-8.0}] * 2
+
+
+@pytest.mark.parametrize("between", ["push", "nothing"])
+def test_what_was_lent_stays_while_nothing_else_was(between: str) -> None:
+    wire = Wire(server())
+    wire.attach()
+    first = wire.look()
+    for _ in range(4):
+        if between == "push":
+            wire.push(1.0)
+        else:
+            wire.ask(wire.order())
+    others_push(wire.store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+
+
+def test_what_was_lent_stays_when_the_next_answer_is_lost_and_the_worker_asks_anew() -> None:
+    """The answer names a version that the worker never heard of; it still reads the one before."""
+    store = server()
+    wire = Wire(store)
+    wire.attach()
+    first = wire.look()
+    others_push(store, 3)
+    wire.look()
+    wire.break_off()
+    again = Wire(store)
+    again.attach()
+    others_push(store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+    again.look()
+    others_push(store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+
+
+def test_number_of_buffers_does_not_grow_with_exchanges() -> None:
+    wire = Wire(server())
+    wire.attach()
+    for number in range(50):
+        wire.push(1.0, pull=wire.wish(number + 1, shared=True))
+    assert held(wire.store.hosted()[0]) <= 2 * 2
+    assert len(wire.store.hosted()[0].regions.tickets()) <= 2
+
+
+@pytest.mark.parametrize("how", ["detach", "fence"])
+def test_what_was_lent_is_taken_back_from_who_detaches_or_is_dead(how: str) -> None:
+    wire = Wire(server())
+    wire.attach()
+    wire.look()
+    wire.look()
+    hosted = wire.store.hosted()[0]
+    assert held(hosted) > 0
+    if how == "detach":
+        wire.ask(wire.order(detach=True))
+    else:
+        wire.store.fence([wire.caller.incarnation])
+    assert held(hosted) == 0
+    assert hosted.lent == {}
+
+
+def test_stream_that_breaks_off_does_not_take_back_what_was_lent() -> None:
+    """The worker may still be reading; it is alive until it is declared dead."""
+    wire = Wire(server())
+    wire.attach()
+    first = wire.look()
+    wire.break_off()
+    others_push(wire.store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+    assert wire.store.counters.streams == wire.store.counters.streams_attached == 0
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_values_on_their_way_are_held_until_the_receiver_has_them_or_is_gone(after: int) -> None:
+    wire = Wire(server())
+    hosted = wire.store.hosted()[0]
+    wire.send(wire.order(pull=wire.wish()))
+    frame = next(wire._answers)
+    assert len(frame.data) == 2 * PART_BYTES
+    assert held(hosted) == 2
+    wire.break_off()
+    assert held(hosted) == 0
+    assert wire.store.counters.streams == 0
+
+
+def test_one_worker_does_not_take_back_what_was_lent_to_another() -> None:
+    store = server()
+    wires = [Wire(store, worker=10 + number) for number in range(3)]
+    for wire in wires:
+        wire.attach()
+    first = wires[0].look()
+    others_push(store, 2)
+    for _ in range(3):
+        wires[1].look()
+    wires[2].ask(wires[2].order(detach=True))
+    others_push(store, 8)
+    assert [set(view) for view in first] == [{0.0}] * 2
+
+
+REFUSED_TICKETS: list[Callable[[Ticket], Ticket]] = [
+    lambda ticket: dataclasses.replace(ticket, pid=2**32 - 1),
+    lambda ticket: dataclasses.replace(ticket, fd=0),
+    lambda ticket: dataclasses.replace(ticket, nbytes=1 << 40),
+    lambda ticket: dataclasses.replace(ticket, nonce=bytes(limits.NONCE_BYTES)),
+]
+
+
+@pytest.mark.parametrize("spoil", REFUSED_TICKETS)
+def test_ticket_that_lies_is_refused_without_harm(spoil: Callable[[Ticket], Ticket]) -> None:
+    wire, memory = Wire(server()), Shared(1024, read_only=True)
+    assert wire.ask(wire.order(attach=spoil(memory.ticket())))[0].attached is False
+    assert type(refused(wire, wire.order(PushKind.GRADIENT, shared_at=0))) is InvalidRequest

@@ -1,0 +1,350 @@
+"""What a worker keeps between pushes: sums, undoing, warm-up, momentum, saving and leaving."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardyard.codecs import CodeId, decode
+from shardyard.ground.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
+from shardyard.ground.types import (
+    Block,
+    DType,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    VariableKind,
+    VariableSpec,
+)
+from shardyard.runtime.settings import CompressionSettings
+from shardyard_worker.feedback import Feedback, density_at
+
+VARIABLES = (
+    VariableSpec("fc1.weight", DType.FLOAT32, (80, 60)),
+    VariableSpec("fc1.bias", DType.FLOAT32, (80,)),
+    VariableSpec("fc2.weight", DType.FLOAT64, (40, 80)),
+    VariableSpec("count", DType.INT64, (), VariableKind.BUFFER),
+)
+SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
+CODECS = ("int8", "int8:64+zstd", "onebit:64", "topk:0.01", "topk:0.05:int8", "randomk:0.05", "powersgd:2")
+by_codec = pytest.mark.parametrize("codec", CODECS)
+
+
+def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
+    """Each variable of some size in `pieces` blocks, over two partitions; positions do not matter here."""
+    blocks: list[list[Block]] = [[], []]
+    for index, spec in enumerate(VARIABLES):
+        cuts = np.linspace(0, spec.elements, (pieces if spec.elements > 100 else 1) + 1).astype(int).tolist()
+        for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            blocks[number % 2].append(Block(index, start, stop - start, 0))
+    partitions = tuple(PartitionLayout(PartitionId(i), 0, tuple(each)) for i, each in enumerate(blocks))
+    return JobLayout(VARIABLES, optimizer, partitions)
+
+
+def feedback(push: str, pieces: int = 2, worker: int = 1, **more: object) -> Feedback:
+    return Feedback(CompressionSettings(push=push, **more), layout(pieces), seed=3, worker=worker)
+
+
+def gradients(seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    values = [rng.standard_normal(spec.elements) * np.exp(rng.standard_normal(spec.elements)) for spec in VARIABLES]
+    return [np.array(each).astype(spec.dtype.value) for each, spec in zip(values, VARIABLES, strict=True)]
+
+
+def push(state: Feedback, given: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
+    """What the servers have of a push, and its codes."""
+    received = [np.zeros_like(each) for each in given]
+    codes = []
+    state.begin(given[:3])
+    for partition in layout(pieces).partitions:
+        for block in partition.blocks:
+            span = slice(block.offset, block.offset + block.length)
+            code = state.encode(block, given[block.variable][span])
+            codes.append(bytes(code))
+            decode(code, received[block.variable][span])
+    return received, codes
+
+
+def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def test_only_what_the_rules_name_is_coded() -> None:
+    state = feedback("fc2*=none *=onebit:64")
+    assert [state.codec(index).kind for index in range(4)] == ["onebit", "none", "none", "none"]
+    assert state.compresses
+    received, codes = push(state, gradients(0))
+    for index in (1, 2, 3):
+        np.testing.assert_array_equal(received[index], gradients(0)[index])
+    assert sorted(code[0] for code in codes) == sorted([CodeId.ONEBIT] * 2 + [CodeId.RAW] * 4)
+    assert not feedback("none").compresses
+
+
+@by_codec
+def test_sent_and_residual_add_up_to_all_gradients(codec: str) -> None:
+    state = feedback(codec)
+    sent, total = gradients(99), gradients(99)
+    for step in range(20):
+        given = gradients(step)
+        received, _ = push(state, given)
+        for index in range(3):
+            sent[index] = sent[index] + received[index]
+            total[index] = total[index] + given[index]
+    left = state.residuals()
+    assert set(left) == {0, 2}
+    for index in (0, 2):
+        assert left[index].dtype == VARIABLES[index].dtype.value
+        np.testing.assert_allclose(sent[index] + left[index], total[index], atol=1e-4)
+    np.testing.assert_array_equal(sent[1], total[1])
+    assert state.lost_norm == pytest.approx(np.sqrt(sum(np.sum(each**2) for each in left.values())), rel=1e-5)
+    assert state.lost_norm > 0
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "qsgd", "randomk:0.05:unbiased"])
+def test_codecs_without_feedback_keep_nothing(codec: str) -> None:
+    state = feedback(codec)
+    push(state, gradients(0))
+    assert state.residuals() == {}
+    assert state.lost_norm == 0
+    assert list(state.state_dict()) == ["pushes"]
+
+
+# --- pushes that do not count
+
+
+@by_codec
+def test_undone_push_leaves_no_trace(codec: str) -> None:
+    state, other = feedback(codec), feedback(codec)
+    for step in range(3):
+        push(state, gradients(step))
+        push(other, gradients(step))
+    push(state, gradients(77))
+    state.undo()
+    assert same(state.state_dict(), other.state_dict())
+    assert push(state, gradients(3))[1] == push(other, gradients(3))[1]
+
+
+@by_codec
+def test_first_push_can_be_undone(codec: str) -> None:
+    state = feedback(codec)
+    push(state, gradients(0))
+    state.undo()
+    assert state.residuals() == {}
+    assert state.lost_norm == 0
+
+
+@by_codec
+def test_push_can_be_undone_in_one_partition_alone(codec: str) -> None:
+    state, other = feedback(codec), feedback(codec)
+    push(state, gradients(0))
+    push(other, gradients(0))
+    before = other.state_dict()
+    push(state, gradients(1))
+    push(other, gradients(1))
+    after = other.state_dict()
+    lost = layout().partitions[1].blocks
+    state.undo(lost)
+    state.undo(lost)  # twice is once
+    state.commit()
+    for name, value in state.state_dict().items():
+        if not name.startswith("residual"):
+            continue
+        middle = value.size // 2
+        np.testing.assert_array_equal(value[:middle], after[name][:middle])
+        np.testing.assert_array_equal(value[middle:], before[name][middle:])
+
+
+def test_push_that_counts_is_not_undone() -> None:
+    state = feedback("int8")
+    push(state, gradients(0))
+    state.commit()
+    saved = state.state_dict()
+    state.undo()
+    assert same(state.state_dict(), saved)
+
+
+def test_block_is_encoded_once_a_push() -> None:
+    state = feedback("int8")
+    push(state, gradients(0))
+    with pytest.raises(AssertionError, match="twice"):
+        state.encode(layout().partitions[0].blocks[0], gradients(0)[0][:2_400])
+
+
+# --- what is drawn
+
+
+@pytest.mark.parametrize("codec", ["qsgd", "randomk:0.05", "randomk:0.05:unbiased", "topk:0.01", "powersgd:2"])
+def test_run_can_be_repeated(codec: str) -> None:
+    first, second = feedback(codec), feedback(codec)
+    for step in range(3):
+        assert push(first, gradients(step))[1] == push(second, gradients(step))[1]
+
+
+@pytest.mark.parametrize("codec", ["qsgd", "randomk:0.05"])
+def test_workers_and_pushes_draw_differently(codec: str) -> None:
+    one, two = feedback(codec, worker=1), feedback(codec, worker=2)
+    first = push(one, gradients(0))[1]
+    assert first != push(two, gradients(0))[1]
+    assert first[0] != push(one, gradients(0))[1][0]
+
+
+# --- deep gradient compression
+
+
+def test_density_falls_by_quarters_to_its_own() -> None:
+    seen = [density_at(step, 0.001, 8) for step in range(10)]
+    assert seen == [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001]
+    assert density_at(0, 0.001, 0) == 0.001
+    assert density_at(0, 0.3, 100) == 0.3
+    assert [density_at(step, 0.0625, 2) for step in range(3)] == [0.25, 0.25, 0.0625]
+    assert all(density_at(step, 0.01, 3) >= 0.01 for step in range(5))
+
+
+def test_warm_up_sends_more_at_first() -> None:
+    state = feedback("topk:0.001", warmup_steps=4)
+    counts = [np.count_nonzero(push(state, gradients(step))[0][0]) for step in range(6)]
+    assert counts == [1_200, 300, 76, 18, 4, 4]
+
+
+def test_momentum_is_corrected_and_masked() -> None:
+    """Held against the paper's algorithm, written down plainly."""
+    state = feedback("topk:0.01", pieces=1, momentum=0.9)
+    u, v = np.zeros(4_800, np.float32), np.zeros(4_800, np.float32)
+    for step in range(10):
+        given = gradients(step)
+        received, _ = push(state, given, pieces=1)
+        u = np.float32(0.9) * u + given[0]
+        v = v + u
+        largest = np.argsort(-np.abs(v), kind="stable")[:48]
+        expected = np.zeros_like(v)
+        expected[largest] = v[largest]
+        np.testing.assert_allclose(received[0], expected, rtol=1e-6)
+        u[largest], v[largest] = 0, 0
+    saved = state.state_dict()
+    np.testing.assert_allclose(saved["momentum.fc1.weight"], u, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(saved["residual.fc1.weight"], v, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "rmsprop"])
+def test_momentum_on_both_sides_is_refused(kind: str) -> None:
+    values = {"sgd": (0.1, 0.9, 0, 0, 0, 0), "rmsprop": (0.1, 0.99, 1e-8, 0, 0.9, 0, 0)}[kind]
+    both = CompressionSettings(push="topk:0.01", momentum=0.9)
+    with pytest.raises(ConfigurationError, match="both would square it"):
+        Feedback(both, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
+    Feedback(both, layout(), seed=0, worker=0)
+    alone = CompressionSettings(push="topk:0.01")
+    Feedback(alone, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
+
+
+def test_gradient_is_clipped_as_a_whole_and_buffers_are_not() -> None:
+    given = gradients(0)
+    norm = np.sqrt(sum(np.sum(each.astype(float) ** 2) for each in given[:3]))
+    state = feedback("fc2*=none *=topk:0.5", clip=1.0)
+    assert state.clips
+    received, _ = push(state, given)
+    np.testing.assert_allclose(received[0] + state.residuals()[0], given[0] / norm, rtol=1e-5)
+    np.testing.assert_allclose(received[1], given[1] / norm, rtol=1e-5)
+    np.testing.assert_allclose(received[2], given[2] / norm, rtol=1e-6)
+    np.testing.assert_array_equal(received[3], given[3])
+    short = [(each / (2 * norm)).astype(each.dtype) for each in given]
+    np.testing.assert_array_equal(push(feedback("topk:0.5", clip=1.0), short)[0][1], short[1])
+
+
+# --- what is not finite
+
+
+@by_codec
+def test_gradient_that_is_not_finite_reaches_the_servers(codec: str) -> None:
+    state = feedback(codec)
+    push(state, gradients(0))
+    bad = gradients(1)
+    bad[0][5] = np.nan
+    received, _ = push(state, bad)
+    assert np.isnan(received[0][5])
+    assert np.isfinite(state.lost_norm)
+    received, _ = push(state, gradients(2))
+    assert np.isfinite(received[0]).all()
+
+
+def test_momentum_starts_anew_after_a_gradient_that_is_not_finite() -> None:
+    state = feedback("topk:0.01", momentum=0.9)
+    bad = gradients(1)
+    bad[0][5] = np.inf
+    assert push(state, bad)[0][0][5] == np.inf
+    assert not state.state_dict()["momentum.fc1.weight"][:2_400].any()
+    assert np.isfinite(push(state, gradients(2))[0][0]).all()
+
+
+# --- saved, restored, handed over
+
+
+@pytest.mark.parametrize(("codec", "more"), [*((codec, {}) for codec in CODECS), ("topk:0.01", {"momentum": 0.9})])
+def test_restored_worker_sends_the_same_bytes(codec: str, more: dict[str, float]) -> None:
+    state, other = feedback(codec, **more), feedback(codec, **more)
+    for step in range(3):
+        push(state, gradients(step))
+    saved = state.state_dict()
+    push(state, gradients(55))  # what was saved does not change with it
+    other.load_state_dict(saved)
+    assert same(other.state_dict(), saved)
+    state.load_state_dict(saved)
+    assert push(state, gradients(3))[1] == push(other, gradients(3))[1]
+
+
+def test_state_is_named_after_variables() -> None:
+    state = feedback("topk:0.01", momentum=0.5)
+    assert list(state.state_dict()) == [
+        "pushes",
+        "residual.fc1.weight",
+        "residual.fc2.weight",
+        "momentum.fc1.weight",
+        "momentum.fc2.weight",
+    ]
+    low_rank = feedback("powersgd:2")
+    push(low_rank, gradients(0))
+    assert "factor.fc1.weight@2400" in low_rank.state_dict()
+
+
+@by_codec
+def test_state_fits_blocks_that_are_cut_otherwise(codec: str) -> None:
+    state, other = feedback(codec, pieces=2), feedback(codec, pieces=3)
+    push(state, gradients(0))
+    other.load_state_dict(state.state_dict())
+    for index, left in state.residuals().items():
+        np.testing.assert_array_equal(other.residuals()[index], left)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("residual.fc9.weight", np.zeros(3), UnknownVariable),
+        ("residual.fc1.bias", np.zeros(80, np.float32), UnknownVariable),
+        ("momentum.fc1.weight", np.zeros(4_800, np.float32), UnknownVariable),
+        ("other", np.zeros(3), UnknownVariable),
+        ("factor.fc1.weight", np.zeros(3), UnknownVariable),
+        ("residual.fc1.weight", np.zeros((80, 60), np.float32), ShapeMismatch),
+        ("residual.fc1.weight", np.zeros(4_800), DTypeMismatch),
+    ],
+)
+def test_wrong_state_is_refused_and_changes_nothing(name: str, value: np.ndarray, error: type[Exception]) -> None:
+    state = feedback("int8")
+    push(state, gradients(0))
+    saved = state.state_dict()
+    with pytest.raises(error):
+        state.load_state_dict({"residual.fc2.weight": np.ones(3_200), name: value})
+    assert same(state.state_dict(), saved)
+
+
+def test_another_worker_can_take_over_what_was_not_sent() -> None:
+    leaving, staying = feedback("onebit:64", worker=1), feedback("onebit:64", worker=2)
+    push(leaving, gradients(0))
+    push(staying, gradients(1))
+    mine = staying.residuals()
+    staying.absorb(leaving.residuals())
+    for index, left in leaving.residuals().items():
+        np.testing.assert_allclose(staying.residuals()[index], mine[index] + left, rtol=1e-6)
+    with pytest.raises(ShapeMismatch):
+        staying.absorb({0: np.zeros(3, np.float32)})

@@ -1,0 +1,201 @@
+"""The line to one server: a stream of exchanges, reopened where it broke off, with shared memory where there can be.
+
+Owns: the stream, what it has established, the server's memory that this process has attached. Invariants: an exchange
+is begun, then finished, before the next; one that broke off is sent again whole, under the same name; a server's word
+about places is checked against the memory before it is used. Used by one thread at a time. Must not know: other
+servers, what is pushed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardyard.ground import errors
+from shardyard.ground.types import Incarnation, PartitionId, PullResult, PushKind, PushOrder
+from shardyard.transport.peers import Peer, Stream
+from shardyard.transport.same_host import Attached, attach
+from shardyard.wire import convert, frames, methods
+from shardyard.wire.frames import Assembler, Frame
+from shardyard_worker.buckets import Buckets, Bytes, Key
+
+log = logging.getLogger("shardyard.worker")
+
+DETACH_MS = 1_000
+CODE_HEAD_BYTES_MAX = 64
+"""What a code may be longer than its block's elements as they are."""
+
+
+@dataclass(frozen=True)
+class LineSettings:
+    """`same_host`: whether shared memory is tried. `view`: whether parameters may become views on a server's memory."""
+
+    same_host: bool
+    view: bool
+    deadline_ms: int
+
+
+class Line:
+    """To one server, under one partition map."""
+
+    def __init__(self, server: Incarnation, peer: Peer, buckets: Buckets, settings: LineSettings) -> None:
+        self.server = server
+        self.peer = peer
+        self._buckets = buckets
+        self._settings = settings
+        self._stream: Stream | None = None
+        self._before: PushOrder | None = None
+        self._shareable = settings.same_host and buckets.memory(server) is not None
+        self._regions: dict[int, Attached] = {}
+        self.shared = False
+        self.asked_again = False
+
+    def open(self, order: PushOrder) -> None:
+        """Opens the stream if it is not, and sees whether payloads can lie in shared memory. Raises Unavailable."""
+        if self._stream is not None:
+            return
+        self._stream = self.peer.open(methods.PUSH_PULL)
+        self._before = None
+        self.shared = False
+        self._regions.clear()
+        if self._shareable:
+            self._attach(order)
+
+    def begin(self, order: PushOrder, pieces: Sequence[memoryview]) -> None:
+        """Sends a request; `finish` must follow. `pieces` must not change before."""
+        stream = self._stream
+        if stream is None:
+            raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
+        header = convert.push_to_wire(order, self._before).SerializeToString()
+        self._before = order
+        stream.send(frames.cut(header, pieces))
+
+    def finish(self, order: PushOrder, *, deadline_ms: int | None = None) -> PullResult:
+        """The answer; values pulled are incoming in the buckets. Raises what the server refused, or Unavailable."""
+        try:
+            result = self._take(order, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
+        except BaseException:
+            self.break_off()
+            raise
+        return result
+
+    def break_off(self) -> None:
+        """Ends the stream. The next exchange opens another. Safe from any thread."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
+
+    def detach(self, order: PushOrder) -> None:
+        """Tells the server that its memory is not read any more, if it listens."""
+        if self._stream is None or not self.shared:
+            return
+        try:
+            self.begin(order, ())
+            self.finish(order, deadline_ms=DETACH_MS)
+        except errors.ShardyardError as error:
+            log.debug("server %s: not detached: %s", self.server, error.what)
+
+    # ---- inside
+
+    def _attach(self, order: PushOrder) -> None:
+        memory = self._buckets.memory(self.server)
+        assert memory is not None
+        offer = replace(
+            order, kind=PushKind.NOTHING, parts=(), groups=(), pull=None, shared_at=None, attach=memory.ticket()
+        )
+        self.begin(offer, ())
+        said = self.finish(offer)
+        why = said.not_attached
+        if said.attached:
+            try:
+                for ticket in said.regions:
+                    self._regions[ticket.region] = attach(ticket, private=True)
+                self.shared = True
+                log.debug("server %s: payloads lie in shared memory", self.server)
+                return
+            except errors.NotShareable as error:
+                why = error.what
+                self.break_off()
+        # tried once: what stands in the way will not change
+        self._shareable = False
+        log.info("server %s: payloads travel over streams (%s)", self.server, why)
+        self.open(order)
+
+    def _take(self, order: PushOrder, deadline_ms: int) -> PullResult:
+        stream = self._stream
+        if stream is None:
+            raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
+        first = stream.receive(timeout_ms=deadline_ms)
+        if first is None:
+            # the server has more streams than threads; this exchange was not begun there
+            raise errors.ServerUnavailable(f"server {self.server} has ended the stream")
+        wish = order.pull
+        pulled: tuple[PartitionId, ...] = () if wish is None else wish.partitions
+        pushed = () if order.kind is PushKind.NOTHING else tuple(part.partition for part in order.parts)
+        result = convert.pulled_from_header(first.header, pulled, pushed)
+        for ticket in result.regions:
+            if self.shared:
+                self._regions[ticket.region] = attach(ticket, private=True)
+        if wish is None or result.missing:
+            return result
+        if wish.shared:
+            self._buckets.has_come(self.server, list(self._places(result)))
+            return result
+        if not wish.coding:
+            self._assemble(stream, first, self._buckets.landing(self.server), deadline_ms)
+            self._buckets.has_landed(self.server)
+            return result
+        codes = np.empty(self._coded_bytes(result), np.uint8)
+        self._assemble(stream, first, codes.data, deadline_ms)
+        self._buckets.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in wish.coding)
+        return result
+
+    def _assemble(self, stream: Stream, first: Frame, into: memoryview, deadline_ms: int) -> None:
+        assembler = Assembler(into)
+        assembler.add(first)
+        while not assembler.complete:
+            frame = stream.receive(timeout_ms=deadline_ms)
+            if frame is None:
+                break
+            assembler.add(frame)
+        assembler.finish()
+
+    def _coded_bytes(self, result: PullResult) -> int:
+        """The length of all codes; bounded before memory is asked for."""
+        sizes, blocks = result.code_bytes, self._buckets.blocks(self.server)
+        if len(sizes) != blocks:
+            raise errors.MalformedPayload(f"server {self.server} answered with {len(sizes)} codes for {blocks} blocks")
+        total = sum(sizes)
+        if total > self._buckets.nbytes(self.server) + blocks * CODE_HEAD_BYTES_MAX:
+            raise errors.MalformedPayload(
+                f"server {self.server} answered with codes of {total} bytes for values of "
+                f"{self._buckets.nbytes(self.server)}"
+            )
+        return total
+
+    def _places(self, result: PullResult) -> Iterator[tuple[Key, Bytes]]:
+        if len(result.places) != len(result.parts):
+            raise errors.MalformedPayload(
+                f"server {self.server} answered a shared pull of {len(result.parts)} partitions with "
+                f"{len(result.places)} places"
+            )
+        for part, place in zip(result.parts, result.places, strict=True):
+            nbytes = self._buckets.payload_bytes(part.partition)
+            memory = self._regions.get(place.region)
+            if nbytes and (memory is None or place.at + nbytes > memory.nbytes):
+                raise errors.MalformedPayload(
+                    f"server {self.server} answered a pull with byte {place.at} of region {place.region}, "
+                    f"{'which is not there' if memory is None else f'which has {memory.nbytes}'}"
+                )
+            if memory is None:
+                yield (0, 0), _NOTHING
+                continue
+            if self._settings.view:
+                memory.refresh(place.at, nbytes)
+            yield (place.region, place.at), memory.bytes[place.at : place.at + nbytes]
+
+
+_NOTHING: Bytes = np.empty(0, np.uint8)
