@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotShareable
-from shardyard.ground.types import Place, PullResult, PushKind, PushOrder
+from shardyard.ground.types import Place, PullResult, PushKind, PushOrder, Ticket
 from shardyard.transport.same_host import Attached, attach
 from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
 from shardyard_ps_server.store import Held, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -25,16 +26,20 @@ from shardyard_ps_server.versions import Bytes, aligned_empty
 log = logging.getLogger("shardyard.server")
 
 
+NOTHING_SAID = PullResult()
+
+
 class Exchanges:
     """Serves one stream. Used by one thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._before: PushOrder | None = None
+        self._headers = HeaderReader()
         self._hosted: HostedJob | None = None
         self._memory: Attached | None = None
         self._received: Bytes | None = None
         self._regions_known = 0
+        self._lends = False
         self._coding: tuple[str, Coder] | None = None
 
     def run(self, stream: Iterator[Frame]) -> Iterator[Frame]:
@@ -49,15 +54,20 @@ class Exchanges:
             self._store.end_stream(attached=self._memory is not None)
 
     def _exchange(self, first: Frame, rest: Iterator[Frame]) -> Iterator[Frame]:
-        order = convert.push_from_header(first.header, self._before)
-        hosted = self._admit(order)
-        self._store.settle(hosted, order.caller.incarnation)
-        said = self._attach(order)
+        before = self._headers.before
+        order = self._headers.read(first.header)
+        hosted = self._admit(order, before)
+        if self._lends:  # else the worker may have missed the last answer of a stream before this one
+            self._store.settle(hosted, order.caller.incarnation)
+        said = NOTHING_SAID if order.attach is None else self._attach(order.attach, hosted)
         if order.kind is not PushKind.NOTHING:
-            said = replace(said, push=self._store.push(hosted, order, self._payload(order, first, rest)))
+            results = self._store.push(hosted, order, self._payload(order, first, rest))
+            said = PullResult(push=results, attached=said.attached, not_attached=said.not_attached)
         elif len(first.data):
             raise MalformedPayload(f"{len(first.data)} bytes of payload in an exchange without a push")
-        self._before, self._hosted = order, hosted
+        self._hosted = hosted
+        if order.detach and order.pull is not None:
+            raise InvalidRequest("a pull in the exchange that detaches")
         if order.detach:
             self._store.take_back(hosted, order.caller.incarnation)
         if order.pull is None:
@@ -77,10 +87,10 @@ class Exchanges:
             finally:
                 held.release()
 
-    def _admit(self, order: PushOrder) -> HostedJob:
+    def _admit(self, order: PushOrder, before: PushOrder | None) -> HostedJob:
         if order.kind is not PushKind.NOTHING:
             refuse_values(order)
-            hosted = self._store.admit_push(order, self._before)
+            hosted = self._store.admit_push(order, before)
         elif order.pull is not None:
             hosted = self._store.admit_pull(order.pull)
         else:
@@ -128,11 +138,11 @@ class Exchanges:
 
     # ---- the same host
 
-    def _attach(self, order: PushOrder) -> PullResult:
-        if order.attach is None:
-            return PullResult()
+    def _attach(self, ticket: Ticket, hosted: HostedJob) -> PullResult:
+        if not hosted.regions.shareable:
+            return PullResult(attached=False, not_attached="the server's versions stand in private memory")
         try:
-            memory = attach(order.attach)
+            memory = attach(ticket)
         except NotShareable as error:
             return PullResult(attached=False, not_attached=error.what)
         if self._memory is None:
@@ -163,8 +173,17 @@ class Exchanges:
                 held.release()
                 raise NotShareable(f"version of partition {partition.id} in private memory")
             places.append(place or Place(0, 0))
-        self._store.lend(hosted, order.caller.incarnation, held)
-        found = replace(said, parts=result.parts, missing=result.missing, places=tuple(places))
+        if held.buffers:  # while something is missing, the worker reads on what it has
+            self._store.lend(hosted, order.caller.incarnation, held)
+            self._lends = True
+        found = PullResult(
+            parts=result.parts,
+            missing=result.missing,
+            push=said.push,
+            attached=said.attached,
+            not_attached=said.not_attached,
+            places=tuple(places),
+        )
         return Frame(convert.pulled_to_header(self._with_regions(found, hosted)), 0, b"")
 
 

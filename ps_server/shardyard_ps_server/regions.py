@@ -28,14 +28,15 @@ class Regions:
 
     def __init__(self, nbytes: int, *, shareable: bool = True) -> None:
         self._region_bytes = VERSIONS_PER_REGION * max(nbytes, mmap.PAGESIZE)
-        self._shareable = shareable and available()
+        self.shareable = shareable and available()
+        """False: what is taken from now on has no place."""
         self._lock = threading.Lock()
         self._regions: list[Shared] = []
         self._taken = 0
 
     def take(self, nbytes: int) -> tuple[Bytes, Place | None]:
         """A buffer of uninitialised bytes, and its place. Raises TooLarge."""
-        if not self._shareable or nbytes == 0:
+        if not self.shareable or nbytes == 0:
             return aligned_empty(nbytes), None
         room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
@@ -45,7 +46,7 @@ class Regions:
                 except NotShareable as error:
                     # as where a container forbids it; nothing is lost but speed
                     log.info("versions stand in private memory: %s", error.what)
-                    self._shareable = False
+                    self.shareable = False
                     return aligned_empty(nbytes), None
                 self._taken = 0
             region = self._regions[-1]

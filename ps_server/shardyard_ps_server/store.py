@@ -275,8 +275,9 @@ class Store:
         if order.kind is PushKind.GRADIENT:
             if order.weight == 0:
                 raise InvalidRequest(f"{order.name}: a gradient of weight 0", todo="send an empty push instead")
-            optimizers.check_update(hosted.layout.optimizer, order.groups)
-        if order.pull is not None:
+            if before is None or order.groups is not before.groups:
+                optimizers.check_update(hosted.layout.optimizer, order.groups)
+        if order.pull is not None and (before is None or order.pull is not before.pull):
             self.admit_pull(order.pull)
         return hosted
 
@@ -287,6 +288,8 @@ class Store:
             if part.code_bytes and order.kind is not PushKind.EMPTY:
                 if wants_values:
                     raise InvalidRequest("first values that are compressed", todo="send them as they are")
+                if order.shared_at is not None:
+                    raise InvalidRequest("codes in shared memory, which could change while they are read")
                 partition.check_codes(part)
                 continue
             expected = 0 if order.kind is PushKind.EMPTY else partition.expected_bytes(part)
@@ -314,8 +317,9 @@ class Store:
                 piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
             work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
-        for target, contribution in work:
-            target.check_push(order.name, contribution)
+        if len(work) > 1:
+            for target, contribution in work:
+                target.check_push(order.name, contribution)
 
         def check_current() -> None:
             self._check_current(hosted, order)
@@ -389,7 +393,11 @@ class Store:
     def lend(self, hosted: HostedJob, incarnation: Incarnation, held: Held) -> None:
         """A worker reads from these buffers until `settle`, of its exchange after the next, takes them back."""
         with self._lock:
-            hosted.lent.setdefault(incarnation, deque()).append(held)
+            fenced = incarnation in self._standing.fenced
+            if not fenced:
+                hosted.lent.setdefault(incarnation, deque()).append(held)
+        if fenced:
+            held.release()
 
     def settle(self, hosted: HostedJob, incarnation: Incarnation) -> None:
         """A worker has begun its next exchange: what was lent before the last answer is not read any more."""

@@ -349,7 +349,24 @@ class PushOrder:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(part.payload_bytes for part in self.parts)
+        return sum([part.payload_bytes for part in self.parts])
+
+    def renamed(self, name: PushName) -> PushOrder:
+        """The same of other work."""
+        return PushOrder(
+            self.caller,
+            self.server,
+            self.generation,
+            name,
+            self.kind,
+            self.parts,
+            self.weight,
+            self.groups,
+            self.pull,
+            self.shared_at,
+            self.attach,
+            self.detach,
+        )
 
 
 @dataclass(frozen=True, slots=True)

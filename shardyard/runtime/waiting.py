@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
@@ -85,36 +84,36 @@ class ExplainedWait:
 
 
 class Vigil:
-    """Explains the waits of a thread that blocks and so cannot tick itself. One wait at a time, one thread of its own,
-    which runs from the first wait until `close`."""
+    """Explains the waits of a thread that blocks and so cannot tick itself. One wait at a time; a thread of its own
+    looks after it, from the first wait until `close`. Beginning and ending a wait costs next to nothing."""
 
     def __init__(self, *, logger: logging.Logger = _logger) -> None:
         self._logger = logger
-        self._lock = threading.Lock()
-        self._wait: ExplainedWait | None = None
+        self._describe: Callable[[], str] | None = None
+        self._begin_ms = 0
+        self._explained_ms: int | None = None
         self._closed = threading.Event()
         self._runs = False
 
-    @contextmanager
-    def over(self, describe: Callable[[], str]) -> Iterator[None]:
-        """A wait begins, and ends with the block."""
-        wait = ExplainedWait(describe, logger=self._logger)
-        with self._lock:
-            self._wait = wait
-            wait.__enter__()
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="vigil", daemon=True).start()
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            with self._lock:
-                self._wait = None
-                wait.__exit__(None if error is None else type(error), error, None)
+    def over(self, describe: Callable[[], str]) -> Self:
+        """A wait, for a `with` block."""
+        self._begin_ms = _CLOCK.now_ms()
+        self._explained_ms = None
+        self._describe = describe
+        return self
+
+    def __enter__(self) -> None:
+        if not self._runs:
+            self._runs = True
+            threading.Thread(target=self._run, name="vigil", daemon=True).start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._describe = None
+        if self._explained_ms is not None:
+            end = "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
+            self._logger.info("%s after %s", end, _seconds(_CLOCK.now_ms() - self._begin_ms))
 
     def close(self) -> None:
         """Ends the thread. Safe from any thread, and to repeat."""
@@ -122,9 +121,14 @@ class Vigil:
 
     def _run(self) -> None:
         while not self._closed.wait(_VIGIL_MS / 1000):
-            with self._lock:
-                if self._wait is not None:
-                    self._wait.tick()
+            describe, begin_ms = self._describe, self._begin_ms
+            now_ms = _CLOCK.now_ms()
+            since_ms = begin_ms if self._explained_ms is None else self._explained_ms
+            if describe is not None and now_ms - since_ms >= limits.EXPLAIN_WAIT_MS:
+                text = describe()
+                if describe is self._describe:  # else it ended meanwhile
+                    self._explained_ms = now_ms
+                    self._logger.warning("waiting for %s, for %s so far", text, _seconds(now_ms - begin_ms))
 
 
 def _seconds(duration_ms: int) -> str:

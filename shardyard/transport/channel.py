@@ -16,7 +16,8 @@ import grpc
 
 from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
-from shardyard.transport.direct import SUPPORTED, DirectCall, Ended
+from shardyard.transport import TRIED
+from shardyard.transport.direct import DirectCall, Ended
 from shardyard.transport.peers import REQUEST_ID_KEY, next_request_id
 from shardyard.transport.status import from_rpc_error
 from shardyard.wire.methods import Method
@@ -72,17 +73,17 @@ class GrpcPeer:
     ) -> Iterator[Response]:
         return self._stream(method, iter(requests), timeout_ms)
 
-    def open(self, method: Method[Any, Any]) -> GrpcStream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> GrpcStream:
         metadata = ((REQUEST_ID_KEY, next_request_id()),)
         try:
             call = (
                 DirectCall(self._channel, method.path, metadata)
-                if SUPPORTED
+                if TRIED
                 else ThreadedCall(self._channel.stream_stream(method.path, None, None), metadata)
             )
         except ValueError as error:
             raise self._closed(str(error)) from None
-        return GrpcStream(self.name, method, call, self._failure, self._deadlines)
+        return GrpcStream(self.name, method, call, self._failure, self._deadlines, timeout_ms)
 
     def close(self) -> None:
         self._channel.close()
@@ -169,24 +170,37 @@ class GrpcStream:
         call: DirectCall | ThreadedCall,
         failure: Callable[[Method[Any, Any], grpc.RpcError], errors.ShardyardError],
         deadlines: Deadlines,
+        timeout_ms: int,
     ) -> None:
         self._peer = peer
+        self._timeout_ms = timeout_ms
         self._method = method
         self._call = call
         self._failure = failure
         self._deadlines = deadlines
         self._overdue = False
-        self.due: float | None = None
+        self._due: float | None = None
+        self._send_due: float | None = None
         deadlines.watch(self)
 
     def send(self, requests: Iterable[Any]) -> None:
         try:
-            self._call.send(map(self._method.request.encode, requests))
+            self._call.send(self._paced(requests))
         except Ended as ended:
-            raise self._error(ended) from None
+            if ended.status.code() is not grpc.StatusCode.OK:  # else there will be no answer
+                raise self._error(ended) from None
+
+    def _paced(self, requests: Iterable[Any]) -> Iterator[bytes]:
+        """Each of them on its way in time; all together may take longer."""
+        try:
+            for request in requests:
+                self._send_due = time.monotonic() + self._timeout_ms / 1000
+                yield self._method.request.encode(request)
+        finally:
+            self._send_due = None
 
     def receive(self, *, timeout_ms: int) -> Any:
-        self.due = time.monotonic() + timeout_ms / 1000
+        self._due = time.monotonic() + timeout_ms / 1000
         try:
             answer = self._call.receive()
         except Ended as ended:
@@ -195,13 +209,17 @@ class GrpcStream:
                 return None
             raise self._error(ended) from None
         finally:
-            self.due = None
+            self._due = None
         return self._method.response.decode(answer)
 
     def _error(self, ended: Ended) -> errors.ShardyardError:
         if self._overdue:
             return errors.DeadlineExceeded(f"{self._peer} did not answer {self._method.path} in time")
         return self._failure(self._method, ended.status)
+
+    def is_late(self, now: float) -> bool:
+        due, send_due = self._due, self._send_due
+        return (due is not None and due < now) or (send_due is not None and send_due < now)
 
     def expire(self) -> None:
         """Ends a stream whose answer is overdue."""
@@ -244,7 +262,7 @@ class Deadlines:
                     return
                 self._changed.wait(DEADLINES_MS / 1000)
                 now = time.monotonic()
-                late = [stream for stream in self._streams if stream.due is not None and stream.due < now]
+                late = [stream for stream in self._streams if stream.is_late(now)]
             for stream in late:
                 stream.expire()
 

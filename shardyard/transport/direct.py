@@ -2,8 +2,8 @@
 
 gRPC's Python API hands each message from thread to thread; for small ones that is most of what they cost. Here the
 caller takes the events of its call itself, and a served stream needs one change of threads for each message. That
-stands on gRPC's private layer, so it is used with the versions that it was tried with (`SUPPORTED`); with all others
-the public interface does the same.
+stands on gRPC's private layer, so it is used with the versions that it was tried with (shardyard.transport.TRIED); with
+all others the public interface does the same.
 
 Owns: the operations of one call. Invariants: every operation that was begun is waited for before a call is given up,
 since the core writes to its memory until then; one thread at a time takes events. Must not know: what messages mean.
@@ -20,9 +20,8 @@ import grpc
 from grpc import _common
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-SUPPORTED: Final = tuple(int(part) for part in grpc.__version__.split(".")[:2]) in {(1, 85)}
-
 _NO_FLAGS: Final = 0
+_LOOK_AROUND_S: Final = 0.5
 _SEND, _EXCHANGE, _RECEIVE, _STATUS, _METADATA = "send", "exchange", "receive", "status", "metadata"
 
 
@@ -97,10 +96,10 @@ class DirectCall:
                     self._until(_SEND)
                 held = message
             if held is not None:
-                self._begun = True
                 self._do(
                     (cygrpc.SendMessageOperation(held, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), _EXCHANGE
                 )
+                self._begun = True
 
     def receive(self) -> bytes:
         """The next answer. Raises Ended."""
@@ -171,6 +170,7 @@ class ServedCall:
 
     def __init__(self, context: Any) -> None:
         context.send_initial_metadata(())
+        self._context = context
         self._call = context._rpc_event.call
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held: bytes | None = None
@@ -181,7 +181,7 @@ class ServedCall:
             held, self._held = self._held, None
             receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
             event = self._run((receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive))
-            message = event.batch_operations[-1].message() if event.success else None
+            message = event.batch_operations[-1].message() if event is not None and event.success else None
             if message is None:
                 return
             yield message
@@ -197,8 +197,17 @@ class ServedCall:
             self._run((cygrpc.SendMessageOperation(held, _NO_FLAGS),))
 
     def _run(self, operations: tuple[Any, ...]) -> Any:
+        """The event of these operations; None where there will be none: once a call has ended, the server may have
+        ended too, and with it the thread that takes its events."""
+        if not self._context.is_active():
+            return None
         self._call.start_server_batch(operations, self._done)
-        return self._events.get()
+        while True:
+            try:
+                return self._events.get(timeout=_LOOK_AROUND_S)
+            except queue.Empty:
+                if not self._context.is_active():
+                    return None
 
     def _done(self, event: Any) -> tuple[None, tuple[()]]:
         """Called by the thread that takes the server's events."""

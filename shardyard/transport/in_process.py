@@ -85,7 +85,8 @@ class InProcessPeer:
     def is_gone(self) -> bool:
         return self._closed or self._network.handlers_at(self._address) is None
 
-    def open(self, method: Method[Any, Any]) -> InProcessStream:
+    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> InProcessStream:
+        del timeout_ms
         return InProcessStream(self, method)
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ from grpc_reflection.v1alpha import reflection
 
 from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
-from shardyard.transport.direct import SUPPORTED, ServedCall
+from shardyard.transport import TRIED
+from shardyard.transport.direct import ServedCall
 from shardyard.transport.peers import REQUEST_ID_KEY, Context, Handler, Service
 from shardyard.transport.serving import serve
 from shardyard.transport.status import DETAIL_KEY, status_of, status_text, to_detail
@@ -134,7 +135,7 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodH
         direct.flush()
         yield from ()
 
-    if method.streams_in and method.streams_out and SUPPORTED:
+    if method.streams_in and method.streams_out and TRIED:
         return grpc.stream_stream_rpc_method_handler(run_direct)
     if method.streams_out:
         kind = grpc.stream_stream_rpc_method_handler if method.streams_in else grpc.unary_stream_rpc_method_handler

@@ -354,12 +354,13 @@ def map_from_wire(message: common.PartitionMap) -> PartitionMap:
 # ---- pushes and pulls
 
 
-def push_to_wire(order: PushOrder, before: PushOrder | None = None) -> server.PushHeader:
-    """`before`: the order of the exchange before on the same stream; what is as there is left out."""
-    again = before is not None and (order.caller, order.server, order.generation) == (
-        before.caller,
-        before.server,
-        before.generation,
+def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bool = True) -> server.PushHeader:
+    """`before`: the order of the exchange before on the same stream; what is as there is left out. `named`: with its
+    name."""
+    again = (
+        before is not None
+        and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
+        and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
     )
     header = server.PushHeader(kind=_PUSH_KINDS[order.kind], weight=order.weight, again=again, detach=order.detach)
     if not again:
@@ -367,7 +368,8 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None) -> server.Pu
         header.server = order.server
         header.generation = order.generation
     if order.kind is not PushKind.NOTHING:
-        header.name.CopyFrom(name_to_wire(order.name))
+        if named:
+            header.name.CopyFrom(name_to_wire(order.name))
         if not (again and before is not None and before.parts == order.parts):
             header.parts.extend(_part_to_wire(part) for part in order.parts)
     if order.groups:
@@ -622,6 +624,8 @@ def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Seq
             Missing(PartitionId(m.partition), version_from_wire(m.have), m.want, m.waiting_for)
             for m in message.not_yet.missing
         )
+    if len(message.place_regions) != len(message.places):
+        raise MalformedPayload(f"{len(message.places)} places in {len(message.place_regions)} regions")
     if not missing and len(parts) != len(pulled):
         raise MalformedPayload(f"the answer to a pull of {len(pulled)} partitions has {len(parts)}")
     return PullResult(

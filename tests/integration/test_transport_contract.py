@@ -134,8 +134,8 @@ class Stage:
 def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     before = set(threading.enumerate())
     if request.param == "grpc, public interface":
-        monkeypatch.setattr(channel, "SUPPORTED", False)
-        monkeypatch.setattr(listener_module, "SUPPORTED", False)
+        monkeypatch.setattr(channel, "TRIED", False)
+        monkeypatch.setattr(listener_module, "TRIED", False)
     if request.param.startswith("grpc"):
         network: Network = GrpcNetwork()
         echo = Echo(network)
@@ -263,7 +263,7 @@ def test_request_ids_of_interleaved_streams_stay_apart(stage: Stage) -> None:
 
 @pytest.fixture
 def stream(stage: Stage) -> Iterator[Stream]:
-    opened = stage.peer.open(methods.PUSH_PULL)
+    opened = stage.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     yield opened
     stage.echo.hang.set()
     opened.cancel()
@@ -281,7 +281,7 @@ def ask(stream: Stream) -> Frame | None:
 
 
 def ask_anew(peer: Peer) -> Frame | None:
-    stream = peer.open(methods.PUSH_PULL)
+    stream = peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     try:
         return ask(stream)
     finally:
@@ -340,7 +340,7 @@ def test_error_of_the_peer_comes_after_the_answers_before_it_and_as_it_was(stage
     assert raised.value.facts == {"token": "3"}
     assert stage.echo.closed.wait(DEADLINE_S)
     # the peer lives, and another stream to it does
-    another = stage.peer.open(methods.PUSH_PULL)
+    another = stage.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     another.send(frames_of(1))
     assert said(another) == (2, b"ba")
     another.cancel()
@@ -371,11 +371,11 @@ def test_cancelled_stream_is_unavailable_and_its_handler_ends(stage: Stage, stre
 
 
 def test_stream_that_was_never_used_can_be_cancelled(stage: Stage) -> None:
-    stage.peer.open(methods.PUSH_PULL).cancel()
+    stage.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS).cancel()
 
 
 def test_streams_side_by_side_are_apart(stage: Stage, stream: Stream) -> None:
-    other = stage.peer.open(methods.PUSH_PULL)
+    other = stage.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     for number in (1, 20, 40):
         stream.send([Frame(b"", number, b"ab")])
         other.send([Frame(b"", number + 100, b"cd")])
@@ -617,8 +617,8 @@ def test_deadline_is_kept() -> None:
 @pytest.fixture(params=["direct", "public interface"])
 def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     if request.param == "public interface":
-        monkeypatch.setattr(channel, "SUPPORTED", False)
-        monkeypatch.setattr(listener_module, "SUPPORTED", False)
+        monkeypatch.setattr(channel, "TRIED", False)
+        monkeypatch.setattr(listener_module, "TRIED", False)
     echo = Echo(GrpcNetwork())
     found = Listener("127.0.0.1:0", echo.services(), threads=4)
     found.start()
@@ -630,7 +630,7 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_answer_of_a_stream_that_is_overdue_ends_it(hanging: Stage) -> None:
-    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream = hanging.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     stream.send(frames_of(1))
     assert said(stream) == (2, b"ba")
     stream.send(frames_of(HANG))
@@ -645,7 +645,7 @@ def test_answer_of_a_stream_that_is_overdue_ends_it(hanging: Stage) -> None:
 
 
 def test_deadline_is_of_an_answer_and_not_of_the_stream(hanging: Stage) -> None:
-    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream = hanging.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     pause = threading.Event()
     for number in range(20, 24):
         stream.send(frames_of(number))
@@ -656,7 +656,7 @@ def test_deadline_is_of_an_answer_and_not_of_the_stream(hanging: Stage) -> None:
 
 def test_peer_that_does_not_read_is_overdue(hanging: Stage) -> None:
     """More is sent than the connection takes while the handler does something else."""
-    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream = hanging.peer.open(methods.PUSH_PULL, timeout_ms=200)
     failed: list[errors.ShardyardError] = []
 
     def exchange() -> None:
@@ -679,7 +679,7 @@ def test_peer_that_does_not_read_is_overdue(hanging: Stage) -> None:
 
 
 def test_cancel_wakes_who_waits_for_an_answer(hanging: Stage) -> None:
-    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream = hanging.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     failed: list[errors.ShardyardError] = []
     stream.send(frames_of(HANG))
 
@@ -699,7 +699,7 @@ def test_cancel_wakes_who_waits_for_an_answer(hanging: Stage) -> None:
 
 
 def test_peer_that_stops_wakes_who_waits_for_an_answer(hanging: Stage) -> None:
-    stream = hanging.peer.open(methods.PUSH_PULL)
+    stream = hanging.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
     stream.send(frames_of(HANG))
     stopping = threading.Thread(target=hanging.leave)
 
@@ -720,7 +720,7 @@ def test_peer_that_stops_wakes_who_waits_for_an_answer(hanging: Stage) -> None:
 
 def test_idle_streams_of_peers_that_are_gone_keep_no_thread(hanging: Stage) -> None:
     before = set(threading.enumerate())
-    streams = [hanging.peer.open(methods.PUSH_PULL) for _ in range(3)]
+    streams = [hanging.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS) for _ in range(3)]
     for stream in streams:
         stream.send(frames_of(1))
         assert said(stream) == (2, b"ba")

@@ -339,7 +339,8 @@ def test_streams_beyond_the_limit_end_after_an_exchange(monkeypatch: pytest.Monk
     first, second = Wire(store), Wire(store, worker=11)
     first.push(1.0)
     second.push(1.0)
-    second.end()
+    second.send(second.order(PushKind.GRADIENT), np.ones(2 * ELEMENTS).tobytes())
+    assert list(second._answers) == []
     first.push(1.0)
     assert values(store) == {-3.0}
     assert store.counters.streams == 1
@@ -572,7 +573,7 @@ def test_what_was_lent_stays_when_the_next_answer_is_lost_and_the_worker_asks_an
     others_push(store, 8)
     assert [set(view) for view in first] == [{0.0}] * 2
     again.look()
-    others_push(store, 8)
+    others_push(store, 8)  # as while that exchange is under way
     assert [set(view) for view in first] == [{0.0}] * 2
 
 

@@ -384,6 +384,11 @@ class Buckets:
         home = self._homes[server]
         home.incoming = [home.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
 
+    def forget(self, server: Incarnation) -> None:
+        """Places in the server's memory mean something else from now on. The current values stay what they are."""
+        home = self._homes[server]
+        home.known = {at: values for at, values in home.known.items() if values.key[0] < 0}
+
     def flip(self) -> None:
         """What has come, from all servers, is the current version."""
         for home in self._homes.values():
@@ -400,6 +405,9 @@ class Buckets:
                 target.data = pieces[0][1].view(target.shape)
                 continue
             contiguous = target.is_contiguous()
+            if contiguous and len(pieces) == 1:
+                pairs.append((target.detach().view(-1), pieces[0][1]))
+                continue
             flat = target.detach().view(-1) if contiguous else torch.empty(target.numel(), dtype=target.dtype)
             mine = [(flat[w.piece.offset : w.piece.offset + w.piece.length], values) for w, values in pieces]
             if contiguous:
@@ -412,7 +420,9 @@ class Buckets:
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies (into, from) pairs of flat tensors; much of it by two threads."""
-        nbytes = sum(into.nbytes for into, _ in pairs)
+        if not pairs:
+            return
+        nbytes = sum([into.nbytes for into, _ in pairs])
         if nbytes < 2 * COPY_BYTES_EACH:
             _copy_in_order(pairs)
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,24 @@ def density_at(push: int, density: float, warmup_steps: int) -> float:
     return WARMUP_DENSITY / float(WARMUP_RATIO) ** (push * stages // warmup_steps)
 
 
+class Kept(Protocol):
+    """Numbers of state of one block, wherever they lie, and what they were before the last push."""
+
+    def flip(self) -> None:
+        """They are as they were before the last push. Once a push."""
+
+    def read(self) -> Array:
+        """Shape (elements,); to be copied at once."""
+
+    def write(self, values: Array | None) -> None:
+        """None: zeros."""
+
+    def add(self, values: Array) -> None: ...
+
+    def squares(self) -> float:
+        """Their sum."""
+
+
 class _Kept:
     """An array of state and a spare one: what a push makes of the first is written into the second."""
 
@@ -62,9 +80,21 @@ class _Kept:
         """The spare one is the state; once more, and it is as it was."""
         self.now, self._spare = self.spare, self.now
 
+    def read(self) -> Array:
+        return self.now
+
+    def write(self, values: Array | None) -> None:
+        self.now[:] = 0 if values is None else values
+
+    def add(self, values: Array) -> None:
+        self.now += values
+
+    def squares(self) -> float:
+        return float(np.dot(self.now, self.now))
+
 
 @dataclass(frozen=True, slots=True)
-class _Push:
+class Push:
     """Its number, by what gradients are multiplied, and 64 bits for what is drawn for a block."""
 
     number: int
@@ -72,29 +102,37 @@ class _Push:
     key: int
 
 
-class _Memory:
-    """The state of one block. Without feedback there is none."""
+class Memory:
+    """The state of one block, wherever it lies."""
+
+    factor_shape: tuple[int, int] | None = None
+    """Of PowerSGD's factor, where there is one."""
 
     def __init__(self, codec: CodecSpec) -> None:
         self._codec = codec
-        self.kept: dict[str, _Kept] = {}
-
-    def encode(self, gradient: Array, push: _Push) -> memoryview:
-        """The code of the gradient, clipped, and what was kept."""
-        return encoding.encode(self._codec, _times(gradient, push.factor), push.key)
+        self.kept: dict[str, Kept] = {}
+        self.factor: npt.NDArray[np.float32] | None = None
 
     def undo(self) -> None:
-        """The state is as before the last `encode`."""
+        """The state is as before the last push."""
         for kept in self.kept.values():
             kept.flip()
+
+
+class _Memory(Memory):
+    """In arrays. Without feedback there is none."""
+
+    def encode(self, gradient: Array, push: Push) -> memoryview:
+        """The code of the gradient, clipped, and what was kept."""
+        return encoding.encode(self._codec, _times(gradient, push.factor), push.key)
 
 
 class _Residual(_Memory):
     def __init__(self, codec: CodecSpec, elements: int, dtype: npt.DTypeLike) -> None:
         super().__init__(codec)
-        self._residual = self.kept[RESIDUAL] = _Kept(elements, dtype)
+        self.kept[RESIDUAL] = self._residual = _Kept(elements, dtype)
 
-    def encode(self, gradient: Array, push: _Push) -> memoryview:
+    def encode(self, gradient: Array, push: Push) -> memoryview:
         now, spare = self._residual.now, self._residual.spare
         code = encoding.encode_feedback(self._codec, _times(gradient, push.factor), now, spare, push.key)
         self._residual.flip()
@@ -111,11 +149,11 @@ class _Largest(_Memory):
         self._momentum = momentum
         self._warmup_steps = warmup_steps
         self._u = _Kept(elements if momentum else 0, dtype)
-        self._v = self.kept[RESIDUAL] = _Kept(elements, dtype)
+        self.kept[RESIDUAL] = self._v = _Kept(elements, dtype)
         if momentum:
             self.kept[MOMENTUM] = self._u
 
-    def encode(self, gradient: Array, push: _Push) -> memoryview:
+    def encode(self, gradient: Array, push: Push) -> memoryview:
         count = sent_count(gradient.size, density_at(push.number, self._codec.density, self._warmup_steps))
         before, after = (self._u.now, self._v.now), (self._u.spare, self._v.spare)
         code = topk.encode_momentum(
@@ -136,33 +174,30 @@ class _LowRank(_Memory):
     def __init__(self, codec: CodecSpec, elements: int, dtype: npt.DTypeLike, grid: powersgd.Grid) -> None:
         super().__init__(codec)
         self._grid = grid
-        self._residual = self.kept[RESIDUAL] = _Kept(elements, dtype)
-        self.factor: npt.NDArray[np.float32] | None = None
+        self.kept[RESIDUAL] = self._residual = _Kept(elements, dtype)
         self._factor_before: npt.NDArray[np.float32] | None = None
+        self.factor_shape = codec.rank, grid.columns
 
-    @property
-    def factor_shape(self) -> tuple[int, int]:
-        return self._codec.rank, self._grid.columns
-
-    def encode(self, gradient: Array, push: _Push) -> memoryview:
-        start = self._start(push.key)
+    def encode(self, gradient: Array, push: Push) -> memoryview:
+        start = first_or(self.factor, (self._codec.rank, self._grid.columns), push.key)
         now, spare = self._residual.now, self._residual.spare
         code, after = encoding.encode_low_rank(_times(gradient, push.factor), now, spare, self._grid, start)
         self._residual.flip()
         self._factor_before, self.factor = self.factor, after
         return code
 
-    def _start(self, key: int) -> npt.NDArray[np.float32]:
-        """The last right factor; what a gradient of lower rank has made zeros of is drawn anew."""
-        drawn = encoding.first_factor(*self.factor_shape, key)
-        if self.factor is None:
-            return drawn
-        lost = np.abs(self.factor).max(axis=1, keepdims=True) == 0
-        return np.where(lost, drawn, self.factor)
-
     def undo(self) -> None:
         super().undo()
         self.factor = self._factor_before
+
+
+def first_or(factor: npt.NDArray[np.float32] | None, shape: tuple[int, int], key: int) -> npt.NDArray[np.float32]:
+    """PowerSGD's last right factor; what a gradient of lower rank has made zeros of is drawn anew."""
+    drawn = encoding.first_factor(*shape, key)
+    if factor is None:
+        return drawn
+    lost = np.abs(factor).max(axis=1, keepdims=True) == 0
+    return np.where(lost, drawn, factor)
 
 
 class Feedback:
@@ -183,7 +218,7 @@ class Feedback:
         self._codecs = tuple(rules.codec_for(variable) for variable in layout.variables)
         if settings.momentum:
             _check_momentum(layout.optimizer)
-        self._memories: dict[tuple[int, int], _Memory] = {}
+        self._memories: dict[tuple[int, int], Memory] = {}
         self._blocks: dict[tuple[int, int], Block] = {}
         for partition in layout.partitions:
             for block in partition.blocks:
@@ -197,7 +232,7 @@ class Feedback:
         self._factor = 1.0
         self._encoded: set[tuple[int, int]] = set()
 
-    def _memory(self, block: Block) -> _Memory:
+    def _memory(self, block: Block) -> Memory:
         spec, codec = self._variables[block.variable], self._codecs[block.variable]
         dtype, n = spec.dtype.value, block.length
         if not codec.has_feedback:
@@ -234,23 +269,33 @@ class Feedback:
         self._work = tuple(work)
         self._factor = 1.0
         if self.clips:
-            norm = math.sqrt(sum(float(np.dot(each, each)) for each in map(np.ravel, gradients)))
+            norm = self._norm(gradients)
             if math.isfinite(norm) and norm > self._settings.clip:
                 self._factor = self._settings.clip / norm
+
+    def _norm(self, gradients: Iterable[Array]) -> float:
+        return math.sqrt(sum(float(np.dot(each, each)) for each in map(np.ravel, gradients)))
 
     def encode(self, block: Block, gradient: npt.NDArray[Any]) -> memoryview:
         """The code of a block's gradient (of a buffer: its value), shape (block.length,), contiguous, of the variable's
         dtype. Once a push."""
+        assert gradient.dtype == self._variables[block.variable].dtype.value
+        push = self._encodes(block, gradient.shape)
+        memory = self._memories[_key(block)]
+        if self._codecs[block.variable] == NONE:
+            return floats.encode_raw(_times(gradient, push.factor)).data
+        assert isinstance(memory, _Memory)
+        return memory.encode(gradient, push)
+
+    def _encodes(self, block: Block, shape: tuple[int, ...]) -> Push:
+        """A gradient of this shape is encoded."""
         key = _key(block)
         assert key not in self._encoded, f"block {key} twice in a push"
-        spec, codec = self._variables[block.variable], self._codecs[block.variable]
-        assert gradient.shape == (block.length,)
-        assert gradient.dtype == spec.dtype.value
+        assert shape == (block.length,)
         self._encoded.add(key)
-        factor = self._factor if spec.kind is VariableKind.PARAMETER else 1.0
-        if codec == NONE:
-            return floats.encode_raw(_times(gradient, factor)).data
-        return self._memories[key].encode(gradient, _Push(self._pushes - 1, factor, self._draw(key)))
+        factor = self._factor if self._variables[block.variable].kind is VariableKind.PARAMETER else 1.0
+        drawn = 0 if self._codecs[block.variable] == NONE else self._draw(key)
+        return Push(self._pushes - 1, factor, drawn)
 
     def _draw(self, key: tuple[int, int]) -> int:
         named = [self._seed[0], *self._work, *key] if self._work else [*self._seed, *key, self._pushes]
@@ -290,13 +335,13 @@ class Feedback:
             if total.shape != (spec.elements,):
                 raise ShapeMismatch(f"a residual of {spec.name!r} of shape {total.shape}; expected ({spec.elements},)")
             for block, kept in self._kept(RESIDUAL, index):
-                kept.now += total[block.offset : block.offset + block.length]
+                kept.add(total[block.offset : block.offset + block.length])
 
     @property
     def lost_norm(self) -> float:
         """The 2-norm of all residuals: what would be lost if this process died now."""
-        kept = [memory.kept[RESIDUAL].now for memory in self._memories.values() if RESIDUAL in memory.kept]
-        return math.sqrt(sum(float(np.dot(each, each)) for each in kept))
+        kept = [memory.kept[RESIDUAL] for memory in self._memories.values() if RESIDUAL in memory.kept]
+        return math.sqrt(sum(each.squares() for each in kept))
 
     # ---- saved and restored
 
@@ -308,7 +353,7 @@ class Feedback:
             for index, total in self._gather(kind):
                 state[f"{kind}.{self._variables[index].name}"] = total
         for (index, offset), memory in self._memories.items():
-            if isinstance(memory, _LowRank) and memory.factor is not None:
+            if memory.factor is not None:
                 state[f"{FACTOR}.{self._variables[index].name}@{offset}"] = memory.factor.copy()
         return state
 
@@ -341,9 +386,9 @@ class Feedback:
             for index in range(len(self._variables)):
                 for block, kept in self._kept(kind, index):
                     total = totals.get((kind, index))
-                    kept.now[:] = 0 if total is None else total[block.offset : block.offset + block.length]
+                    kept.write(None if total is None else total[block.offset : block.offset + block.length])
         for key, memory in self._memories.items():
-            if isinstance(memory, _LowRank):
+            if memory.factor_shape is not None:
                 factor = factors.get(key)  # of another cut it is worth nothing; a warm start is not needed
                 fits = factor is not None and factor.shape == memory.factor_shape and factor.dtype == np.float32
                 memory.factor = factor.copy() if factor is not None and fits else None
@@ -355,7 +400,7 @@ class Feedback:
         if value.dtype != spec.dtype.value:
             raise DTypeMismatch(f"compression state {name!r} of dtype {value.dtype}; expected {spec.dtype.value}")
 
-    def _kept(self, kind: str, index: int) -> Iterator[tuple[Block, _Kept]]:
+    def _kept(self, kind: str, index: int) -> Iterator[tuple[Block, Kept]]:
         """The blocks of a variable that keep arrays of this kind."""
         for key in self._by_variable[index]:
             kept = self._memories[key].kept.get(kind)
@@ -369,7 +414,7 @@ class Feedback:
             if pieces:
                 total = np.zeros(spec.elements, spec.dtype.value)
                 for block, kept in pieces:
-                    total[block.offset : block.offset + block.length] = kept.now
+                    total[block.offset : block.offset + block.length] = kept.read()
                 yield index, total
 
 

@@ -20,6 +20,7 @@ from shardyard.transport.peers import Peer, Stream
 from shardyard.transport.same_host import Attached, attach
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.headers import HeaderWriter
 from shardyard_worker.buckets import Buckets, Bytes, Key
 
 log = logging.getLogger("shardyard.worker")
@@ -47,9 +48,10 @@ class Line:
         self._buckets = buckets
         self._settings = settings
         self._stream: Stream | None = None
-        self._before: PushOrder | None = None
+        self._headers = HeaderWriter()
         self._shareable = settings.same_host and buckets.memory(server) is not None
         self._regions: dict[int, Attached] = {}
+        self._exchanges = 0
         self.shared = False
         self.asked_again = False
 
@@ -57,10 +59,12 @@ class Line:
         """Opens the stream if it is not, and sees whether payloads can lie in shared memory. Raises Unavailable."""
         if self._stream is not None:
             return
-        self._stream = self.peer.open(methods.PUSH_PULL)
-        self._before = None
+        self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._settings.deadline_ms)
+        self._exchanges = 0
+        self._headers = HeaderWriter()
         self.shared = False
         self._regions.clear()
+        self._buckets.forget(self.server)
         if self._shareable:
             self._attach(order)
 
@@ -69,14 +73,17 @@ class Line:
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
-        header = convert.push_to_wire(order, self._before).SerializeToString()
-        self._before = order
-        stream.send(frames.cut(header, pieces))
+        stream.send(frames.cut(self._headers.write(order), pieces))
 
     def finish(self, order: PushOrder, *, deadline_ms: int | None = None) -> PullResult:
         """The answer; values pulled are incoming in the buckets. Raises what the server refused, or Unavailable."""
         try:
             result = self._take(order, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
+        except errors.NotShareable as error:
+            self._shareable = False
+            self.break_off()
+            log.info("server %s: payloads travel over streams from now on (%s)", self.server, error.what)
+            raise errors.ServerUnavailable(f"server {self.server} has no shared memory any more") from error
         except BaseException:
             self.break_off()
             raise
@@ -131,7 +138,11 @@ class Line:
         first = stream.receive(timeout_ms=deadline_ms)
         if first is None:
             # the server has more streams than threads; this exchange was not begun there
+            if self.shared and self._exchanges == 1:
+                self._shareable = False
+                log.info("server %s: payloads travel over streams (it keeps none open)", self.server)
             raise errors.ServerUnavailable(f"server {self.server} has ended the stream")
+        self._exchanges += 1
         wish = order.pull
         pulled: tuple[PartitionId, ...] = () if wish is None else wish.partitions
         pushed = () if order.kind is PushKind.NOTHING else tuple(part.partition for part in order.parts)

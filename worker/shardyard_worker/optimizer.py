@@ -7,7 +7,9 @@ push travels.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -102,6 +104,21 @@ def _check_options(name: str, kind: str, index: int, group: Group) -> None:
         )
 
 
+def _plain(value: Any) -> Any:
+    """A value that changes when the setting does: tensors are changed in place."""
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+# torch deletes its submodule's name from torch.optim
+_TORCH_OPTIMIZER = sys.modules[torch.optim.Optimizer.__module__]
+
+
+def _global_hooks() -> bool:
+    return bool(_TORCH_OPTIMIZER._global_optimizer_pre_hooks or _TORCH_OPTIMIZER._global_optimizer_post_hooks)
+
+
 class ServerOptimizer(torch.optim.Optimizer):
     """The optimizer that `job.prepare` gives back: `step()` pushes the gradients and pulls the parameters.
 
@@ -114,6 +131,9 @@ class ServerOptimizer(torch.optim.Optimizer):
         self.param_groups = original.param_groups
         self._kind = kind
         self._contribute = contribute
+        self._settings: tuple[tuple[float, ...], ...] | None = None
+        self._found: list[list[Any]] = []
+        self._hooked_step = partial(self.profile_hook_step(type(self)._step), self)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -124,6 +144,14 @@ class ServerOptimizer(torch.optim.Optimizer):
 
         Raises JobFailed when the job has ended by an error, RateMismatch, ShapeMismatch, UnsupportedModel.
         """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _global_hooks():
+            return self._hooked_step(closure)
+        return self._step(closure)
+
+    # torch wraps `step` of every optimizer, for hooks and its profiler, unless it says that it does so itself
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,8 +160,12 @@ class ServerOptimizer(torch.optim.Optimizer):
         return loss
 
     def settings(self) -> tuple[tuple[float, ...], ...]:
-        """All groups' settings as they stand now."""
-        return tuple(settings_of(self._kind, group) for group in self.param_groups)
+        """All groups' settings as they stand now; the same object as long as none has changed."""
+        found = [[_plain(value) for name, value in group.items() if name != "params"] for group in self.param_groups]
+        if self._settings is None or found != self._found:
+            self._settings = tuple(settings_of(self._kind, group) for group in self.param_groups)
+            self._found = found
+        return self._settings
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Refused: the state is not in this process."""

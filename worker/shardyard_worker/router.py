@@ -7,12 +7,10 @@ push is named after, and why.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -46,6 +44,7 @@ from shardyard_worker.session import Session
 
 log = logging.getLogger("shardyard.worker")
 
+_NOBODY: frozenset[PartitionId] = frozenset()
 R = TypeVar("R")
 Make = Callable[[Line], tuple[PushOrder, Sequence[memoryview]] | None]
 """What to ask of a server, if anything; made when the line is open."""
@@ -103,9 +102,11 @@ class Router:
             )
             for server, owners in map_.by_server().items()
         }
+        self._all = list(self._lines.values())
         self._owned = {server: tuple(o.partition for o in owners) for server, owners in map_.by_server().items()}
         self._landed: set[Incarnation] = set()
         self._versions: dict[Incarnation, int] = {}
+        self._wishes: dict[Incarnation, tuple[Wish, bool, PullWish]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
         self._vigil = Vigil()
@@ -227,6 +228,15 @@ class Router:
         return order, pieces
 
     def _wish(self, line: Line, wish: Wish) -> PullWish:
+        """Made once for a wish that comes again, so that headers are seen to be alike."""
+        kept = self._wishes.get(line.server)
+        if kept is not None and kept[0] is wish and kept[1] == line.shared:
+            return kept[2]
+        made = self._make_wish(line, wish)
+        self._wishes[line.server] = wish, line.shared, made
+        return made
+
+    def _make_wish(self, line: Line, wish: Wish) -> PullWish:
         return PullWish(
             self._session.caller,
             line.server,
@@ -242,13 +252,19 @@ class Router:
     def _exchange(self, make: Make, waiting_for: str) -> list[PullResult]:
         """An exchange with every server for which `make` has one, all at once. Raises the first refusal when all are
         done. Where much travels over streams each server has a thread; else this one does it all."""
-        with self._failing_well():
-            lines = list(self._lines.values())
-            much = sum(self._buckets.nbytes(line.server) for line in lines if not line.shared)
-            if len(lines) > 1 and much > THREADS_BYTES_MIN:
+        self._session.check()
+        lines = self._all
+        try:
+            if len(lines) > 1 and self._streamed_bytes(lines) > THREADS_BYTES_MIN:
                 found = self._ask_all(partial(self._attempt, make), waiting_for)
                 return [result for result in found if result is not None]
             return self._exchange_here(lines, make, waiting_for)
+        except (errors.NotFound, errors.Unavailable):
+            self._tell_failure()
+            raise
+
+    def _streamed_bytes(self, lines: Sequence[Line]) -> int:
+        return sum([self._buckets.nbytes(line.server) for line in lines if not line.shared])
 
     def _exchange_here(self, lines: Sequence[Line], make: Make, waiting_for: str) -> list[PullResult]:
         begun: dict[Incarnation, PushOrder] = {}
@@ -257,10 +273,12 @@ class Router:
         refusals: list[errors.ShardyardError] = []
         with self._vigil.over(lambda: f"{waiting_for} on {waits[-1] if waits else 'all servers'}"):
             for line in lines:
-                with contextlib.suppress(errors.Unavailable):  # asked again below
+                try:
                     order = self._begin(make, line)
                     if order is not None:
                         begun[line.server] = order
+                except errors.Unavailable:
+                    log.debug("%s: asked again (%s)", line.peer.name, waiting_for)
             for line in lines:
                 waits.append(line.peer.name)
                 try:
@@ -305,19 +323,17 @@ class Router:
     def _everywhere(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
         """Calls all servers at once, each again while it does not answer. Raises the first refusal when all are
         done."""
-        with self._failing_well():
-            return self._ask_all(ask, waiting_for)
-
-    @contextmanager
-    def _failing_well(self) -> Iterator[None]:
         self._session.check()
         try:
-            yield
+            return self._ask_all(ask, waiting_for)
         except (errors.NotFound, errors.Unavailable):
-            # a job that has failed is dropped from the servers that live; the coordinator knows why
-            self._session.refresh()
-            self._session.check()
+            self._tell_failure()
             raise
+
+    def _tell_failure(self) -> None:
+        """A job that has failed is dropped from the servers that live; the coordinator knows why."""
+        self._session.refresh()
+        self._session.check()
 
     def _ask_all(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
         asked: dict[Future[R], Patience] = {}
@@ -339,16 +355,16 @@ class Router:
         return [future.result() for future in asked]
 
     def _answer(self, results: Sequence[PullResult]) -> Answer:
-        missing = tuple(item for result in results for item in result.missing)
+        missing = _joined([result.missing for result in results])
         for server, result in zip(self._asked(), results, strict=True):
             if not result.missing:
                 self._landed.add(server)
-                self._versions[server] = max((part.version.number for part in result.parts), default=0)
+                self._versions[server] = max([part.version.number for part in result.parts], default=0)
         if not missing:
             self._landed.clear()
             self._buckets.flip()
         return Answer(
-            results=tuple(item for result in results for item in result.push),
+            results=_joined([result.push for result in results]),
             missing=missing,
             version_max=max(self._versions.values(), default=0),
             foreign=self._foreign(results),
@@ -356,13 +372,15 @@ class Router:
 
     def _foreign(self, results: Sequence[PullResult]) -> frozenset[PartitionId]:
         """A duplicate at the first try had the work from another worker; at a later one it may be this one's own."""
+        twice = [part.partition for result in results for part in result.push if part.outcome is Outcome.DUPLICATE]
+        if not twice:
+            return _NOBODY
         again = {partition for s, line in self._lines.items() if line.asked_again for partition in self._owned[s]}
-        return frozenset(
-            part.partition
-            for result in results
-            for part in result.push
-            if part.outcome is Outcome.DUPLICATE and part.partition not in again
-        )
+        return frozenset(partition for partition in twice if partition not in again)
 
     def _asked(self) -> list[Incarnation]:
         return [server for server in self._lines if server not in self._landed]
+
+
+def _joined(pieces: Sequence[tuple[R, ...]]) -> tuple[R, ...]:
+    return pieces[0] if len(pieces) == 1 else tuple(item for piece in pieces for item in piece)

@@ -71,7 +71,7 @@ class Strategy(ABC):
         """Ends threads. Nothing is contributed from now on."""
 
     def _note(self, answer: Answer, sending: Sending | None) -> None:
-        fresh = any(result.outcome is not Outcome.DUPLICATE for result in answer.results)
+        fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
         if sending is not None and sending.coded and fresh:
             self._session.progress.samples += round(sending.weight)
         self._session.reached(self.step)

@@ -143,7 +143,7 @@ class Training:
         if sending is None:
             return Shipment(name, PushKind.EMPTY, 0.0)
         self.buckets.fill(sending.tensors)
-        absent = frozenset(index for index, tensor in enumerate(sending.tensors) if tensor is None)
+        absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
         codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
         return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, codes)
 

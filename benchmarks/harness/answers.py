@@ -1,0 +1,42 @@
+"""The measured process's end of a conversation: one JSON object a line comes in, one goes out."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Handler = Callable[..., Mapping[str, Any]]
+PARENT = "BENCHMARK_PID"
+PR_SET_PDEATHSIG = 1
+
+
+class Conversation:
+    """With the benchmark that started this process. Make it first of all.
+
+    Standard output belongs to it: what libraries print goes to standard error. The kernel kills this process when the
+    benchmark ends, however it ends.
+    """
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[PARENT]):
+            # it has ended before the kernel was told
+            os._exit(1)
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def answer(self, handlers: Mapping[str, Handler]) -> None:
+        """Says that this process is ready, and answers what it is asked until its standard input ends."""
+        self._say({"ready": os.getpid()})
+        for line in sys.stdin:
+            request = json.loads(line)
+            self._say(handlers[request.pop("do")](**request))
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()

@@ -1,0 +1,114 @@
+"""The digits: scikit-learn's 1,797 images of 8 x 8, halves to learn from and held out, a network of a million parameters.
+
+Owns: what is trained, on what, in which order, at which learning rate; all of it is a function of the seed. Must not
+know: how gradients become parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from sklearn.datasets import load_digits
+
+STEPS = 400
+BATCH = 32
+LR = 0.02
+LR_RISES_STEPS = 20
+MOMENTUM = 0.9
+FOLDS = 2
+
+
+def make_network(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 64, kernel_size=3, padding=1),
+        torch.nn.BatchNorm2d(64),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(1024, 1000),
+        torch.nn.ReLU(),
+        torch.nn.Linear(1000, 10),
+    )
+
+
+def lr_factor(step: int) -> float:
+    """Of the learning rate: it rises to the whole in the first steps, then falls to 0 at the last, both linearly."""
+    return min(1.0, (step + 1) / LR_RISES_STEPS) * max(0.0, 1 - step / STEPS)
+
+
+def split(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices to learn from and held out. Of FOLDS seeds after each other, each image is held out in one."""
+    shuffle, fold = divmod(seed, FOLDS)
+    order = torch.randperm(len(load_digits().target), generator=torch.Generator().manual_seed(1_000 + shuffle))
+    return torch.cat([order[k::FOLDS] for k in range(FOLDS) if k != fold]), order[fold::FOLDS]
+
+
+class Training:
+    """`model` is trained by `step`, which takes the gradients that lie in it; `follow` moves the learning rate on."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        seed: int,
+        *,
+        step: Callable[[], None],
+        zero: Callable[[], None],
+        follow: Callable[[], None],
+    ) -> None:
+        digits = load_digits()
+        self._images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        self._labels = torch.tensor(digits.target, dtype=torch.int64)
+        self._model = model
+        self._step, self._zero, self._follow = step, zero, follow
+        learned, self._held_out = split(seed)
+        self._batches = _batches(learned, seed)
+
+    def train(self, steps: int) -> dict[str, Any]:
+        self._model.train()
+        losses = []
+        begin = time.perf_counter()
+        for _ in range(steps):
+            batch = next(self._batches)
+            self._zero()
+            loss = F.cross_entropy(self._model(self._images[batch]), self._labels[batch])
+            torch.autograd.backward(loss)
+            self._step()
+            self._follow()
+            losses.append(loss.detach())
+        seconds = time.perf_counter() - begin
+        return {"steps": steps, "seconds": seconds, "loss": torch.stack(losses).mean().item()}
+
+    def evaluate(self) -> dict[str, Any]:
+        """The accuracy on what is held out, in percent."""
+        self._model.eval()
+        with torch.no_grad():
+            right = self._model(self._images[self._held_out]).argmax(dim=1) == self._labels[self._held_out]
+        return {"accuracy_percent": 100 * right.float().mean().item()}
+
+    def digest(self) -> dict[str, Any]:
+        """A hash of all parameters and buffers, bit by bit."""
+        total = hashlib.sha256()
+        for name, tensor in self._model.state_dict().items():
+            total.update(name.encode())
+            total.update(tensor.numpy().tobytes())
+        return {"digest": total.hexdigest()}
+
+    def handlers(self) -> Mapping[str, Callable[..., Mapping[str, Any]]]:
+        return {"train": self.train, "evaluate": self.evaluate, "digest": self.digest}
+
+
+def _batches(learned: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
+    """Whole batches, each image once an epoch, without end."""
+    random = torch.Generator().manual_seed(seed)
+    while True:
+        order = learned[torch.randperm(len(learned), generator=random)]
+        yield from (order[at : at + BATCH] for at in range(0, len(order) - BATCH + 1, BATCH))

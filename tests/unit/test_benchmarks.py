@@ -1,0 +1,282 @@
+"""What the benchmarks share: statistics, the JSON object, processes, and that wrong numbers are found. No timing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import push_pull  # noqa: E402
+from harness import numbers, pairs, report, rounds, training  # noqa: E402
+from harness.machine import cpu_seconds, loopback_bytes, machine_facts  # noqa: E402
+from harness.programs import ProgramFailed, Programs  # noqa: E402
+
+sys.path.remove(str(BENCHMARKS))
+
+
+def test_each_side_is_first_in_every_other_pair() -> None:
+    measured: list[str] = []
+
+    def measure(name: str) -> dict[str, float]:
+        measured.append(name)
+        return {"rate": float(len(measured))}
+
+    sides = {"a": lambda: measure("a"), "b": lambda: measure("b")}
+    results = pairs.measure_pairs(sides, 3, told=lambda line: None)
+    assert measured == ["a", "b", "b", "a", "a", "b"]
+    assert pairs.column(results["a"], "rate") == [1.0, 4.0, 5.0]
+    assert pairs.ratios(results["b"], results["a"], "rate") == [2.0, 0.75, 1.2]
+
+
+def test_spread_is_median_smallest_and_largest() -> None:
+    assert pairs.spread([3, 1, 10]) == pairs.Spread(3, 1, 10)
+    assert pairs.spread([3, 1]).median == 2
+    with pytest.raises(ValueError, match="no values"):
+        pairs.spread([])
+
+
+def test_result_is_json_with_machine_raw_figures_and_ratios() -> None:
+    made = report.result("some", {"ours": [{"rate": 1.23456789}]}, {"some_ratio": [2.0, 1.0, 4.0]})
+    read = json.loads(json.dumps(made))
+    assert list(read) == ["benchmark", "machine", "raw", "ratios"]
+    assert read["ratios"] == {"some_ratio": {"median": 2.0, "min": 1.0, "max": 4.0}}
+    assert read["raw"] == {"ours": [{"rate": 1.235}]}
+    assert read["machine"] == machine_facts()
+    assert {"cpu", "cores", "memory_gib", "kernel", "python", "torch", "grpcio"} <= read["machine"].keys()
+
+
+REPORT = """
+import sys
+from pathlib import Path
+from harness.report import Panel, report
+panels = [
+    Panel("bars", "steps/s", bars={"shardyard": [1.0, 2.0], "peer": [3.0]}),
+    Panel("lines", "s", lines={"1 server": {1: 2.0, 2: 3.0}}, x="workers"),
+    Panel("more", "s", bars={"peer": [1.0]}),
+]
+report("some", {}, {"some_ratio": [1.0]}, panels=panels, folder=Path(sys.argv[1], "figures"))
+"""
+
+
+def test_report_ends_with_the_json_object_and_draws_the_figure(tmp_path: Path) -> None:
+    # in a process of its own: matplotlib never closes the files of its fonts
+    command = [sys.executable, "-c", REPORT, str(tmp_path)]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=60, check=True)
+    assert (tmp_path / "figures" / "some.png").read_bytes().startswith(b"\x89PNG")
+    *readable, last = done.stdout.splitlines()
+    assert "some_ratio: 1 (1 to 1)" in readable
+    assert json.loads(last)["benchmark"] == "some"
+
+
+def test_machine_counters_do_not_run_backwards() -> None:
+    first = cpu_seconds([os.getpid()]), loopback_bytes()
+    assert cpu_seconds([os.getpid()]) >= first[0] > 0
+    assert loopback_bytes() >= first[1]
+
+
+# ---- rounds
+
+
+class Store:
+    """A server in this process, exact SGD; `gain` of 1 is right."""
+
+    def __init__(self, model: torch.nn.ParameterList) -> None:
+        self.parameters = list(model)
+        self.gain = 1.0
+
+    def exchange(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.sub_(parameter.grad, alpha=self.gain * numbers.LR)
+
+
+def make_rounds(*, alone: bool) -> tuple[Store, rounds.Rounds]:
+    model = rounds.make_model(3, 1000)
+    rounds.run_backward(list(model))
+    store = Store(model)
+    return store, rounds.Rounds(model, store.exchange, alone=alone)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_rounds_with_right_numbers_pass(alone: bool) -> None:
+    _, made = make_rounds(alone=alone)
+    found = made.measure(rounds=50)
+    assert found["rounds"] == len(found["each_s"]) == 50
+    assert found["seconds"] > found["exchange_s"] > 0
+    assert made.counted() == {"counts": [17, 17, 16]}
+    made.check()
+    made.check(counts=[17, 17, 16])
+
+
+def test_a_wrong_update_is_found_in_its_round() -> None:
+    store, made = make_rounds(alone=True)
+    made.measure(rounds=4)
+    store.gain = 0.99
+    with pytest.raises(numbers.WrongNumbers, match="round 5"):
+        made.measure(rounds=1)
+
+
+def test_one_wrong_element_is_found_after_the_rounds() -> None:
+    store, made = make_rounds(alone=True)
+    made.measure(rounds=4)
+    with torch.no_grad():
+        store.parameters[1][7] += 2**-13
+    with pytest.raises(numbers.WrongNumbers, match="tensor 1: 1 of 1000 values are wrong; element 7"):
+        made.check()
+
+
+@pytest.mark.parametrize("counts", [[16, 17, 16], [17, 17, 17]])
+def test_a_lost_or_doubled_push_of_many_callers_is_found(counts: list[int]) -> None:
+    _, made = make_rounds(alone=False)
+    made.measure(rounds=50)
+    with pytest.raises(numbers.WrongNumbers):
+        made.check(counts=counts)
+
+
+def test_gradients_are_exact_in_any_order() -> None:
+    first, sources = numbers.first_values(1, 1000)[0], [source[0] for source in numbers.gradients(1, 1000)]
+    counts = [300, 299, 301]
+    values = first.copy()
+    for number in np.random.default_rng(0).permutation(np.repeat(range(3), counts)):
+        values = (values - np.float32(numbers.LR) * sources[number]).astype(np.float32)
+    numbers.check("values", values, numbers.expected(first, sources, counts))
+    assert not np.array_equal(sources[0], sources[1])
+    with pytest.raises(ValueError, match="exact up to"):
+        numbers.expected(first, sources, [numbers.CYCLES_MAX + 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("shardyard same host", 1.0), ("shardyard streams", 0.0), ("torch.rpc TCP", 0.0)]
+)
+def test_a_side_on_another_path_than_its_name_is_refused(name: str, share: float) -> None:
+    push_pull.check_path(name, 1.0 - share)
+    with pytest.raises(push_pull.WrongPath, match=name):
+        push_pull.check_path(name, share)
+
+
+# ---- training
+
+
+TASK = training.Task((20, 16, 10), lr=0.1)
+
+
+class Trainer:
+    """Plain SGD in this process; every `skip`th update is lost."""
+
+    def __init__(self, skip: int = 0) -> None:
+        model = training.make_model(TASK)
+        optimizer = torch.optim.SGD(model.parameters(), lr=TASK.lr)
+        self.steps = 0
+
+        def exchange() -> None:
+            self.steps += 1
+            if not skip or self.steps % skip:
+                optimizer.step()
+
+        data = training.make_data(TASK, 0, 1)
+        self.loop = training.Loop(model, data, exchange=exchange, zero=optimizer.zero_grad, worker=0)
+
+    def verify(self, folder: Path, *, settle: bool, steps: int = 20) -> None:
+        self.loop.save(str(folder / "before.npy"), settle=settle)
+        self.loop.verify(steps, str(folder))
+        self.loop.save(str(folder / "after.npy"), settle=settle)
+        before, after, sum_ = (training.read(folder / f"{name}.npy") for name in ("before", "after", "gradients-0"))
+        training.check_sum(before, after, [sum_], lr=TASK.lr, mean=False, steps=steps)
+
+
+@pytest.mark.parametrize("settle", [True, False])
+def test_training_with_right_numbers_passes(tmp_path: Path, settle: bool) -> None:
+    trainer = Trainer()
+    trainer.verify(tmp_path, settle=settle)
+    trainer.loop.alone(3, TASK.lr)
+    found = trainer.loop.train(steps=300)
+    assert found["steps"] == 300
+    training.check_falls("some", [found["first_loss"], trainer.loop.train(steps=50)["loss"]])
+
+
+def test_a_lost_gradient_is_found(tmp_path: Path) -> None:
+    with pytest.raises(training.NumbersDiffer, match="a gradient was lost, or applied twice"):
+        Trainer(skip=15).verify(tmp_path, settle=False)
+
+
+def test_parameters_that_are_not_the_newest_are_found() -> None:
+    with pytest.raises(training.NumbersDiffer, match="not the newest values"):
+        Trainer(skip=2).loop.alone(2, TASK.lr)
+
+
+def test_a_mean_is_not_a_sum() -> None:
+    before = np.ones(4)
+    gradients = [np.full(4, 0.25), np.full(4, 0.75)]
+    training.check_sum(before, before - 0.1 * 0.5, gradients, lr=0.1, mean=True, steps=1)
+    with pytest.raises(training.NumbersDiffer, match=r"off by 0\.05"):
+        training.check_sum(before, before - 0.1 * 0.5, gradients, lr=0.1, mean=False, steps=1)
+
+
+def test_a_check_too_coarse_to_see_a_lost_gradient_is_refused() -> None:
+    before = np.full(4, 1000.0)
+    with pytest.raises(training.NumbersDiffer, match="would not show"):
+        training.check_sum(before, before, [np.full(4, 1e-4)], lr=0.1, mean=False, steps=1)
+
+
+@pytest.mark.parametrize("losses", [[2.3, 2.29], [2.3, float("nan")]])
+def test_a_loss_that_does_not_fall_is_found(losses: list[float]) -> None:
+    with pytest.raises(training.NumbersDiffer, match="does not fall"):
+        training.check_falls("some", losses)
+
+
+# ---- processes
+
+
+@contextmanager
+def running(folder: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A measured program of that source."""
+    (folder / "sides").mkdir()
+    (folder / "sides" / "__init__.py").touch()
+    (folder / "sides" / "made.py").write_text(source)
+    monkeypatch.setattr("harness.programs.BENCHMARKS", folder)
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    with Programs() as programs:
+        yield programs.start("made"), programs
+
+
+ECHO = """
+from harness.answers import Conversation
+conversation = Conversation()
+print("not a part of the conversation")
+def fail():
+    raise ValueError("this went wrong")
+conversation.answer({"echo": lambda value: {"value": value}, "fail": fail})
+"""
+
+
+def test_a_program_answers_also_after_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, ECHO, monkeypatch) as (program, programs):
+        programs.await_ready()
+        programs.pause()
+        with programs.running():
+            assert program.ask("echo", value=[1, "two"]) == {"value": [1, "two"]}
+
+
+def test_what_a_program_said_before_it_failed_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, ECHO, monkeypatch) as (program, _):
+        program.await_ready()
+        with pytest.raises(ProgramFailed, match="this went wrong"):
+            program.ask("fail")
+
+
+def test_a_program_without_an_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tmp_path, "import sys; sys.stdin.read()", monkeypatch) as (program, _):
+        with pytest.raises(ProgramFailed, match="did not answer in 0 s"):
+            program.await_ready(timeout_s=0.05)
