@@ -99,6 +99,11 @@ def measure_codecs(rounds: int) -> dict[str, list[Figures]]:
     return found
 
 
+def codecs_panels(found: Mapping[str, Sequence[Figures]]) -> list[Panel]:
+    both = {name: [each["encode_ms"] + each["decode_ms"] for each in results] for name, results in found.items()}
+    return [Panel("16 MiB of float32, one core", "ms to encode and decode", bars=both)]
+
+
 # ---- accuracy
 
 
@@ -181,7 +186,7 @@ class Count:
             "codes_bytes": self.codes_bytes,
             "messages_bytes": moved.payload_bytes - self.codes_bytes,
             "packet_headers_bytes": moved.data_bytes - moved.payload_bytes,
-            "acknowledgements_bytes": moved.wire_bytes - moved.data_bytes - moved.again_bytes,
+            "acknowledgements_bytes": moved.bare_bytes,
             "again_bytes": moved.again_bytes,
             "interface_bytes": self.interface_bytes,
             "coordinator_bytes": self.coordinator.wire_bytes,
@@ -307,7 +312,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=10, help="seeds for the accuracy (10)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured (all)")
     parser.add_argument("--rates", nargs="*", type=int, default=RATES_MBIT_S, help="of the links, Mbit/s (50 200)")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.seeds < 2:
+        parser.error(f"--seeds {given.seeds}: expected at least 2, since an interval is told")
+    return given
 
 
 def main() -> None:
@@ -318,7 +326,8 @@ def main() -> None:
     trained: dict[str, list[Trained]] = {}
     lost: dict[str, Interval] = {}
     if "codecs" in given.parts:
-        raw["codecs"] = measure_codecs(given.pairs)
+        raw["codecs"] = measured = measure_codecs(given.pairs)
+        panels += codecs_panels(measured)
     if "accuracy" in given.parts:
         trained = measure_accuracy(given.seeds)
         lost = differences(trained)

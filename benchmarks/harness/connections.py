@@ -41,10 +41,13 @@ class Moved:
         return self.payload_bytes + HEADERS_BYTES * self.data_segments
 
     @property
+    def bare_bytes(self) -> int:
+        return HEADERS_BYTES * self.bare_segments
+
+    @property
     def wire_bytes(self) -> int:
         """All packets."""
-        segments = self.data_segments + self.bare_segments + self.again_segments
-        return self.payload_bytes + self.again_bytes + HEADERS_BYTES * segments
+        return self.data_bytes + self.bare_bytes + self.again_bytes + HEADERS_BYTES * self.again_segments
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -1,4 +1,4 @@
-"""The digits: scikit-learn's 1,797 images of 8 x 8, halves to learn from and held out, a network of a million parameters.
+"""The digits: scikit-learn's 1,797 images of 8 x 8, one half to learn from, one held out; a million parameters.
 
 Owns: what is trained, on what, in which order, at which learning rate; all of it is a function of the seed. Must not
 know: how gradients become parameters.

@@ -17,7 +17,7 @@ from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotShareab
 from shardyard.ground.types import Place, PullResult, PushKind, PushOrder, Ticket
 from shardyard.transport.same_host import Attached, attach
 from shardyard.wire import convert, frames
-from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
 from shardyard_ps_server.store import Held, HostedJob, Store
@@ -38,6 +38,7 @@ class Exchanges:
         self._hosted: HostedJob | None = None
         self._memory: Attached | None = None
         self._received: Bytes | None = None
+        self._ahead: Scatter | None = None
         self._regions_known = 0
         self._lends = False
         self._coding: tuple[str, Coder] | None = None
@@ -47,7 +48,11 @@ class Exchanges:
         stays_open = self._store.begin_stream()
         try:
             for first in stream:
+                if self._hosted is not None and not first.header:
+                    self._take_ahead(first, self._hosted)
+                    continue
                 yield from self._exchange(first, stream)
+                self._ahead = None
                 if not stays_open:
                     return
         finally:
@@ -114,6 +119,8 @@ class Exchanges:
             if len(first.data):
                 raise MalformedPayload(f"{len(first.data)} bytes of payload beside a place in shared memory")
             return self._shared(order.shared_at, nbytes)
+        if order.rest is not None:
+            return self._complete_ahead(order, first, rest)
         if self._received is None or len(self._received) < nbytes:
             self._received = aligned_empty(nbytes)
         payload = self._received[:nbytes]
@@ -126,6 +133,29 @@ class Exchanges:
                 break
             assembler.add(frame)
         return payload
+
+    def _take_ahead(self, frame: Frame, hosted: HostedJob) -> None:
+        """Data of a push whose header has not come."""
+        if self._ahead is None:
+            nbytes = sum(partition.payload_bytes for partition in hosted.partitions.values())
+            if self._received is None or len(self._received) < nbytes:
+                self._received = aligned_empty(nbytes)
+            self._ahead = Scatter(self._received[:nbytes].data)
+        self._ahead.add(frame)
+
+    def _complete_ahead(self, order: PushOrder, first: Frame, rest: Iterator[Frame]) -> Bytes:
+        """The payload of which a part came ahead, in the order of the push's parts."""
+        if self._ahead is None or self._received is None:
+            raise MalformedPayload("the rest of a payload of which nothing came ahead")
+        left = (order.rest or 0) - self._ahead.add(first)
+        while left > 0:
+            frame = next(rest, None)
+            if frame is None:
+                break
+            left -= self._ahead.add(frame)
+        if left or not self._ahead.complete:
+            raise MalformedPayload(f"{order.rest} bytes after what came ahead do not make the payload whole")
+        return self._received[: order.payload_bytes]
 
     def _shared(self, at: int, nbytes: int) -> Bytes:
         if self._memory is None:

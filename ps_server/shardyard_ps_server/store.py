@@ -288,12 +288,13 @@ class Store:
             if part.code_bytes and order.kind is not PushKind.EMPTY:
                 if wants_values:
                     raise InvalidRequest("first values that are compressed", todo="send them as they are")
-                if order.shared_at is not None:
-                    raise InvalidRequest("codes in shared memory, which could change while they are read")
+                if order.shared_at is not None or order.rest is not None:
+                    raise InvalidRequest("codes in shared memory, or ahead of their header", todo="send them as data")
                 partition.check_codes(part)
                 continue
             expected = 0 if order.kind is PushKind.EMPTY else partition.expected_bytes(part)
-            if order.shared_at is not None and part.payload_bytes and order.kind is not PushKind.EMPTY:
+            whole = order.shared_at is not None or order.rest is not None
+            if whole and part.payload_bytes and order.kind is not PushKind.EMPTY:
                 expected = partition.payload_bytes  # read where it lies, whatever is absent
             if part.payload_bytes != expected or (wants_values and part.payload_bytes != partition.payload_bytes):
                 raise ShapeMismatch(

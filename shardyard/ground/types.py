@@ -346,6 +346,8 @@ class PushOrder:
     shared_at: int | None = None
     attach: Ticket | None = None
     detach: bool = False
+    rest: int | None = None
+    """Bytes of the payload that follow the header, where others came ahead of it."""
 
     @property
     def payload_bytes(self) -> int:
@@ -366,6 +368,7 @@ class PushOrder:
             self.shared_at,
             self.attach,
             self.detach,
+            self.rest,
         )
 
 

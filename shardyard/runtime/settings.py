@@ -274,6 +274,10 @@ class WorkerSettings(Section):
         default="copy",
         description="copy: pulled values are copied into the parameters; view: parameters become views on them.",
     )
+    overlap: Literal["never", "always"] = Field(
+        default="never",
+        description="always: gradients that travel are sent while backward computes others; never: with step().",
+    )
     window: int = Field(
         default=0,
         ge=0,
@@ -286,6 +290,16 @@ class WorkerSettings(Section):
         le=DURATION_MS_MAX,
         description="How long a worker goes on trying a peer that does not answer before it is called lost.",
     )
+
+    @model_validator(mode="after")
+    def _one_overlap_at_a_time(self) -> Self:
+        if self.window and self.overlap == "always":
+            raise impossible(
+                ("window", "overlap"),
+                "overlap never with a window, since the stream is then busy with the push before",
+                f"window {self.window} with overlap {self.overlap}",
+            )
+        return self
 
 
 class MembershipSettings(Section):

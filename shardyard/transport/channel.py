@@ -143,7 +143,8 @@ class ThreadedCall:
         while (requests := self._waiting.get()) is not None:
             yield from requests
 
-    def send(self, messages: Iterable[bytes]) -> None:
+    def send(self, messages: Iterable[bytes], *, answered: bool = True) -> None:
+        del answered
         self._waiting.put(messages)
 
     def receive(self) -> bytes:
@@ -183,9 +184,9 @@ class GrpcStream:
         self._send_due: float | None = None
         deadlines.watch(self)
 
-    def send(self, requests: Iterable[Any]) -> None:
+    def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
         try:
-            self._call.send(self._paced(requests))
+            self._call.send(self._paced(requests), answered=answered)
         except Ended as ended:
             if ended.status.code() is not grpc.StatusCode.OK:  # else there will be no answer
                 raise self._error(ended) from None

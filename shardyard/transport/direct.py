@@ -86,8 +86,9 @@ class DirectCall:
             _NO_FLAGS, path.encode(), None, None, metadata, None, operations, None, None
         )
 
-    def send(self, messages: Iterable[bytes]) -> None:
-        """Sends messages in order, and waits for all but the last to be on their way. Raises Ended."""
+    def send(self, messages: Iterable[bytes], *, answered: bool = True) -> None:
+        """Sends messages in order, and waits for them to be on their way; for the last one only if it is not
+        `answered`. Raises Ended."""
         with self._taking:
             held: bytes | None = None
             for message in messages:
@@ -95,7 +96,10 @@ class DirectCall:
                     self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
                     self._until(_SEND)
                 held = message
-            if held is not None:
+            if held is not None and not answered:
+                self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
+                self._until(_SEND)
+            elif held is not None:
                 self._do(
                     (cygrpc.SendMessageOperation(held, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), _EXCHANGE
                 )

@@ -45,9 +45,9 @@ class Stream(Protocol):
     """A method with a stream of requests and one of answers, kept open: requests go out and answers come in for as long
     as both sides want. For one thread; `cancel` for any."""
 
-    def send(self, requests: Iterable[Any]) -> None:
-        """Gives requests to be sent, in order. They may be encoded while they are sent, so what they refer to must not
-        change before the answer."""
+    def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
+        """Gives requests to be sent, in order; `answered`: the next answer is to the last of them. They may be
+        encoded while they are sent, so what they refer to must not change before the answer."""
         ...
 
     def receive(self, *, timeout_ms: int) -> Any:

@@ -379,6 +379,8 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         header.pull.CopyFrom(_wish_to_wire(order.pull, wished))
     if order.shared_at is not None:
         header.shared_at = order.shared_at
+    if order.rest is not None:
+        header.rest = order.rest
     if order.attach is not None:
         header.attach.CopyFrom(ticket_to_wire(order.attach))
     return header
@@ -421,6 +423,7 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
         shared_at=message.shared_at if message.HasField("shared_at") else None,
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,
+        rest=message.rest if message.HasField("rest") else None,
     )
     if last is None or message.parts:
         _check_sizes(order)

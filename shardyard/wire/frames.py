@@ -107,6 +107,50 @@ def cut(header: bytes, payload: Iterable[Buffer], frame_bytes: int = FRAME_BYTES
             offset += len(part)
 
 
+def cut_places(header: bytes, places: Iterable[tuple[int, Buffer]], frame_bytes: int = FRAME_BYTES) -> Iterator[Frame]:
+    """Frames for pieces of a payload, each at its offset; the first of them with the header, if there is one. Without
+    pieces one frame with the header alone."""
+    for offset, piece in places:
+        whole = memoryview(piece).cast("B")
+        for start in range(0, len(whole), frame_bytes):
+            yield Frame(header, offset + start, whole[start : start + frame_bytes])
+            header = b""
+    if header:
+        yield Frame(header, 0, b"")
+
+
+class Scatter:
+    """Takes frames at any place of a payload, again and again, into memory that the caller gave.
+
+    Invariant: never writes beyond `into`; `complete` only when every byte has come.
+    """
+
+    def __init__(self, into: memoryview) -> None:
+        self._into = into
+        self._covered: list[tuple[int, int]] = []
+
+    @property
+    def complete(self) -> bool:
+        return self._covered == [(0, len(self._into))] or len(self._into) == 0
+
+    def add(self, frame: Frame) -> int:
+        """The number of bytes taken. Raises MalformedPayload for a frame beyond the end."""
+        begin, end = frame.offset, frame.offset + len(frame.data)
+        if end > len(self._into):
+            raise MalformedPayload(f"a frame of {len(frame.data)} bytes at offset {begin} of {len(self._into)} bytes")
+        if begin == end:
+            return 0
+        self._into[begin:end] = frame.data
+        self._cover(begin, end)
+        return end - begin
+
+    def _cover(self, begin: int, end: int) -> None:
+        apart = [span for span in self._covered if span[1] < begin or span[0] > end]
+        joined = [span for span in self._covered if not (span[1] < begin or span[0] > end)]
+        apart.append((min([begin, *(span[0] for span in joined)]), max([end, *(span[1] for span in joined)])))
+        self._covered = sorted(apart)
+
+
 class Assembler:
     """Puts the payload of a stream of frames together, into memory that the caller gave, checking every length.
 

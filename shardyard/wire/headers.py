@@ -81,6 +81,7 @@ def _alike(order: PushOrder, before: PushOrder) -> bool:
         and order.groups == before.groups
         and order.weight == before.weight
         and order.shared_at == before.shared_at
+        and order.rest == before.rest
         and (order.pull is before.pull or order.pull == before.pull)
         and order.attach is None
         and before.attach is None

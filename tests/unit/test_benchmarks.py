@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import compression  # noqa: E402
 import push_pull  # noqa: E402
-from harness import numbers, pairs, report, rounds, training  # noqa: E402
+from harness import codecs, connections, digits, intervals, link, numbers, pairs, report, rounds, training  # noqa: E402
 from harness.machine import cpu_seconds, loopback_bytes, machine_facts  # noqa: E402
 from harness.programs import ProgramFailed, Programs  # noqa: E402
 
@@ -64,7 +67,7 @@ from harness.report import Panel, report
 panels = [
     Panel("bars", "steps/s", bars={"shardyard": [1.0, 2.0], "peer": [3.0]}),
     Panel("lines", "s", lines={"1 server": {1: 2.0, 2: 3.0}}, x="workers"),
-    Panel("more", "s", bars={"peer": [1.0]}),
+    Panel("marks", "points", marks={"int8": (1000.0, -0.1, -0.3, 0.1), "float32": (4000.0, 0, 0, 0)}, x="bytes"),
 ]
 report("some", {}, {"some_ratio": [1.0]}, panels=panels, folder=Path(sys.argv[1], "figures"))
 """
@@ -234,6 +237,173 @@ def test_a_check_too_coarse_to_see_a_lost_gradient_is_refused() -> None:
 def test_a_loss_that_does_not_fall_is_found(losses: list[float]) -> None:
     with pytest.raises(training.NumbersDiffer, match="does not fall"):
         training.check_falls("some", losses)
+
+
+# ---- compression
+
+
+def test_paired_interval_is_that_of_students_t() -> None:
+    found = intervals.paired([1.0, 2.0, 6.0], [0.0, 0.0, 3.0])
+    # differences 1, 2, 3: mean 2, deviation 1, t(0.975, 2) = 4.303
+    assert (found.mean, found.low, found.high) == pytest.approx((2, 2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5), abs=1e-3)
+    assert intervals.paired([5.0], [4.0]).low == -math.inf
+
+
+@pytest.mark.parametrize(("lost", "ratio"), [(0.0, 250.0), (0.3, 250.0), (0.31, 0.0), (float("nan"), 0.0)])
+def test_a_codec_that_loses_more_than_the_bound_has_ratio_0(lost: float, ratio: float) -> None:
+    difference = intervals.Interval(-lost, -lost - 1, -lost + 1)
+    assert compression.judged([250.0, 250.0], difference) == [ratio, ratio]
+
+
+def made_bytes(push: float, interface: float) -> list[dict[str, float]]:
+    return [{"push_bytes": push, "interface_bytes": interface}] * 2
+
+
+def test_ratios_of_bytes_are_judged_by_accuracy() -> None:
+    measured = {
+        "float32": {"after": made_bytes(1000, 1200), "whole": made_bytes(1000, 1200)},
+        "topk": {"after": made_bytes(4, 100), "whole": made_bytes(40, 120)},
+    }
+    bad = intervals.Interval(-0.5, -0.6, -0.4)
+    expected = {"topk_unjudged": [250.0] * 2, "topk_whole_run": [25.0] * 2, "topk_interface": [12.0] * 2}
+    assert compression.bytes_ratios(measured, {}) == expected
+    assert compression.bytes_ratios(measured, {"topk": bad}) == expected | {"topk_bytes": [0.0] * 2}
+    good = intervals.Interval(-0.1, -0.6, 0.4)
+    assert compression.bytes_ratios(measured, {"topk": good}) == expected | {"topk_bytes": [250.0] * 2}
+
+
+def test_bytes_of_a_push_are_all_packets_with_payload_and_their_headers() -> None:
+    headers = connections.HEADERS_BYTES
+    moved = connections.Moved(10_000, 10, 5, again_bytes=1_000, again_segments=1, received_bytes=70)
+    figures = compression.Count(moved, connections.Moved(), 12_345, codes_bytes=9_000).per_step(10)
+    assert figures["push_bytes"] == 1_000 + headers
+    assert figures["push_bytes"] == sum(figures[f"{of}_bytes"] for of in ("codes", "messages", "packet_headers"))
+    assert figures["acknowledgements_bytes"] == headers / 2
+    assert moved.wire_bytes == 11_000 + 16 * headers
+    assert moved - moved == connections.Moved()
+
+
+def test_the_kernel_counts_what_a_connection_has_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with socket.create_connection(listening.getsockname()) as calling:
+            accepted, _ = listening.accept()
+            with accepted:
+                before = connections.moved_by_address()[address]
+                calling.sendall(bytes(1000))
+                assert len(accepted.recv(1000, socket.MSG_WAITALL)) == 1000
+                moved = connections.moved_by_address()[address] - before
+                assert (moved.payload_bytes, moved.data_segments) == (1000, 1)
+                accepted.sendall(bytes(500))
+                assert len(calling.recv(500, socket.MSG_WAITALL)) == 500
+                assert connections.moved_by_address()[address].received_bytes == before.received_bytes + 500
+
+
+def test_an_interface_that_is_not_there_is_told() -> None:
+    assert connections.interface_sent_bytes("lo") >= 0
+    with pytest.raises(OSError, match="no interface named nowhere0"):
+        connections.interface_sent_bytes("nowhere0")
+
+
+def test_a_link_that_cannot_be_made_whole_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(command: str) -> None:
+        ran.append(command)
+        if "qdisc" in command:
+            raise link.LinkUnavailable(f"{command}: not permitted")
+
+    monkeypatch.setattr(link, "_run", run)
+    with pytest.raises(link.LinkUnavailable, match="rate 50mbit"), link.link(50):
+        pass
+    name = ran[0].split()[-1]
+    assert str(os.getpid()) in name
+    assert len(name) <= 15
+    assert ran[-2:] == [f"ip link delete {name}", f"ip netns delete {name}"]
+
+
+def test_without_its_tools_a_link_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(link.LinkUnavailable, match="No such file"), link.link():
+        pass
+
+
+def test_each_image_is_held_out_once_in_a_group_of_seeds() -> None:
+    for first in (0, digits.FOLDS):
+        seeds = [digits.split(first + fold) for fold in range(digits.FOLDS)]
+        assert sorted(torch.cat([held for _, held in seeds]).tolist()) == list(range(1_797))
+        for learned, held in seeds:
+            assert sorted(torch.cat([learned, held]).tolist()) == list(range(1_797))
+    assert not torch.equal(digits.split(0)[1], digits.split(digits.FOLDS)[1])
+
+
+def test_learning_rate_rises_and_falls_to_nothing() -> None:
+    factors = [digits.lr_factor(step) for step in range(digits.STEPS + 1)]
+    assert factors[0] == pytest.approx(1 / digits.LR_RISES_STEPS)
+    assert max(factors) == factors[digits.LR_RISES_STEPS - 1] > 0.9
+    assert factors[-1] == 0
+
+
+def test_the_same_seed_trains_the_same_way() -> None:
+    def train() -> dict[str, Any]:
+        model = digits.make_network(3)
+        assert sum(parameter.numel() for parameter in model.parameters()) > 1_000_000
+        optimizer = torch.optim.SGD(model.parameters(), lr=digits.LR, momentum=digits.MOMENTUM)
+        made = digits.Training(model, 3, step=optimizer.step, zero=optimizer.zero_grad, follow=lambda: None)
+        made.train(40)
+        return made.evaluate() | made.digest()
+
+    first = train()
+    assert first == train()
+    assert first["accuracy_percent"] > 50
+
+
+class Learner:
+    """A program whose accuracy rises by so much with every step, in a second each."""
+
+    def __init__(self, percent_per_step: float) -> None:
+        self.percent_per_step = percent_per_step
+        self.steps = 0
+
+    def ask(self, do: str, *, steps: int = 0, **_: Any) -> dict[str, Any]:
+        self.steps += steps
+        return {"steps": steps, "seconds": float(steps), "accuracy_percent": self.steps * self.percent_per_step}
+
+
+def test_seconds_are_those_until_the_target() -> None:
+    whole, fast, never = (compression.reach(Learner(rate), {}) for rate in (1.0, 2.0, 0.01))  # type: ignore[arg-type]
+    assert (whole["seconds"], whole["steps"]) == (100, 100)
+    assert (fast["seconds"], fast["steps"], fast["step_ms"]) == (50, 50, 1000)
+    assert never["steps"] == digits.STEPS
+    assert compression.speedups({"float32": whole, "topk": fast, "onebit": never}) == {"topk": 2.0, "onebit": 0.0}
+
+
+@pytest.mark.parametrize("text", compression.PUSH_CODECS)
+def test_codecs_are_measured_with_their_numbers_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "SHAPE", (512, 640))
+    found = codecs.measure_push(text, 2)
+    assert len(found) == 2
+    assert all(each["bytes"] * each["times_smaller"] == pytest.approx(4 * 512 * 640) for each in found)
+
+
+@pytest.mark.parametrize("text", compression.PULL_CODECS)
+def test_pulled_codecs_are_measured_with_their_numbers_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "SHAPE", (512, 640))
+    assert all(each["times_smaller"] > 1.9 for each in codecs.measure_pull(text, 2))
+
+
+def test_a_decoder_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "SHAPE", (512, 640))
+
+    def off(code: Any, out: np.ndarray) -> None:
+        decode(code, out)
+        out[7] += 0.1
+
+    decode = codecs.decode
+    monkeypatch.setattr(codecs, "decode", off)
+    for text in ("none", "bf16", "qsgd", "int8", "topk:0.01", "powersgd:2"):
+        with pytest.raises(codecs.WrongValues, match=text):
+            codecs.measure_push(text, 1)
 
 
 # ---- processes

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +30,18 @@ from shardyard.ground.types import (
     PartitionLayout,
     PartitionMap,
     PushPart,
+    Ticket,
     VariableKind,
     VariableSpec,
+    aligned_bytes,
 )
-from shardyard.transport.same_host import Shared
+from shardyard.transport.same_host import Attached, Shared, attach
+from shardyard_worker.device import Copies, Wanted, tensor_of
 
 Bytes = npt.NDArray[np.uint8]
 Codes = Mapping[PartitionId, tuple[memoryview, ...]]
 Encode = Callable[[Block, npt.NDArray[np.generic]], memoryview]
+EncodeTensors = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 Key = tuple[int, int]
 """Where a partition's values lie: (region, byte) of its server's memory; (-1 or -2, 0): came over a stream."""
 
@@ -90,7 +95,7 @@ class _Piece:
         return self.start + self.length * self.dtype.item_bytes
 
     def of(self, payload: Bytes) -> torch.Tensor:
-        return torch.from_numpy(payload[self.start : self.stop]).view(TORCH_DTYPES[self.dtype])
+        return tensor_of(payload[self.start : self.stop]).view(TORCH_DTYPES[self.dtype])
 
 
 def _pieces(layout: JobLayout, part: PartitionLayout) -> tuple[_Piece, ...]:
@@ -117,10 +122,19 @@ class _Values:
     tensors: tuple[torch.Tensor, ...]
 
 
+class Span(NamedTuple):
+    """Bytes [begin, end) of a server's payload, multiples of 64."""
+
+    server: Incarnation
+    begin: int
+    end: int
+
+
 @dataclass
 class _Home:
     """What one server has: partitions in order, the byte at which each begins in the server's payload, their pieces."""
 
+    server: Incarnation
     partitions: tuple[PartitionId, ...]
     begins: tuple[int, ...]
     nbytes: int
@@ -130,6 +144,7 @@ class _Home:
     memory: Shared | None
     gradients: Bytes
     landings: list[Bytes] = field(default_factory=list)
+    attached: list[Attached] = field(default_factory=list)
     shadow: Bytes | None = None
     current: list[_Values] = field(default_factory=list)
     incoming: list[_Values] = field(default_factory=list)
@@ -158,11 +173,20 @@ class Buckets:
     """The buffers of a job's variables under one partition map.
 
     `shareable`: gradients lie in memory that servers on this machine may open. `slots`: pushes that may be under way at
-    a time, each with gradients of its own.
+    a time, each with gradients of its own. `copies`: by which tensors on a GPU are copied, if there are any.
     """
 
-    def __init__(self, layout: JobLayout, map_: PartitionMap, *, shareable: bool = False, slots: int = 1) -> None:
+    def __init__(
+        self,
+        layout: JobLayout,
+        map_: PartitionMap,
+        *,
+        shareable: bool = False,
+        slots: int = 1,
+        copies: Copies | None = None,
+    ) -> None:
         self._layout = layout
+        self._copies = copies
         self._slots = slots
         self._slot = 0
         self._homes: dict[Incarnation, _Home] = {}
@@ -179,6 +203,8 @@ class Buckets:
 
     def close(self) -> None:
         """Servers cannot attach from now on, and copies are made by one thread."""
+        if self._copies is not None:
+            self._copies.close()
         for home in self._homes.values():
             if home.memory is not None:
                 home.memory.close()
@@ -192,8 +218,9 @@ class Buckets:
         for part in parts:
             begins.append(total)
             total += part.payload_bytes
-        memory, gradients = _gradient_memory(self._slots * total, shareable)
+        memory, gradients = _gradient_memory(self._slots * total, shareable, self._copies)
         home = _Home(
+            server,
             partitions,
             tuple(begins),
             total,
@@ -242,18 +269,46 @@ class Buckets:
         new value (buffer), or None. What lies there already is left. Raises ShapeMismatch, DTypeMismatch,
         UnsupportedModel, having sent nothing."""
         views, pairs = self._views[self._slot], []
+        wanted: list[Wanted] = []
         for index, tensor in enumerate(sent):
             if tensor is None or tensor is views[index]:
                 continue
             check_tensor(self._layout.variables[index], tensor)
+            if self._copies is not None:
+                if self._copies.carries(tensor):
+                    wanted.append(self._wanted(index, tensor))
+                    continue
+                self._copies.forget(index)
             flat = tensor.detach().reshape(-1)
             for where, into in zip(self._where[index], self._gradients[self._slot][index], strict=True):
                 pairs.append((into, flat[where.piece.offset : where.piece.offset + where.piece.length]))
         self._copy(pairs)
+        if wanted and self._copies is not None:
+            self._copies.fetch(wanted)
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on a GPU: its elements are copied, by `take` or `fill`."""
+        return self._copies is not None and self._copies.carries(tensor)
+
+    def take(self, index: int, gradient: torch.Tensor) -> Callable[[], None] | None:
+        """Begins to copy a gradient that a GPU has just made; `fill` of the same, unchanged, will not have to. What is
+        given back returns when it lies in its view. None: it is left to `fill`."""
+        spec = self._layout.variables[index]
+        fits = tuple(gradient.shape) == spec.shape and gradient.dtype is TORCH_DTYPES[spec.dtype]
+        if self._copies is None or not fits or gradient.layout is not torch.strided:
+            return None
+        begun = self._copies.take(self._wanted(index, gradient))
+        return None if begun is None else begun.synchronize
+
+    def _wanted(self, index: int, tensor: torch.Tensor) -> Wanted:
+        offsets = tuple(where.piece.offset for where in self._where[index])
+        return Wanted(index, tensor, self._gradients[self._slot][index], offsets)
 
     def next_slot(self) -> None:
         """What was filled in belongs to a push that is under way; the next one is put elsewhere."""
         self._slot = (self._slot + 1) % self._slots
+        if self._copies is not None:
+            self._copies.forget()
 
     def memory(self, server: Incarnation) -> Shared | None:
         """The memory that a server on this machine may open, if gradients lie in such."""
@@ -289,8 +344,21 @@ class Buckets:
             parts.append(PushPart(partition, nbytes, _absent_blocks(part, absent)))
         return tuple(parts), pieces
 
+    def span(self, index: int) -> Span | None:
+        """Where a variable that lies in one piece has its gradient, with its filling."""
+        if len(self._where[index]) != 1:
+            return None
+        (where,) = self._where[index]
+        begin = where.home.begins[where.part]
+        return Span(where.home.server, begin + where.piece.start, begin + aligned_bytes(where.piece.stop))
+
+    def payload(self, server: Incarnation) -> Bytes:
+        """The whole of what the next push carries."""
+        home = self._homes[server]
+        return home.gradients[self._slot * home.nbytes :][: home.nbytes]
+
     def shared_parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[PushPart, ...]:
-        """A server's part of a push whose payload it reads where it lies: in the whole layout, whatever is absent."""
+        """A server's part of a push in the whole layout, whatever is absent."""
         home = self._homes[server]
         if not absent:
             return home.whole
@@ -311,6 +379,25 @@ class Buckets:
             for home in self._homes.values()
             for index, partition in enumerate(home.partitions)
         }
+
+    def encode_tensors(self, sent: Sequence[torch.Tensor | None], encode: EncodeTensors) -> Codes:
+        """As `encode`, of tensors where they are, all blocks at once. They have been checked (`check_tensor`)."""
+        flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in sent]
+        places: list[PartitionId] = []
+        blocks: list[tuple[Block, torch.Tensor]] = []
+        for home in self._homes.values():
+            for partition in home.partitions:
+                for block in self._layout.partitions[partition].blocks:
+                    tensor = flat[block.variable]
+                    if tensor is not None:
+                        places.append(partition)
+                        blocks.append((block, tensor[block.offset : block.offset + block.length]))
+        codes: dict[PartitionId, list[memoryview]] = {
+            partition: [] for home in self._homes.values() for partition in home.partitions
+        }
+        for partition, code in zip(places, encode(blocks), strict=True):
+            codes[partition].append(code)
+        return {partition: tuple(found) for partition, found in codes.items()}
 
     def coded_parts(
         self, server: Incarnation, absent: frozenset[int], codes: Codes
@@ -345,7 +432,7 @@ class Buckets:
         """Where the next version of a server's values is put together, if it comes over a stream."""
         home = self._homes[server]
         if not home.landings:
-            home.landings = [np.zeros(home.nbytes, np.uint8) for _ in range(2)]
+            home.landings = [_zeros(home.nbytes, self._copies) for _ in range(2)]
         return home.landings[_free(home)].data
 
     def land_codes(self, server: Incarnation, codes: Bytes, sizes: Sequence[int], *, to_shadow: bool) -> None:
@@ -388,6 +475,24 @@ class Buckets:
         """Places in the server's memory mean something else from now on. The current values stay what they are."""
         home = self._homes[server]
         home.known = {at: values for at, values in home.known.items() if values.key[0] < 0}
+        if self._copies is not None and home.attached:
+            self._copies.settle()
+            for memory in home.attached:
+                self._copies.unpin(memory.bytes)
+            home.attached = []
+
+    def attach(self, server: Incarnation, ticket: Ticket) -> Attached:
+        """Opens a server's memory, such that values can be where they lie. Raises NotShareable."""
+        if self._copies is None or not self._copies.alone:
+            return attach(ticket, private=True)
+        memory = self._copies.attach(ticket)
+        self._homes[server].attached.append(memory)
+        return memory
+
+    def settle(self) -> None:
+        """Until current values are not read any more by copies to a GPU. Before a server's next exchange."""
+        if self._copies is not None:
+            self._copies.settle()
 
     def flip(self) -> None:
         """What has come, from all servers, is the current version."""
@@ -401,7 +506,8 @@ class Buckets:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, target in targets.items():
             pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
-            if view and len(pieces) == 1 and self._layout.variables[index].kind is VariableKind.PARAMETER:
+            is_parameter = self._layout.variables[index].kind is VariableKind.PARAMETER
+            if view and len(pieces) == 1 and is_parameter and not self.carries(target):
                 target.data = pieces[0][1].view(target.shape)
                 continue
             contiguous = target.is_contiguous()
@@ -419,7 +525,12 @@ class Buckets:
         self._copy(pairs)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies (into, from) pairs of flat tensors; much of it by two threads."""
+        """Copies (into, from) pairs of flat tensors; much of it by two threads. Those into a GPU are only begun."""
+        if self._copies is not None:
+            away = [pair for pair in pairs if self._copies.carries(pair[0])]
+            if away:
+                self._copies.bring(away)
+                pairs = [pair for pair in pairs if not self._copies.carries(pair[0])]
         if not pairs:
             return
         nbytes = sum([into.nbytes for into, _ in pairs])
@@ -443,14 +554,20 @@ def _free(home: _Home) -> int:
     return 1 if home.current and home.current[0].key == (-1, 0) else 0
 
 
-def _gradient_memory(nbytes: int, shareable: bool) -> tuple[Shared | None, Bytes]:
+def _gradient_memory(nbytes: int, shareable: bool, copies: Copies | None) -> tuple[Shared | None, Bytes]:
     if shareable and nbytes:
         try:
             memory = Shared(nbytes, read_only=True)
         except NotShareable:
-            return None, np.zeros(nbytes, np.uint8)
+            return None, _zeros(nbytes, copies)
+        if copies is not None:
+            copies.pin(memory.bytes)
         return memory, memory.bytes
-    return None, np.zeros(nbytes, np.uint8)
+    return None, _zeros(nbytes, copies)
+
+
+def _zeros(nbytes: int, copies: Copies | None) -> Bytes:
+    return np.zeros(nbytes, np.uint8) if copies is None else copies.memory(nbytes)
 
 
 def _absent_blocks(part: PartitionLayout, absent: frozenset[int]) -> tuple[int, ...]:

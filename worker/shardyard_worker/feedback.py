@@ -193,11 +193,10 @@ class _LowRank(_Memory):
 
 def first_or(factor: npt.NDArray[np.float32] | None, shape: tuple[int, int], key: int) -> npt.NDArray[np.float32]:
     """PowerSGD's last right factor; what a gradient of lower rank has made zeros of is drawn anew."""
-    drawn = encoding.first_factor(*shape, key)
     if factor is None:
-        return drawn
+        return encoding.first_factor(*shape, key)
     lost = np.abs(factor).max(axis=1, keepdims=True) == 0
-    return np.where(lost, drawn, factor)
+    return np.where(lost, encoding.first_factor(*shape, key), factor) if lost.any() else factor
 
 
 class Feedback:

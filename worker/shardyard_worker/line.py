@@ -17,7 +17,7 @@ import numpy as np
 from shardyard.ground import errors
 from shardyard.ground.types import Incarnation, PartitionId, PullResult, PushKind, PushOrder
 from shardyard.transport.peers import Peer, Stream
-from shardyard.transport.same_host import Attached, attach
+from shardyard.transport.same_host import Attached
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderWriter
@@ -30,13 +30,19 @@ CODE_HEAD_BYTES_MAX = 64
 """What a code may be longer than its block's elements as they are."""
 
 
+Piece = tuple[int, memoryview]
+"""Bytes of a payload and their place in it."""
+
+
 @dataclass(frozen=True)
 class LineSettings:
-    """`same_host`: whether shared memory is tried. `view`: whether parameters may become views on a server's memory."""
+    """`same_host`: whether shared memory is tried. `view`: whether parameters may become views on a server's memory.
+    `ahead`: whether gradients are sent while others are computed."""
 
     same_host: bool
     view: bool
     deadline_ms: int
+    ahead: bool = False
 
 
 class Line:
@@ -68,12 +74,29 @@ class Line:
         if self._shareable:
             self._attach(order)
 
-    def begin(self, order: PushOrder, pieces: Sequence[memoryview]) -> None:
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether a payload may be sent ahead of its header: where it travels, and is not on its way in a moment."""
+        return self._settings.ahead and self._stream is not None and not self.shared and self._exchanges > 0
+
+    def send_ahead(self, at: int, piece: memoryview) -> None:
+        """Sends a piece of the next push's payload. Safe from another thread than the exchanges', between them."""
+        stream = self._stream
+        if stream is None:
+            raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
+        stream.send(frames.cut_places(b"", [(at, piece)]), answered=False)
+
+    def begin(self, order: PushOrder, pieces: Sequence[Piece]) -> None:
         """Sends a request; `finish` must follow. `pieces` must not change before."""
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
-        stream.send(frames.cut(self._headers.write(order), pieces))
+        self._buckets.settle()
+        header = self._headers.write(order)
+        if order.rest is None:
+            stream.send(frames.cut(header, [piece for _, piece in pieces]))
+        else:
+            stream.send(frames.cut_places(header, pieces))
 
     def finish(self, order: PushOrder, *, deadline_ms: int | None = None) -> PullResult:
         """The answer; values pulled are incoming in the buckets. Raises what the server refused, or Unavailable."""
@@ -119,7 +142,7 @@ class Line:
         if said.attached:
             try:
                 for ticket in said.regions:
-                    self._regions[ticket.region] = attach(ticket, private=True)
+                    self._regions[ticket.region] = self._buckets.attach(self.server, ticket)
                 self.shared = True
                 log.debug("server %s: payloads lie in shared memory", self.server)
                 return
@@ -149,7 +172,7 @@ class Line:
         result = convert.pulled_from_header(first.header, pulled, pushed)
         for ticket in result.regions:
             if self.shared:
-                self._regions[ticket.region] = attach(ticket, private=True)
+                self._regions[ticket.region] = self._buckets.attach(self.server, ticket)
         if wish is None or result.missing:
             return result
         if wish.shared:
@@ -204,7 +227,7 @@ class Line:
             if memory is None:
                 yield (0, 0), _NOTHING
                 continue
-            if self._settings.view:
+            if self._settings.view and memory.private:
                 memory.refresh(place.at, nbytes)
             yield (place.region, place.at), memory.bytes[place.at : place.at + nbytes]
 

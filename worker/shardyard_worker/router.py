@@ -37,8 +37,9 @@ from shardyard.ground.types import (
 from shardyard.runtime.waiting import Vigil
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_worker.ahead import Ahead
 from shardyard_worker.buckets import Buckets, Codes
-from shardyard_worker.line import Line, LineSettings
+from shardyard_worker.line import Line, LineSettings, Piece
 from shardyard_worker.patience import Patience
 from shardyard_worker.session import Session
 
@@ -46,7 +47,7 @@ log = logging.getLogger("shardyard.worker")
 
 _NOBODY: frozenset[PartitionId] = frozenset()
 R = TypeVar("R")
-Make = Callable[[Line], tuple[PushOrder, Sequence[memoryview]] | None]
+Make = Callable[[Line], tuple[PushOrder, Sequence[Piece]] | None]
 """What to ask of a server, if anything; made when the line is open."""
 
 THREADS_BYTES_MIN = 256 * KIB
@@ -95,7 +96,12 @@ class Router:
         self._map = map_
         self._buckets = buckets
         settings = session.settings.worker
-        line_settings = LineSettings(settings.same_host == "auto", settings.pull == "view", settings.rpc_deadline_ms)
+        line_settings = LineSettings(
+            settings.same_host == "auto",
+            settings.pull == "view",
+            settings.rpc_deadline_ms,
+            settings.overlap == "always",
+        )
         self._lines = {
             server: Line(
                 server, session.network.connect(owners[0].address, name=f"server {server}"), buckets, line_settings
@@ -110,6 +116,9 @@ class Router:
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
         self._vigil = Vigil()
+        self._ahead: Ahead | None = None
+        if settings.overlap == "always":
+            self._ahead = Ahead(buckets, self._lines)
         session.on_failure(self.close)
 
     def leave(self) -> None:
@@ -124,6 +133,8 @@ class Router:
         for line in self._lines.values():
             line.break_off()
             line.peer.close()
+        if self._ahead is not None:
+            self._ahead.close()
         self._pool.shutdown(wait=False)
 
     # ---- the four things a worker asks of servers
@@ -141,28 +152,35 @@ class Router:
 
     def push(self, shipment: Shipment) -> Answer:
         """Applies a push on all servers. Raises what one of them refused."""
-        answers = self._exchange(partial(self._shipped, shipment, None), f"push {shipment.name} to be applied")
+        pushes = shipment.kind is PushKind.GRADIENT
+        make = partial(self._shipped, shipment, None)
+        answers = self._exchange(make, f"push {shipment.name} to be applied", pushes=pushes)
         results = tuple(result for answer in answers for result in answer.push)
         return Answer(results=results, foreign=self._foreign(answers))
 
     def push_pull(self, shipment: Shipment, wish: Wish) -> Answer:
         """A push, and then a pull of what is wished, in one round trip for each server."""
         self._landed.clear()
-        return self._answer(
-            self._exchange(partial(self._shipped, shipment, wish), f"push {shipment.name} to be applied")
-        )
+        pushes = shipment.kind is PushKind.GRADIENT
+        make = partial(self._shipped, shipment, wish)
+        return self._answer(self._exchange(make, f"push {shipment.name} to be applied", pushes=pushes))
 
     def pull(self, wish: Wish) -> Answer:
         """Asks the servers whose parts have not landed since the last complete pull. To begin a new one, or after a
         push_pull that is not complete, ask until `missing` is empty."""
 
-        def ask(line: Line) -> tuple[PushOrder, Sequence[memoryview]] | None:
+        def ask(line: Line) -> tuple[PushOrder, Sequence[Piece]] | None:
             if line.server in self._landed:
                 return None
             order = self._order(line.server, PushKind.NOTHING)
             return replace(order, pull=self._wish(line, wish)), ()
 
-        return self._answer(self._exchange(ask, f"version {wish.number} of the parameters"))
+        return self._answer(self._exchange(ask, f"version {wish.number} of the parameters", pushes=False))
+
+    def ready(self, index: int) -> None:
+        """The gradient of a variable lies in its view; more may follow before it is pushed."""
+        if self._ahead is not None:
+            self._ahead.ready(index)
 
     def abandon_pull(self) -> None:
         """Forgets what has landed of a pull that was not completed."""
@@ -199,20 +217,26 @@ class Router:
     def _order(self, server: Incarnation, kind: PushKind, *, detach: bool = False) -> PushOrder:
         return PushOrder(self._session.caller, server, self._map.generation, NO_NAME, kind, (), 0.0, (), detach=detach)
 
-    def _shipped(
-        self, shipment: Shipment, wish: Wish | None, line: Line
-    ) -> tuple[PushOrder, Sequence[memoryview]] | None:
+    def _shipped(self, shipment: Shipment, wish: Wish | None, line: Line) -> tuple[PushOrder, Sequence[Piece]] | None:
         """A server's part of a shipment, and its payload unless that is read where it lies."""
-        server, shared_at = line.server, None
-        pieces: Sequence[memoryview] = ()
+        server, shared_at, rest = line.server, None, None
+        pieces: Sequence[Piece] = ()
         if shipment.kind is PushKind.EMPTY:
             parts = self._buckets.empty_parts(server)
         elif shipment.codes is not None:
-            parts, pieces = self._buckets.coded_parts(server, shipment.absent, shipment.codes)
+            parts, codes = self._buckets.coded_parts(server, shipment.absent, shipment.codes)
+            pieces = _placed(codes)
         elif line.shared:
             parts, shared_at = self._buckets.shared_parts(server, shipment.absent), self._buckets.place(server)
         else:
-            parts, pieces = self._buckets.parts(server, shipment.absent)
+            rest = self._ahead.rest(server) if self._ahead is not None else None
+            if rest is not None:
+                parts = self._buckets.shared_parts(server, shipment.absent)
+                payload = self._buckets.payload(server)
+                pieces = [(span.begin, payload[span.begin : span.end].data) for span in rest]
+            else:
+                parts, whole = self._buckets.parts(server, shipment.absent)
+                pieces = _placed(whole)
         order = PushOrder(
             self._session.caller,
             server,
@@ -224,6 +248,7 @@ class Router:
             shipment.groups,
             None if wish is None else self._wish(line, wish),
             shared_at,
+            rest=None if rest is None else sum([len(piece) for _, piece in pieces]),
         )
         return order, pieces
 
@@ -249,11 +274,15 @@ class Router:
             shared=line.shared and not self._coding,
         )
 
-    def _exchange(self, make: Make, waiting_for: str) -> list[PullResult]:
+    def _exchange(self, make: Make, waiting_for: str, *, pushes: bool) -> list[PullResult]:
         """An exchange with every server for which `make` has one, all at once. Raises the first refusal when all are
         done. Where much travels over streams each server has a thread; else this one does it all."""
         self._session.check()
         lines = self._all
+        if self._ahead is not None:
+            self._ahead.drain()
+            if not pushes:
+                self._ahead.forget()
         try:
             if len(lines) > 1 and self._streamed_bytes(lines) > THREADS_BYTES_MIN:
                 found = self._ask_all(partial(self._attempt, make), waiting_for)
@@ -384,3 +413,13 @@ class Router:
 
 def _joined(pieces: Sequence[tuple[R, ...]]) -> tuple[R, ...]:
     return pieces[0] if len(pieces) == 1 else tuple(item for piece in pieces for item in piece)
+
+
+def _placed(pieces: Sequence[memoryview]) -> list[Piece]:
+    """Pieces one after the other."""
+    found: list[Piece] = []
+    at = 0
+    for piece in pieces:
+        found.append((at, piece))
+        at += len(piece)
+    return found

@@ -34,7 +34,9 @@ from shardyard.ground.types import (
 from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.buckets import Buckets, Codes
+from shardyard_worker.buckets import Buckets, Codes, check_tensor
+from shardyard_worker.device import Copies, copies_for
+from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.gradients import Gradients
 from shardyard_worker.router import Answer, Router, Shipment, Wish
@@ -107,21 +109,25 @@ class Training:
         reply = session.ask(methods.REGISTER_VARIABLES, request)
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
         self._view = session.settings.worker.pull == "view"
+        copies = copies_for(v.target for v in variables if v.spec.kind is VariableKind.PARAMETER)
         self.buckets = Buckets(
             layout,
             map_,
             shareable=session.settings.worker.same_host == "auto",
             slots=session.settings.worker.window + 1,
+            copies=copies,
         )
-        compression = session.job_settings.compression
         self._layout = layout
-        self.feedback: Feedback | None = None
-        if compression.push_rules.compresses:
-            self.feedback = Feedback(compression, layout, seed=session.seed, worker=session.caller.incarnation)
+        self.feedback = self._make_feedback(copies)
+        compression = session.job_settings.compression
         coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
         self.router = Router(session, map_, self.buckets, coding=coding)
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
-        self._gradients = Gradients(self.buckets, self._targets)
+        coded_there = isinstance(self.feedback, DeviceFeedback)
+        overlaps = session.settings.worker.overlap == "always" and self.feedback is None
+        self._gradients = Gradients(
+            self.buckets, {} if coded_there else self._targets, ready=self.router.ready if overlaps else None
+        )
         try:
             if reply.initializer:
                 self._initialize()
@@ -136,14 +142,29 @@ class Training:
         self.router.close()
         self.buckets.close()
 
+    def _make_feedback(self, copies: Copies | None) -> Feedback | None:
+        """Where codes are made: where the gradients are."""
+        compression, worker = self.session.job_settings.compression, self.session.caller.incarnation
+        if not compression.push_rules.compresses:
+            return None
+        if copies is None:
+            return Feedback(compression, self._layout, seed=self.session.seed, worker=worker)
+        devices = [variable.target.device for variable in self.variables]
+        return DeviceFeedback(
+            compression, self._layout, seed=self.session.seed, worker=worker, devices=devices, copies=copies
+        )
+
     # ---- pushes and pulls
 
     def ship(self, name: PushName, sending: Sending | None) -> Shipment:
         """Puts what is sent into the buckets. None: a named empty push."""
         if sending is None:
             return Shipment(name, PushKind.EMPTY, 0.0)
-        self.buckets.fill(sending.tensors)
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
+        if isinstance(self.feedback, DeviceFeedback) and sending.coded:
+            made = self._encode_there(self.feedback, name, sending.tensors)
+            return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, made)
+        self.buckets.fill(sending.tensors)
         codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
         return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, codes)
 
@@ -153,6 +174,16 @@ class Training:
             self.buckets.encode(absent, partial(_gather, gradients, self._layout))
         feedback.begin(gradients, work=_numbers(name))
         return self.buckets.encode(absent, feedback.encode)
+
+    def _encode_there(self, feedback: DeviceFeedback, name: PushName, tensors: Sequence[torch.Tensor | None]) -> Codes:
+        gradients: list[torch.Tensor] = []
+        for spec, tensor in zip(self._layout.variables, tensors, strict=True):
+            if tensor is not None:
+                check_tensor(spec, tensor)
+                if spec.kind is VariableKind.PARAMETER:
+                    gradients.append(tensor)
+        feedback.begin(gradients if feedback.clips else (), work=_numbers(name))
+        return self.buckets.encode_tensors(tensors, feedback.encode_all)
 
     def counted(self, answer: Answer) -> None:
         """A push was answered: what other workers' pushes of the same work had brought is not taken as sent."""
