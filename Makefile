@@ -9,7 +9,7 @@ NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client up down status protos protos-check check test test-containers bench clean
+.PHONY: help setup node-client up down status protos protos-check check test test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -54,10 +54,13 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/lint-imports
 
 test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
-	@$(BIN)/python -m pytest tests --ignore=tests/containers
+	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu
 
 test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
 	@$(BIN)/python -m pytest tests/containers -m containers
+
+test-gpu: $(STAMP) ## training on a GPU; needs a CUDA device
+	@$(BIN)/python -m pytest tests/gpu -m gpu
 
 bench: $(STAMP) ## run benchmarks (BENCH=name for one)
 	@for f in $(if $(BENCH),benchmarks/$(BENCH).py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$f || exit 1; done

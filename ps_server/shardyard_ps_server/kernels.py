@@ -27,18 +27,21 @@ from numba.core import types
 from numba.np.numpy_support import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from shardyard.transport.copies import copy_past_cache
+
 Array = npt.NDArray[np.floating[Any]]
 Scalar = np.floating[Any]
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.int64]
 Shares = npt.NDArray[np.float64]
-Task = tuple[Bytes, Bytes, Addresses, Shares, Array, int, int]
+Task = tuple[Bytes, Bytes, Addresses, Shares, Array, Array, int, int]
 """What is to be updated, bytes [start, stop) of one partition's payload:
 
     old, new     values before and after
     sources      addresses of the payloads that were pushed, as `locate` gives them
     shares       each source's share of the mean; empty: a lone source, taken as it is
     scratch      memory for the sum of a piece; its dtype is that of the elements
+    staged       memory for the next values of a piece, which then go past the cache; empty: they are written in place
     start, stop  multiples of the element's size
 """
 
@@ -93,8 +96,10 @@ def _part(values: Bytes, begin: int, end: int, scratch: Array) -> Array:
 
 @_compiled
 def _pieces(task: Task) -> tuple[int, int, int]:
-    """The range of where pieces begin: one piece where there is nothing to sum."""
-    _, _, _, shares, scratch, start, stop = task
+    """The range of where pieces begin: one piece where there is nothing to sum, or to stage."""
+    _, _, _, shares, scratch, staged, start, stop = task
+    if staged.size:
+        return start, stop, staged.size * staged.itemsize
     return start, stop, (max(stop - start, 1) if shares.size == 0 else scratch.size * scratch.itemsize)
 
 
@@ -121,7 +126,7 @@ def _scale(source: int, share: float, begin: int, total: Array) -> None:
 
 @_compiled
 def _gradient(task: Task, begin: int, n: int) -> Array:
-    _, _, sources, shares, scratch, _, _ = task
+    _, _, sources, shares, scratch, _, _, _ = task
     if shares.size == 0:
         return _source(sources[0] + begin, n, scratch)
     total = scratch[:n]
@@ -135,15 +140,24 @@ def _gradient(task: Task, begin: int, n: int) -> Array:
 @_compiled
 def _window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
     """Values before, gradient, and values after, of bytes [begin, end)."""
-    old, new, _, _, scratch, _, _ = task
-    g = _gradient(task, begin, (end - begin) // scratch.itemsize)
-    return _part(old, begin, end, scratch), g, _part(new, begin, end, scratch)
+    old, new, _, _, scratch, staged, _, _ = task
+    n = (end - begin) // scratch.itemsize
+    after = staged[:n] if staged.size else _part(new, begin, end, scratch)
+    return _part(old, begin, end, scratch), _gradient(task, begin, n), after
+
+
+@_compiled
+def _put(task: Task, begin: int, end: int) -> None:
+    """The next values of bytes [begin, end) are made; they go where they belong."""
+    _, new, _, _, _, staged, _, _ = task
+    if staged.size:
+        copy_past_cache(new[begin:end], staged.view(np.uint8)[: end - begin])
 
 
 @_compiled
 def mean(task: Task) -> None:
     """The sum of share times value of two sources or more, as the next values."""
-    _, new, sources, shares, scratch, _, _ = task
+    _, new, sources, shares, scratch, _, _, _ = task
     start, stop, step = _pieces(task)
     for begin in range(start, stop, step):
         _sum(sources, shares, begin, _part(new, begin, min(begin + step, stop), scratch))
@@ -178,6 +192,7 @@ def sgd(task: Task, scalars: Array) -> None:
         w_in, g, w_out = _window(task, begin, end)
         for i in range(w_in.size):
             w_out[i] = w_in[i] - lr * _slope(g[i], w_in[i], sign, decay)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -194,6 +209,7 @@ def sgd_momentum(task: Task, buffer: Bytes, scalars: Array, first: bool, nestero
             b = x if first else momentum * velocity[i] + keep * x
             velocity[i] = b
             w_out[i] = w_in[i] - lr * (x + momentum * b if nesterov else b)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -217,6 +233,7 @@ def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
             avg[i] = m
             avg_sq[i] = v
             w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(v) / root2 + eps)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -241,6 +258,7 @@ def amsgrad(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, max_exp_avg_sq: Bytes
             avg_sq[i] = v
             max_sq[i] = largest
             w_out[i] = shrink * w_in[i] - rate * m / (np.sqrt(largest) / root2 + eps)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -256,6 +274,7 @@ def adagrad(task: Task, total: Bytes, scalars: Array) -> None:
             s = sums[i] + x * x
             sums[i] = s
             w_out[i] = w_in[i] - lr * x / (np.sqrt(s) + eps)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -272,6 +291,7 @@ def rmsprop(task: Task, square_avg: Bytes, scalars: Array) -> None:
             v = alpha * squares[i] + weight * x * x
             squares[i] = v
             w_out[i] = w_in[i] - lr * x / (np.sqrt(v) + eps)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -290,6 +310,7 @@ def rmsprop_momentum(task: Task, square_avg: Bytes, buffer: Bytes, scalars: Arra
             squares[i] = v
             velocity[i] = b
             w_out[i] = w_in[i] - lr * b
+        _put(task, begin, end)
 
 
 @_compiled
@@ -310,6 +331,7 @@ def rmsprop_centered(task: Task, square_avg: Bytes, grad_avg: Bytes, scalars: Ar
             squares[i] = v
             means[i] = a
             w_out[i] = w_in[i] - lr * x / (np.sqrt(v - a * a) + eps)
+        _put(task, begin, end)
 
 
 @_compiled
@@ -332,6 +354,7 @@ def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, bu
             means[i] = a
             velocity[i] = b
             w_out[i] = w_in[i] - lr * b
+        _put(task, begin, end)
 
 
 ALL = (

@@ -235,7 +235,7 @@ def _mean_once(dtype: npt.DTypeLike) -> None:
     payload.flags.writeable = False
     right = kernels.locate(old, new, payload, 1)
     scratch = np.zeros(8, np.uint8).view(dtype)
-    kernels.mean((new, new, np.array([left, right]), np.ones(2), scratch, 0, 8))
+    kernels.mean((new, new, np.array([left, right]), np.ones(2), scratch, scratch[:0], 0, 8))
 
 
 def _step_once(kind: str, given: dict[str, float], dtype: npt.DTypeLike) -> None:
@@ -265,4 +265,5 @@ def _plain_task(w_in: Array, g: Array, w_out: Array) -> tuple[Task, Any]:
     new, gradient = w_out.view(np.uint8), g.view(np.uint8)
     sources: Addresses = np.array([kernels.locate(old, new, gradient, g.itemsize)])
     assert sources[0] != 0 or not old.size
-    return (old, new, sources, LONE, np.empty(0, w_in.dtype), 0, old.size), gradient
+    nothing: Array = np.empty(0, w_in.dtype)
+    return (old, new, sources, LONE, nothing, nothing, 0, old.size), gradient

@@ -286,11 +286,19 @@ def test_overlapping_or_unlike_arrays_are_a_defect_of_the_caller() -> None:
         rule.step(settings, 0, w, g, out, [])
 
 
-def _task(w: np.ndarray, members: Sequence[np.ndarray], shares: Sequence[float], out: np.ndarray, piece: int) -> Any:
+def _task(
+    w: np.ndarray,
+    members: Sequence[np.ndarray],
+    shares: Sequence[float],
+    out: np.ndarray,
+    piece: int,
+    staged: int = 0,
+) -> Any:
     old, new = w.view(np.uint8), out.view(np.uint8)
     sources = np.array([kernels.locate(old, new, member.view(np.uint8), w.itemsize) for member in members])
     assert all(sources)
-    return old, new, sources, np.array(shares, np.float64), np.empty(piece, w.dtype), 0, old.size
+    scratch, room = np.empty(piece, w.dtype), np.empty(staged, w.dtype)
+    return old, new, sources, np.array(shares, np.float64), scratch, room, 0, old.size
 
 
 def _weighted_sum(members: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
@@ -324,14 +332,14 @@ def test_multiplication_and_addition_are_rounded_apart(dtype: Float) -> None:
 def test_sum_in_pieces_is_the_gradient_that_numpy_sums(kind: str, given: Mapping[str, float], dtype: Float) -> None:
     rng = np.random.default_rng(22)
     w = rng.standard_normal(ELEMENTS).astype(dtype)
-    for count, piece in ((1, 64), (2, 16), (3, 64), (5, ELEMENTS + 1)):
+    for count, piece, staged in ((1, 64, 0), (2, 16, 0), (3, 64, 32), (5, ELEMENTS + 1, 0), (1, 64, 48), (2, 128, 128)):
         shares = [float(share) for share in rng.random(count)]
         members = [(rng.standard_normal(ELEMENTS) * 10.0 ** rng.integers(-3, 4)).astype(dtype) for _ in range(count)]
         plain = Ours(kind, given, w)
         plain.step(given, _weighted_sum(members, shares))
         rule, out = optimizers.make(kind), np.full_like(w, np.nan)
         state = [np.full_like(w, slot.initial) for slot in rule.slots(make_group(kind, given))]
-        task = _task(w, members, shares, out, piece)
+        task = _task(w, members, shares, out, piece, staged)
         rule.update(make_group(kind, given), 1, task, [array.view(np.uint8) for array in state])
         assert out.tobytes() == plain.w.tobytes(), (count, piece)
         assert [array.tobytes() for array in state] == [array.tobytes() for array in plain.state]
@@ -339,8 +347,8 @@ def test_sum_in_pieces_is_the_gradient_that_numpy_sums(kind: str, given: Mapping
 
 def test_part_of_a_payload_is_updated_and_the_rest_left_alone() -> None:
     w, g, out = np.arange(64, dtype=np.float32), np.ones(64, np.float32), np.full(64, -1, np.float32)
-    old, new, sources, shares, scratch, _, _ = _task(w, [g], [], out, 0)
-    optimizers.make("sgd").update(make_group("sgd", {"lr": 1.0}), 1, (old, new, sources, shares, scratch, 64, 128), [])
+    *task, _, _ = _task(w, [g], [], out, 0)
+    optimizers.make("sgd").update(make_group("sgd", {"lr": 1.0}), 1, (*task, 64, 128), [])
     assert out[16:32].tolist() == [each - 1 for each in range(16, 32)]
     assert set(out[:16]) == set(out[32:]) == {-1}
 
@@ -417,7 +425,7 @@ def test_kernels_compile_where_no_directory_can_be_written(monkeypatch: pytest.M
     w, g, out = np.array([3.0]), np.array([2.0]), np.zeros(1)
     old, new = w.view(np.uint8), out.view(np.uint8)
     sources = np.array([names["locate"](old, new, g.view(np.uint8), 8)])
-    names["sgd"]((old, new, sources, np.empty(0), np.empty(0), 0, 8), np.array([1.0, 0.5, 0.0]))
+    names["sgd"]((old, new, sources, np.empty(0), np.empty(0), np.empty(0), 0, 8), np.array([1.0, 0.5, 0.0]))
     assert out[0] == 2.0
     assert names["sgd"].stats.cache_path is None
 

@@ -35,6 +35,7 @@ from shardyard.ground.types import (
     VariableSpec,
     aligned_bytes,
 )
+from shardyard.transport.copies import copy_past_cache
 from shardyard.transport.same_host import Attached, Shared, attach
 from shardyard_worker.device import Copies, Wanted, tensor_of
 
@@ -507,7 +508,8 @@ class Buckets:
         for index, target in targets.items():
             pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
             is_parameter = self._layout.variables[index].kind is VariableKind.PARAMETER
-            if view and len(pieces) == 1 and is_parameter and not self.carries(target):
+            is_here = target.device.type == "cpu" and not self.carries(target)
+            if view and len(pieces) == 1 and is_parameter and is_here:
                 target.data = pieces[0][1].view(target.shape)
                 continue
             contiguous = target.is_contiguous()
@@ -544,8 +546,8 @@ class Buckets:
         while half > 0:
             half -= cut[at][0].nbytes
             at += 1
-        other = self._pool.submit(_copy_in_order, cut[at:])
-        _copy_in_order(cut[:at])
+        other = self._pool.submit(_copy_past_cache, cut[at:])
+        _copy_past_cache(cut[:at])
         other.result()
 
 
@@ -578,6 +580,16 @@ def _cut(into: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[torch.Tenso
     each = COPY_BYTES_EACH // into.element_size()
     for at in range(0, into.numel(), each):
         yield into[at : at + each], values[at : at + each]
+
+
+def _copy_past_cache(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """As `_copy_in_order`, for what would not stay in the cache anyway."""
+    for into, values in pairs:
+        plain = into.device.type == values.device.type == "cpu" and into.dtype is values.dtype
+        if plain and into.is_contiguous() and values.is_contiguous():
+            copy_past_cache(into.detach().numpy().view(np.uint8), values.detach().numpy().view(np.uint8))
+        else:
+            _copy_in_order([(into, values)])
 
 
 def _copy_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

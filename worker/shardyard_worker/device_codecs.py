@@ -158,7 +158,7 @@ def _onebit(total: Tensor, bucket: int) -> Encoding[tuple[Uint8s, Tensor] | None
     means = [_means(part) for part in (total[:full].view(-1, bucket), total[full:].view(1, -1)) if part.numel()]
     scales = torch.cat(means)
     positive = ~torch.signbit(total)
-    spread = scales.repeat_interleave(bucket)[:n].to(total.dtype)
+    spread = scales[:, None].expand(-1, bucket).reshape(-1)[:n].to(total.dtype)
     after = total - torch.where(positive, spread, -spread)
     fine, steps, body = yield (scales <= _LIMIT).all(), scales, _bytes_of_bits(positive)
     return (whole(CodeId.ONEBIT, n, varint(bucket), steps, body), after) if fine[0] else None
