@@ -52,7 +52,7 @@ PUSH_CODECS = (
 )
 PULL_CODECS = ("bf16", "int8", "delta")
 WHOLE = "float32"
-WARMUP_STEPS = 40
+WARMUP_STEPS = 80
 CODINGS: dict[str, dict[str, object]] = {
     WHOLE: {},
     "topk": {

@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 STEPS = 400
 BATCH = 32
-LR = 0.02
+LR = 0.03
 LR_RISES_STEPS = 20
 MOMENTUM = 0.9
 FOLDS = 2

@@ -102,6 +102,7 @@ def train(job: sy.Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
 
 
 RUNS: dict[str, dict[str, Any]] = {
+    "window": {"worker.window": 1},
     "async": {},
     "sync": SYNC,
     "small blocks": SYNC | {"job.block_bytes": 65_536},

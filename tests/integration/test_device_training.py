@@ -117,6 +117,7 @@ def train(connect: Connect, given: dict[str, Any], *, cast: bool = False) -> tup
 
 
 RUNS: dict[str, dict[str, Any]] = {
+    "window": {"worker.window": 1},
     "async": {},
     "sync": SYNC,
     "two ranks": SYNC_2,

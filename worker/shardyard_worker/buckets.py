@@ -305,6 +305,11 @@ class Buckets:
         offsets = tuple(where.piece.offset for where in self._where[index])
         return Wanted(index, tensor, self._gradients[self._slot][index], offsets)
 
+    @property
+    def slot(self) -> int:
+        """Where what is filled in now lies; it stays there until as many pushes later as there are slots."""
+        return self._slot
+
     def next_slot(self) -> None:
         """What was filled in belongs to a push that is under way; the next one is put elsewhere."""
         self._slot = (self._slot + 1) % self._slots
@@ -315,15 +320,17 @@ class Buckets:
         """The memory that a server on this machine may open, if gradients lie in such."""
         return self._homes[server].memory
 
-    def place(self, server: Incarnation) -> int:
-        """Where the payload for a server begins in its memory."""
-        return self._slot * self._homes[server].nbytes
+    def place(self, server: Incarnation, slot: int) -> int:
+        """Where the payload for a server begins in its memory. `slot`: that of `slot` when the push was filled in."""
+        return slot * self._homes[server].nbytes
 
-    def parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[tuple[PushPart, ...], list[memoryview]]:
+    def parts(
+        self, server: Incarnation, absent: frozenset[int], slot: int = 0
+    ) -> tuple[tuple[PushPart, ...], list[memoryview]]:
         """A server's part of a push over a stream, without the variables in `absent` (indices), and its payload in
         pieces."""
         home = self._homes[server]
-        payload = home.gradients[self._slot * home.nbytes :][: home.nbytes]
+        payload = self.payload(server, slot)
         if not absent:
             return home.whole, [payload.data]
         parts: list[PushPart] = []
@@ -353,10 +360,10 @@ class Buckets:
         begin = where.home.begins[where.part]
         return Span(where.home.server, begin + where.piece.start, begin + aligned_bytes(where.piece.stop))
 
-    def payload(self, server: Incarnation) -> Bytes:
-        """The whole of what the next push carries."""
+    def payload(self, server: Incarnation, slot: int = 0) -> Bytes:
+        """The whole of what a push carries."""
         home = self._homes[server]
-        return home.gradients[self._slot * home.nbytes :][: home.nbytes]
+        return home.gradients[slot * home.nbytes :][: home.nbytes]
 
     def shared_parts(self, server: Incarnation, absent: frozenset[int]) -> tuple[PushPart, ...]:
         """A server's part of a push in the whole layout, whatever is absent."""

@@ -10,8 +10,8 @@ these. Invariants:
 
 How a gradient is known to be unchanged: torch counts changes in place, but not those through `.data` and not those of
 `GradScaler.unscale_`. So the sum of its words is compared too, taken before the copy, on the copy's stream: if what was
-summed up was changed already, so was what was copied after it. Halving, scaling or clamping all elements moves every
-word's sum the same way, so it cannot come out even.
+summed up was changed already, so was what was copied after it. Scaling or clamping moves all words of float32, as
+signed numbers, the same way, so their sum cannot come out even; after other changes it hardly ever does.
 
 Must not know: variables, servers, codecs.
 """

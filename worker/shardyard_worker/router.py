@@ -64,6 +64,8 @@ class Shipment:
     groups: tuple[tuple[float, ...], ...] = ()
     absent: frozenset[int] = frozenset()
     codes: Codes | None = None
+    slot: int = 0
+    """Where its gradients lie in the buckets: others may be filled in while it is under way."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +229,10 @@ class Router:
             parts, codes = self._buckets.coded_parts(server, shipment.absent, shipment.codes)
             pieces = _placed(codes)
         elif line.shared:
-            parts, shared_at = self._buckets.shared_parts(server, shipment.absent), self._buckets.place(server)
+            parts, shared_at = (
+                self._buckets.shared_parts(server, shipment.absent),
+                self._buckets.place(server, shipment.slot),
+            )
         else:
             rest = self._ahead.rest(server) if self._ahead is not None else None
             if rest is not None:
@@ -235,7 +240,7 @@ class Router:
                 payload = self._buckets.payload(server)
                 pieces = [(span.begin, payload[span.begin : span.end].data) for span in rest]
             else:
-                parts, whole = self._buckets.parts(server, shipment.absent)
+                parts, whole = self._buckets.parts(server, shipment.absent, shipment.slot)
                 pieces = _placed(whole)
         order = PushOrder(
             self._session.caller,

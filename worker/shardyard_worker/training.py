@@ -166,7 +166,7 @@ class Training:
             return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, made)
         self.buckets.fill(sending.tensors)
         codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
-        return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, codes)
+        return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, codes, self.buckets.slot)
 
     def _encode(self, feedback: Feedback, name: PushName, absent: frozenset[int]) -> Codes:
         gradients: list[npt.NDArray[Any]] = []
@@ -210,10 +210,10 @@ class Training:
         return Residual(self.feedback.lost_norm, Sending(tensors, 1.0, groups, coded=False))
 
     def give_away(self) -> None:
-        """What was shipped is under way, and must not change: gradients that lie there are not the model's any more."""
-        for index, target in self._targets.items():
-            if target.grad is not None and target.grad is self.buckets.view(index):
-                target.grad = None
+        """What was shipped is under way, and must not change: gradients are not the model's any more, also those that
+        lie elsewhere, so that it is the same for all."""
+        for target in self._targets.values():
+            target.grad = None
         self.buckets.next_slot()
 
     def load(self) -> None:
