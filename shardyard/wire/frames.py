@@ -10,12 +10,13 @@ Must not know: what a header says.
 
 from __future__ import annotations
 
+import bisect
 import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX
+from shardyard.ground.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, VARIABLES_MAX
 
 _TAG_HEADER = 1 << 3 | 2
 _TAG_OFFSET = 2 << 3 | 1
@@ -145,10 +146,15 @@ class Scatter:
         return end - begin
 
     def _cover(self, begin: int, end: int) -> None:
-        apart = [span for span in self._covered if span[1] < begin or span[0] > end]
-        joined = [span for span in self._covered if not (span[1] < begin or span[0] > end)]
-        apart.append((min([begin, *(span[0] for span in joined)]), max([end, *(span[1] for span in joined)])))
-        self._covered = sorted(apart)
+        """Spans stay sorted, and apart from each other."""
+        spans = self._covered
+        first = bisect.bisect_left(spans, begin, key=lambda span: span[1])
+        last = bisect.bisect_right(spans, end, key=lambda span: span[0])
+        if first < last:
+            begin, end = min(begin, spans[first][0]), max(end, spans[last - 1][1])
+        spans[first:last] = [(begin, end)]
+        if len(spans) > VARIABLES_MAX:
+            raise TooLarge(f"a payload in more than {VARIABLES_MAX} pieces apart from each other")
 
 
 class Assembler:

@@ -403,7 +403,30 @@ def test_wrong_exchanges_are_refused_and_those_before_them_count(shop: Shop) -> 
         "again, at first": ([wire.PushFrame(header=again)], "MalformedPayload"),
         "nothing, with data": ([wire.PushFrame(header=nothing, data=b"x")], "MalformedPayload"),
         "no header, at first": ([wire.PushFrame(data=b"x")], "MalformedPayload"),
-        "no header, then": ([wire.PushFrame(header=good), wire.PushFrame(data=b"x")], "MalformedPayload"),
+        "ahead, beyond the end": (
+            [wire.PushFrame(header=good), wire.PushFrame(offset=128, data=b"x")],
+            "MalformedPayload",
+        ),
+        "the rest of nothing": (
+            [wire.PushFrame(header=good), wire.PushFrame(header=changed(header(0), rest=0))],
+            "MalformedPayload",
+        ),
+        "a rest that leaves a gap": (
+            [
+                wire.PushFrame(header=good),
+                wire.PushFrame(data=GRADIENT[:64]),
+                wire.PushFrame(header=changed(header(0), rest=63), offset=65, data=GRADIENT[65:]),
+            ],
+            "MalformedPayload",
+        ),
+        "a rest that is not all there": (
+            [
+                wire.PushFrame(header=good),
+                wire.PushFrame(offset=64, data=GRADIENT[64:]),
+                wire.PushFrame(header=changed(header(0), rest=64), data=GRADIENT[:63]),
+            ],
+            "MalformedPayload",
+        ),
         "shared, not attached": ([wire.PushFrame(header=changed(good, shared=True))], "InvalidRequest"),
         "shared_at, not attached": ([wire.PushFrame(header=changed(header(0), shared_at=0))], "InvalidRequest"),
         "shared_at, with data": (

@@ -378,6 +378,13 @@ def test_seconds_are_those_until_the_target() -> None:
     assert compression.speedups({"float32": whole, "topk": fast, "onebit": never}) == {"topk": 2.0, "onebit": 0.0}
 
 
+def test_over_a_link_only_float32_pulls_what_it_pushes() -> None:
+    codings = compression.link_codings()
+    assert codings["float32"] == {}
+    assert all(coding["job.compression.pull"] == "delta" for name, coding in codings.items() if name != "float32")
+    assert set(compression.CODINGS) < set(codings)
+
+
 @pytest.mark.parametrize("text", compression.PUSH_CODECS)
 def test_codecs_are_measured_with_their_numbers_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "SHAPE", (512, 640))

@@ -6,6 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardyard.ground.errors import MalformedPayload, TooLarge
 from shardyard.ground.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX
@@ -198,3 +200,21 @@ def test_stream_that_ends_early_is_malformed() -> None:
     assembler.add(Frame(b"", 0, b"abc"))
     with pytest.raises(MalformedPayload, match="3 of 4"):
         assembler.finish()
+
+
+@given(st.data())
+def test_pieces_in_any_order_make_a_payload_whole_when_every_byte_has_come(data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, 60))
+    place = st.tuples(st.integers(0, 60), st.binary(max_size=20))
+    into, expected, come = bytearray(length), bytearray(length), set[int]()
+    scatter = frames.Scatter(memoryview(into))
+    for offset, piece in data.draw(st.lists(place, max_size=25)):
+        if offset + len(piece) > length:
+            with pytest.raises(MalformedPayload):
+                scatter.add(Frame(b"", offset, piece))
+            continue
+        assert scatter.add(Frame(b"", offset, piece)) == len(piece)
+        expected[offset : offset + len(piece)] = piece
+        come.update(range(offset, offset + len(piece)))
+        assert into == expected
+        assert scatter.complete == (len(come) == length)
