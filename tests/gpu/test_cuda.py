@@ -102,6 +102,7 @@ def train(job: sy.Job, dtype: torch.dtype = torch.float64) -> dict[str, torch.Te
 
 
 RUNS: dict[str, dict[str, Any]] = {
+    "overlap": {"worker.overlap": "always", "worker.same_host": "never"},
     "window": {"worker.window": 1},
     "async": {},
     "sync": SYNC,

@@ -117,6 +117,7 @@ def train(connect: Connect, given: dict[str, Any], *, cast: bool = False) -> tup
 
 
 RUNS: dict[str, dict[str, Any]] = {
+    "overlap": {"worker.overlap": "always", "worker.same_host": "never"},
     "window": {"worker.window": 1},
     "async": {},
     "sync": SYNC,

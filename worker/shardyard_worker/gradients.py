@@ -16,14 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shardyard_worker.buckets import Buckets
 
+Ready = Callable[[int, Callable[[], None] | None], None]
+
 
 class Gradients:
     """Watches parameters, by index of their variable."""
 
-    def __init__(
-        self, buckets: Buckets, parameters: Mapping[int, torch.Tensor], *, ready: Callable[[int], None] | None = None
-    ) -> None:
-        """`ready` is told when a gradient lies in its view; it may still be added to."""
+    def __init__(self, buckets: Buckets, parameters: Mapping[int, torch.Tensor], *, ready: Ready | None = None) -> None:
+        """`ready` is told that a gradient lies in its view, once what it is given with it has returned; it may still be
+        added to."""
         self._buckets = buckets
         self._ready = ready
         self._handles: list[RemovableHandle] = [
@@ -48,7 +49,9 @@ class Gradients:
             self._tell(index)
             return
         if self._buckets.carries(gradient):
-            self._buckets.take(index, gradient)
+            wait = self._buckets.take(index, gradient)
+            if wait is not None:
+                self._tell(index, wait)
             return
         if view is None:
             return
@@ -57,6 +60,6 @@ class Gradients:
             parameter.grad = view
             self._tell(index)
 
-    def _tell(self, index: int) -> None:
+    def _tell(self, index: int, wait: Callable[[], None] | None = None) -> None:
         if self._ready is not None:
-            self._ready(index)
+            self._ready(index, wait)

@@ -179,10 +179,10 @@ class Router:
 
         return self._answer(self._exchange(ask, f"version {wish.number} of the parameters", pushes=False))
 
-    def ready(self, index: int) -> None:
-        """The gradient of a variable lies in its view; more may follow before it is pushed."""
+    def ready(self, index: int, wait: Callable[[], None] | None = None) -> None:
+        """The gradient of a variable lies in its view, once `wait` has returned; it may change before it is pushed."""
         if self._ahead is not None:
-            self._ahead.ready(index)
+            self._ahead.ready(index, wait=wait)
 
     def abandon_pull(self) -> None:
         """Forgets what has landed of a pull that was not completed."""
