@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -330,6 +332,8 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
+    # so that links and processes are taken down then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     raw: dict[str, Any] = {}
     found: dict[str, list[float]] = {}
     panels: list[Panel] = []

@@ -64,12 +64,14 @@ def _compiled(function: _F) -> _F:
 
 @_compiled
 def copy_past_cache(into: Bytes, values: Bytes) -> None:
-    """Copies `values` into `into`, both of shape (n,), uint8, contiguous, apart from each other. Fast where `into`
-    begins at a multiple of 64; right anywhere."""
+    """Copies `values` into `into`, both of shape (n,), uint8, contiguous, apart from each other."""
     n = values.size
-    lines = n - n % LINE_BYTES if into.ctypes.data % LINE_BYTES == 0 else 0
-    for at in range(0, lines, LINE_BYTES):
+    head = min(n, -into.ctypes.data % LINE_BYTES)
+    tail = n - (n - head) % LINE_BYTES
+    for at in range(head):
+        into[at] = values[at]
+    for at in range(head, tail, LINE_BYTES):
         _copy_line(into, values, at)
-    for at in range(lines, n):
+    for at in range(tail, n):
         into[at] = values[at]
     _fence()
