@@ -86,8 +86,10 @@ class Exchanges:
                 if order.pull.coding and not result.missing:
                     codes = self._coder(order.pull.coding, hosted).codes(held)
                     found = replace(found, code_bytes=tuple(map(len, codes)))
+                    self._store.note_sent(sum(found.code_bytes))
                     yield from frames.cut(convert.pulled_to_header(found), [b"".join(codes)])
                 else:
+                    self._store.note_sent(held.nbytes)
                     yield from answer(found, held)
             finally:
                 held.release()

@@ -111,6 +111,7 @@ class Servicer:
         hosted = self._store.admit_pull(wish)
         result, held = self._store.hold(hosted, wish)
         try:
+            self._store.note_sent(held.nbytes)
             yield from answer(result, held)
         finally:
             held.release()

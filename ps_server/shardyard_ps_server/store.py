@@ -329,7 +329,7 @@ class Store:
             results = tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
         else:
             results = tuple([p.push(order.name, c, check_current) for p, c in work])
-        self._count(results, len(payload))
+        self._count(results, len(payload) if order.shared_at is None else 0)
         return results
 
     def admit_pull(self, wish: PullWish) -> HostedJob:
@@ -368,9 +368,12 @@ class Store:
         if missing:
             Held(tuple(held)).release()
             return PullResult(missing=tuple(missing)), Held()
-        with self._lock:
-            self.counters.bytes_sent += sum(len(buffer) for _, buffer in held)
         return PullResult(parts=tuple(parts)), Held(tuple(held))
+
+    def note_sent(self, nbytes: int) -> None:
+        """So many bytes of values go to a worker over a stream; what lies in shared memory does not."""
+        with self._lock:
+            self.counters.bytes_sent += nbytes
 
     # ---- exchange streams
 

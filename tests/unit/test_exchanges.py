@@ -653,3 +653,14 @@ def test_ticket_that_lies_is_refused_without_harm(spoil: Callable[[Ticket], Tick
     wire, memory = Wire(server()), Shared(1024, read_only=True)
     assert wire.ask(wire.order(attach=spoil(memory.ticket())))[0].attached is False
     assert type(refused(wire, wire.order(PushKind.GRADIENT, shared_at=0))) is InvalidRequest
+
+
+def test_bytes_that_lie_in_shared_memory_are_not_counted_as_moved() -> None:
+    store = server()
+    wire = Wire(store)
+    wire.attach()
+    wire.look()
+    assert store.counters.bytes_sent == 0
+    plain = Wire(store)
+    _, payload = plain.ask(plain.order(pull=plain.wish()))
+    assert store.counters.bytes_sent == len(payload) > 0
