@@ -3,12 +3,12 @@
     make bench BENCH=push_pull            (or: python benchmarks/push_pull.py --pairs 3)
     python benchmarks/push_pull.py --peers            what the peer was tried with
 
-A round begins when different gradients have been written into the model's `.grad`s and ends when its parameters hold the new
-values; rounds do not overlap. (Ratios named `_with_writing` count the writing too.) Ours over the same-host path, with
-parameters copied out and as views, and over streams; against a torch.distributed.rpc server that does the same, with
-its default transport and forced to TCP. The peer is used in its fastest form: 16 concurrent calls, one a tensor. It
-copies what it gets into its parameters, as we do; our views are measured against its parameters rebound to what it got
-(`parameter.data = value`). Each round's numbers are checked.
+A round begins when different gradients have been written into the model's `.grad`s and ends when its parameters hold
+the new values; rounds do not overlap. (Ratios named `_with_writing` count the writing too.) Ours over the same-host
+path, with parameters copied out and as views, and over streams; against a torch.distributed.rpc server that does the
+same, with its default transport and forced to TCP. The peer is used in its fastest form: 16 concurrent calls, one a
+tensor. It copies what it gets into its parameters, as we do; our views are measured against its parameters rebound to
+what it got (`parameter.data = value`). Each round's numbers are checked.
 """
 
 from __future__ import annotations
