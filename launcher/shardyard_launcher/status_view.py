@@ -154,6 +154,8 @@ def _server(incarnation: int, said: server_wire.DescribeServerReply | errors.Sha
         "pushes_duplicate": said.pushes_duplicate,
         "bytes_received": said.bytes_received,
         "bytes_sent": said.bytes_sent,
+        "workers_attached": said.workers_attached,
+        "workers_streaming": said.workers_streaming,
     }
 
 
@@ -201,7 +203,7 @@ def _members_table(report: YardReport) -> Table:
         said = report.servers.get(member.incarnation)
         says = said.what if isinstance(said, errors.ShardyardError) else ""
         if isinstance(said, server_wire.DescribeServerReply):
-            says = f"{len(said.partitions)} partitions, {said.pushes_applied:,} pushes applied"
+            says = _of_server(said)
         if worker:
             ranks = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
             waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
@@ -219,6 +221,15 @@ def _members_table(report: YardReport) -> Table:
         ]
         table.add_row(*map(Text, cells))
     return table
+
+
+def _of_server(said: server_wire.DescribeServerReply) -> str:
+    parts = [f"{len(said.partitions)} partitions", f"{said.pushes_applied:,} pushes applied"]
+    if said.workers_attached:
+        parts.append(f"shares memory with {said.workers_attached} worker{'s'[: said.workers_attached != 1]}")
+    if said.workers_streaming:
+        parts.append(f"streams to {said.workers_streaming} worker{'s'[: said.workers_streaming != 1]}")
+    return ", ".join(parts)
 
 
 def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]:

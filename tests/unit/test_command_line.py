@@ -423,6 +423,8 @@ def report() -> status_view.YardReport:
     said = server_wire.DescribeServerReply(
         server=1,
         pushes_applied=5,
+        workers_attached=2,
+        workers_streaming=1,
         partitions=[
             server_wire.DescribedPartition(job=9, partition=0, version=common.Version(life=1, number=41)),
             server_wire.DescribedPartition(job=9, partition=1, version=common.Version(life=1, number=40)),
@@ -450,6 +452,8 @@ def test_status_as_json_has_all_there_is() -> None:
             "pushes_duplicate": 0,
             "bytes_received": 0,
             "bytes_sent": 0,
+            "workers_attached": 2,
+            "workers_streaming": 1,
         }
     ]
 
@@ -463,6 +467,7 @@ def test_status_tables_show_members_jobs_and_versions() -> None:
     text = console.export_text()
     assert "coordinator h:7070, up 1 min 1 s" in text
     assert re.search(r"worker +4 .* mine .* waits for server 1", text)
+    assert "3 partitions, 5 pushes applied, shares memory with 2 workers, streams to 1 worker" in " ".join(text.split())
     assert re.search(r"running +sync, 2 ranks +1 +1,200 +15,360 +812 +loss 0.1235", text)
     assert re.search(r"0, 1 +40 to 41", text)
 
