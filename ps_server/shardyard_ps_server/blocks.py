@@ -18,14 +18,12 @@ import numpy.typing as npt
 
 from shardyard.codecs import decode
 from shardyard.ground.errors import MalformedPayload
+from shardyard.ground.limits import CODE_HEAD_BYTES_MAX
 from shardyard.ground.types import Block, DType, JobLayout, PartitionLayout, PushPart, VariableKind, aligned_bytes
 from shardyard_ps_server import kernels, optimizers
 from shardyard_ps_server.kernels import Addresses, Array, Shares
 from shardyard_ps_server.optimizers import LONE
 from shardyard_ps_server.versions import Bytes, aligned_empty
-
-CODE_HEAD_BYTES_MAX = 64
-"""What a code may be longer than its block's elements as they are."""
 
 Groups = tuple[tuple[float, ...], ...]
 

@@ -23,6 +23,8 @@ SHARED_BYTES_MAX: Final = 1 << 46
 """One region of shared memory; it is mapped, not allocated."""
 NONCE_BYTES: Final = 32
 CODING_CHARACTERS_MAX: Final = 2_048
+CODE_HEAD_BYTES_MAX: Final = 64
+"""What a block's code may be longer than its elements as they are."""
 EXCHANGE_STREAMS_MAX: Final = 448
 """PushPull streams that stay open at a server between exchanges; those beyond end after each."""
 

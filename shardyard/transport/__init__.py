@@ -4,8 +4,8 @@ What must be settled before grpc is imported is settled here.
 
 - grpc's fork handlers are switched off: a training script forks (DataLoader with num_workers) while channels are open,
   the children never use them, and the handlers can hang such a fork.
-- With the versions that were tried, grpc polls in the threads that wait, not in threads of its own: a small exchange
-  then takes two thirds of the time (docs/performance.md). A GRPC_EXPERIMENTS of the user's own is left alone.
+- With the versions that were tried, grpc polls in the threads that wait, not in threads of its own, which is faster for
+  small exchanges. A GRPC_EXPERIMENTS of the user's own is left alone.
 """
 
 import os

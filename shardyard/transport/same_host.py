@@ -33,7 +33,7 @@ _NAME: Final = "shardyard"
 # linux/memfd.h, linux/fcntl.h, linux/mman.h; Python 3.11 does not have them all
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MADV_POPULATE_WRITE = 23
 _MAP_NORESERVE = 0x4000
 
 
@@ -74,7 +74,7 @@ class Shared:
 
     def populate(self, at: int, nbytes: int) -> None:
         """Asks for the pages of a range now, all at once. Raises TooLarge where there is no memory for them."""
-        populate(self._map, HEAD_BYTES + at, nbytes, writing=True)
+        populate(self._map, HEAD_BYTES + at, nbytes)
 
     def close(self) -> None:
         """Nobody can attach from now on. The memory itself lives as long as arrays refer to it. Safe to repeat."""
@@ -86,11 +86,11 @@ class Shared:
         self.close()
 
 
-def populate(mapped: mmap.mmap, start: int, nbytes: int, *, writing: bool) -> None:
+def populate(mapped: mmap.mmap, start: int, nbytes: int) -> None:
     """Maps the pages of a range, as far as this kernel can; the rest comes at the first touch. Raises TooLarge."""
     begin = start - start % mmap.PAGESIZE
     try:
-        mapped.madvise(_MADV_POPULATE_WRITE if writing else _MADV_POPULATE_READ, begin, start + nbytes - begin)
+        mapped.madvise(_MADV_POPULATE_WRITE, begin, start + nbytes - begin)
     except MemoryError:
         raise TooLarge(f"{nbytes} bytes of shared memory, which this machine does not have") from None
     except OSError as error:

@@ -325,7 +325,7 @@ def test_pages_that_are_not_there_are_too_large_instead_of_a_signal(error: Excep
             raise error
 
     with pytest.raises(TooLarge, match="100 bytes of shared memory, which this machine does not have"):
-        same_host.populate(Full(), 0, 100, writing=True)  # type: ignore[arg-type]
+        same_host.populate(Full(), 0, 100)  # type: ignore[arg-type]
 
 
 def test_kernel_that_cannot_populate_does_without(shared: Shared) -> None:
@@ -333,7 +333,7 @@ def test_kernel_that_cannot_populate_does_without(shared: Shared) -> None:
         def madvise(self, *_: int) -> None:
             raise OSError(22, "EINVAL")
 
-    same_host.populate(Old(), 0, 100, writing=True)  # type: ignore[arg-type]
+    same_host.populate(Old(), 0, 100)  # type: ignore[arg-type]
     shared.populate(PAGE - 1, 2 * PAGE)
     assert shared.bytes.tobytes() == bytes(4 * PAGE)
 

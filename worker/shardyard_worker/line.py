@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardyard.ground import errors
+from shardyard.ground.limits import CODE_HEAD_BYTES_MAX
 from shardyard.ground.types import Incarnation, PartitionId, PullResult, PushKind, PushOrder
 from shardyard.transport.peers import Peer, Stream
 from shardyard.transport.same_host import Attached
@@ -26,8 +27,6 @@ from shardyard_worker.buckets import Buckets, Bytes, Key
 log = logging.getLogger("shardyard.worker")
 
 DETACH_MS = 1_000
-CODE_HEAD_BYTES_MAX = 64
-"""What a code may be longer than its block's elements as they are."""
 
 
 Piece = tuple[int, memoryview]
