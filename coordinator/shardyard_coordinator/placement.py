@@ -33,6 +33,7 @@ from shardyard.ground.types import (
 )
 
 BLOCK_BYTES_FITTING_MIN = limits.MIB
+PARTITION_BYTES_FITTING_MIN = 256 * limits.KIB
 
 _KINDS = tuple(VariableKind)
 _DTYPES = tuple(DType)
@@ -62,8 +63,9 @@ def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -
 
 
 def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, partitions_max: int) -> int:
-    """No more than there are blocks, since one without any costs time with every push and holds nothing."""
-    return min(partitions_max, max(1, _blocks(variables, block_bytes)))
+    """As many as have enough to hold, since each costs time with every push; and no more than there are blocks."""
+    filled = sum(spec.payload_bytes for spec in variables) // PARTITION_BYTES_FITTING_MIN
+    return max(1, min(partitions_max, _blocks(variables, block_bytes), filled))
 
 
 def plan(

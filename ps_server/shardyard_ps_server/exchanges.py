@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotShareable
-from shardyard.ground.types import Place, PullResult, PushKind, PushOrder, Ticket
+from shardyard.ground.limits import FRAME_BYTES
+from shardyard.ground.types import Place, PullResult, PushKind, PushOrder, Ticket, UpdateMode
 from shardyard.transport.same_host import Attached, attach
 from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame, Scatter
@@ -28,9 +29,12 @@ log = logging.getLogger("shardyard.server")
 
 NOTHING_SAID = PullResult()
 
+AT_ONCE_BYTES_MAX = FRAME_BYTES
+"""Of all partitions together. An update of so much is done before another thread would have been woken twice."""
+
 
 class Exchanges:
-    """Serves one stream. Used by one thread."""
+    """Serves one stream. Used by one thread, and while that waits for a request, by any that has one."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -42,6 +46,7 @@ class Exchanges:
         self._regions_known = 0
         self._lends = False
         self._coding: tuple[str, Coder] | None = None
+        self._takes_a_moment = False
 
     def run(self, stream: Iterator[Frame]) -> Iterator[Frame]:
         """The answers' frames. Ends when the worker ends the stream, or after an exchange where too many are open."""
@@ -51,16 +56,28 @@ class Exchanges:
                 if self._hosted is not None and not first.header:
                     self._take_ahead(first, self._hosted)
                     continue
-                yield from self._exchange(first, stream)
+                before = self._headers.before
+                yield from self._exchange(self._headers.read(first.header), before, first, stream)
                 self._ahead = None
                 if not stays_open:
                     return
         finally:
             self._store.end_stream(attached=self._memory is not None)
 
-    def _exchange(self, first: Frame, rest: Iterator[Frame]) -> Iterator[Frame]:
+    def at_once(self, first: Frame) -> Frame | None:
+        """The answer to an exchange that is like the one before, where that never waits for anybody. May be asked while
+        `run` waits for a request. What is refused here has changed nothing, and will be refused by `run`."""
         before = self._headers.before
-        order = self._headers.read(first.header)
+        order = self._headers.read_alike(first.header) if self._takes_a_moment else None
+        if order is None:
+            return None
+        (answer,) = self._exchange(order, before, first, iter(()))
+        return answer
+
+    def _exchange(
+        self, order: PushOrder, before: PushOrder | None, first: Frame, rest: Iterator[Frame]
+    ) -> Iterator[Frame]:
+        """The answer's frames. `before`: what was admitted before on this stream."""
         hosted = self._admit(order, before)
         if self._lends:  # else the worker may have missed the last answer of a stream before this one
             self._store.settle(hosted, order.caller.incarnation)
@@ -71,6 +88,7 @@ class Exchanges:
         elif len(first.data):
             raise MalformedPayload(f"{len(first.data)} bytes of payload in an exchange without a push")
         self._hosted = hosted
+        self._takes_a_moment = takes_a_moment(order, hosted)
         if order.detach and order.pull is not None:
             raise InvalidRequest("a pull in the exchange that detaches")
         if order.detach:
@@ -139,7 +157,7 @@ class Exchanges:
     def _take_ahead(self, frame: Frame, hosted: HostedJob) -> None:
         """Data of a push whose header has not come."""
         if self._ahead is None:
-            nbytes = sum(partition.payload_bytes for partition in hosted.partitions.values())
+            nbytes = hosted.nbytes
             if self._received is None or len(self._received) < nbytes:
                 self._received = aligned_empty(nbytes)
             self._ahead = Scatter(self._received[:nbytes].data)
@@ -222,6 +240,18 @@ class Exchanges:
 def answer(result: PullResult, held: Held) -> Iterator[Frame]:
     """A pull's answer over a stream."""
     return frames.cut(convert.pulled_to_header(result), [buffer.data for _, buffer in held.buffers])
+
+
+def takes_a_moment(order: PushOrder, hosted: HostedJob) -> bool:
+    """Whether an exchange waits neither for the rest of its payload, nor for others' pushes, nor long for a lock, and
+    is answered with one frame."""
+    pull = order.pull
+    return (
+        hosted.mode is UpdateMode.ASYNC
+        and hosted.nbytes <= AT_ONCE_BYTES_MAX
+        and order.rest is None
+        and (pull is None or not (pull.number or pull.coding))
+    )
 
 
 def refuse_values(order: PushOrder) -> None:

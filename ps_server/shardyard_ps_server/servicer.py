@@ -116,8 +116,10 @@ class Servicer:
         finally:
             held.release()
 
-    def push_pull(self, stream: Iterator[Frame], _: Context) -> Iterator[Frame]:
-        return Exchanges(self._store).run(stream)
+    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
+        exchanges = Exchanges(self._store)
+        context.offer(exchanges.at_once)
+        return exchanges.run(stream)
 
     def describe(self, _request: wire.DescribeServerRequest, _: Context) -> wire.DescribeServerReply:
         counters = self._store.counters

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import (
@@ -88,6 +88,11 @@ class HostedJob:
     regions: Regions
     open: bool = False
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """One version of all partitions."""
+        return sum(partition.payload_bytes for partition in self.partitions.values())
 
     def check_generation(self, generation: Generation) -> None:
         if generation != self.generation:

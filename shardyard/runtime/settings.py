@@ -208,7 +208,8 @@ class JobSettings(Section):
     )
     partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | Auto = Field(
         default="auto",
-        description=f"Partitions, fixed for the job's life; auto: {PARTITIONS_AUTO}, or as many as there are blocks.",
+        description=f"Partitions, fixed for the job's life; auto: one for each 256 KiB of values, at most"
+        f" {PARTITIONS_AUTO}, and no more than there are blocks. A server without one has nothing to do.",
     )
     block_bytes: (
         Annotated[int, Field(ge=limits.BLOCK_ALIGN_BYTES, le=limits.GIB, multiple_of=limits.BLOCK_ALIGN_BYTES)] | Auto

@@ -169,7 +169,8 @@ class ServedCall:
     """A call of a method with streams both ways, from the side that serves it, in the thread that gRPC gave it.
 
     Requests and answers alternate as the handler likes. An answer is held until it is known whether another follows,
-    so that the last one is sent, and the next request asked for, in one operation.
+    so that the last one is sent, and the next request asked for, in one operation. Where the handler waits for a
+    request, `at_once` may answer it in the thread that takes the server's events, without waking the handler.
     """
 
     def __init__(self, context: Any) -> None:
@@ -178,13 +179,15 @@ class ServedCall:
         self._call = context._rpc_event.call
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._held: bytes | None = None
+        self.at_once: Callable[[bytes], bytes | None] | None = None
 
     def requests(self) -> Iterator[bytes]:
         """Ends when the caller has ended the stream, in good order or not."""
         while True:
             held, self._held = self._held, None
             receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
-            event = self._run((receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive))
+            operations = (receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive)
+            event = self._run(operations, self._came)
             message = event.batch_operations[-1].message() if event is not None and event.success else None
             if message is None:
                 return
@@ -198,20 +201,31 @@ class ServedCall:
         """Sends what is held."""
         held, self._held = self._held, None
         if held is not None:
-            self._run((cygrpc.SendMessageOperation(held, _NO_FLAGS),))
+            self._run((cygrpc.SendMessageOperation(held, _NO_FLAGS),), self._done)
 
-    def _run(self, operations: tuple[Any, ...]) -> Any:
+    def _run(self, operations: tuple[Any, ...], then: Callable[[Any], Any]) -> Any:
         """The event of these operations; None where there will be none: once a call has ended, the server may have
         ended too, and with it the thread that takes its events."""
         if not self._context.is_active():
             return None
-        self._call.start_server_batch(operations, self._done)
+        self._call.start_server_batch(operations, then)
         while True:
             try:
                 return self._events.get(timeout=_LOOK_AROUND_S)
             except queue.Empty:
                 if not self._context.is_active():
                     return None
+
+    def _came(self, event: Any) -> tuple[None, tuple[()]]:
+        """A request has come, or none will. Called by the thread that takes the server's events."""
+        message = event.batch_operations[-1].message() if event.success and self.at_once is not None else None
+        answer = self.at_once(message) if message is not None and self.at_once is not None else None
+        if answer is None:
+            return self._done(event)
+        self._call.start_server_batch(
+            (cygrpc.SendMessageOperation(answer, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), self._came
+        )
+        return None, ()
 
     def _done(self, event: Any) -> tuple[None, tuple[()]]:
         """Called by the thread that takes the server's events."""

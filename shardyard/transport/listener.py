@@ -5,9 +5,10 @@ Invariants: two servers never share a port in silence; messages beyond the limit
 
 from __future__ import annotations
 
+import contextvars
 import errno
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,8 +20,8 @@ from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
 from shardyard.transport import TRIED
 from shardyard.transport.direct import ServedCall
-from shardyard.transport.peers import REQUEST_ID_KEY, Context, Handler, Service
-from shardyard.transport.serving import serve
+from shardyard.transport.peers import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
+from shardyard.transport.serving import serve, serve_at_once
 from shardyard.transport.status import DETAIL_KEY, status_of, status_text, to_detail
 from shardyard.wire.methods import PACKAGE, Method
 
@@ -115,9 +116,9 @@ def _refusal(host: str, port: int) -> errors.ShardyardError | None:
 
 
 def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
-    def run(sent: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
+    def run(sent: Any, call: grpc.ServicerContext, offer: Callable[[AtOnce], None] = lambda _: None) -> Iterator[bytes]:
         metadata = dict(call.invocation_metadata())
-        context = Context(peer=call.peer(), is_active=call.is_active)
+        context = Context(peer=call.peer(), is_active=call.is_active, offer=offer)
         try:
             yield from serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))
         except errors.ShardyardError as error:
@@ -130,7 +131,12 @@ def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodH
 
     def run_direct(_: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
         direct = ServedCall(call)
-        for message in run(direct.requests(), call):
+
+        def offer(at_once: AtOnce) -> None:
+            scope = contextvars.copy_context()
+            direct.at_once = lambda message: scope.run(serve_at_once, method, at_once, message)
+
+        for message in run(direct.requests(), call, offer):
             direct.answer(message)
         direct.flush()
         yield from ()

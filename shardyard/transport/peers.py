@@ -31,6 +31,11 @@ def next_request_id() -> str:
     return request_id.get() or f"{os.getpid():x}-{next(_numbers):x}"
 
 
+AtOnce = Callable[[Any], Any]
+"""The one answer to a request that comes while the handler waits for the next; None where it takes more than a moment,
+and where it fails: then the request is served as any other. Called by the thread that receives for everybody."""
+
+
 @dataclass(frozen=True)
 class Context:
     """What a handler may know of the call it serves."""
@@ -39,6 +44,8 @@ class Context:
     """The caller's address, for logs; "in-process" where there is none."""
     is_active: Callable[[], bool]
     """False once the caller has gone or its deadline has passed."""
+    offer: Callable[[AtOnce], None] = lambda _: None
+    """A handler of streams both ways may offer a second way to an answer, which the network may use or not."""
 
 
 class Stream(Protocol):

@@ -2,7 +2,7 @@
 
 Invariants: a handler runs in a context of its own, so that the id of one request never shows in another; a handler's
 ShardyardError reaches the caller as it is; anything else is logged with its traceback and reaches the caller as
-Internal; bytes that are no message are MalformedPayload. The only `except Exception` of serving stands here.
+Internal; bytes that are no message are MalformedPayload. The `except Exception`s of serving stand here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from shardyard.ground import errors
 from shardyard.runtime.log import bind
-from shardyard.transport.peers import Context, Handler, request_id
+from shardyard.transport.peers import AtOnce, Context, Handler, request_id
 from shardyard.wire.methods import Method
 
 log = logging.getLogger("shardyard.serving")
@@ -56,3 +56,16 @@ def serve(
             raise errors.Unavailable(f"the caller of {method.path} has gone") from error
         log.exception("%s failed", method.path)
         raise errors.Internal(f"{method.path} failed: {type(error).__name__}: {error}") from error
+
+
+def serve_at_once(method: Method[Any, Any], at_once: AtOnce, message: bytes) -> bytes | None:
+    """The answer of what a handler has offered (Context.offer), as bytes. Raises nothing: what fails here fails again
+    where its error can be told."""
+    try:
+        answer = at_once(method.request.decode(message))
+        return None if answer is None else method.response.encode(answer)
+    except errors.ShardyardError:
+        return None
+    except Exception:
+        log.exception("%s failed at once", method.path)
+        return None

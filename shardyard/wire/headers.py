@@ -46,17 +46,21 @@ class HeaderReader:
         self.before: PushOrder | None = None
         self._rest = b""
 
+    def read_alike(self, header: bytes) -> PushOrder | None:
+        """What `read` gives, where the header differs from the one before in its name alone; else None."""
+        end = _name_end(header)
+        if not end or self.before is None or not self._rest or header[end:] != self._rest:
+            return None
+        self.before = self.before.renamed(_read_name(header[2:end]))
+        return self.before
+
     def read(self, header: bytes) -> PushOrder:
-        before, rest = self.before, b""
-        if len(header) > 2 and header[0] == _TAG_NAME and header[1] <= _ONE_BYTE_MAX:
-            end = 2 + header[1]
-            rest = header[end:]
-            if before is not None and rest and rest == self._rest:
-                self.before = before.renamed(_read_name(header[2:end]))
-                return self.before
-        order = convert.push_from_header(header, before)
-        self._rest = rest
-        self.before = order
+        order = self.read_alike(header)
+        if order is None:
+            order = convert.push_from_header(header, self.before)
+            end = _name_end(header)
+            self._rest = header[end:] if end else b""
+            self.before = order
         return order
 
 
@@ -64,6 +68,11 @@ def _name(order: PushOrder) -> bytes:
     name = convert.name_to_wire(order.name).SerializeToString()
     assert len(name) <= _ONE_BYTE_MAX
     return bytes((_TAG_NAME, len(name))) + name
+
+
+def _name_end(header: bytes) -> int:
+    """Where the name ends that the header begins with; 0 where it begins with something else."""
+    return 2 + header[1] if len(header) > 2 and header[0] == _TAG_NAME and header[1] <= _ONE_BYTE_MAX else 0
 
 
 def _read_name(data: bytes) -> PushName:

@@ -31,7 +31,7 @@ def connect(alone: None) -> Iterator[Connect]:
     jobs: list[sy.Job] = []
 
     def start(**settings: Any) -> sy.Job:
-        given = {"yard.servers": 2, "log.level": "error"} | settings.pop("settings", {}) | settings
+        given = {"yard.servers": 2, "job.partitions": 4, "log.level": "error"} | settings.pop("settings", {}) | settings
         jobs.append(sy.connect(settings=given))
         return jobs[-1]
 

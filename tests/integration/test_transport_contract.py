@@ -31,6 +31,8 @@ DEADLINE_S = 10.0
 TIMEOUT_MS = 10_000
 # offsets at which the handler of PushPull does something else: ends the stream, waits, does not answer, answers often
 END, HANG, SILENT, MORE = 99, 77, 55, 1_000
+# offsets that a handler which offers to answer at once answers so, and at which that fails
+QUICK, BAD = 500, 501
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -53,6 +55,8 @@ class Echo:
     ids: list[str] = field(default_factory=list)
     address: str = ""
     read: int = 0
+    offers: bool = False
+    asked_at_once: list[tuple[int, str, str]] = field(default_factory=list)
 
     def services(self) -> list[Service]:
         parameter_server = Service("ParameterServer")
@@ -102,8 +106,18 @@ class Echo:
         finally:
             self.closed.set()
 
-    def push_pull(self, stream: Iterator[Frame], _: Context) -> Iterator[Frame]:
+    def answer_at_once(self, frame: Frame) -> Frame | None:
+        self.asked_at_once.append((frame.offset, request_id.get(), threading.current_thread().name))
+        if frame.offset == BAD:
+            raise ValueError("a defect")
+        if frame.offset == 13:
+            raise errors.StaleToken("said elsewhere")
+        return None if frame.offset != QUICK else Frame(b"", QUICK, bytes(frame.data))
+
+    def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
         self.ids.append(request_id.get())
+        if self.offers:
+            context.offer(self.answer_at_once)
         try:
             for frame in stream:
                 if frame.offset == 13:
@@ -496,8 +510,12 @@ def test_in_process_address_is_held_by_one() -> None:
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    echo = Echo(GrpcNetwork())
+def echo() -> Echo:
+    return Echo(GrpcNetwork())
+
+
+@pytest.fixture
+def listener(echo: Echo) -> Iterator[Listener]:
     found = Listener("127.0.0.1:0", echo.services(), threads=4)
     yield found
     found.stop()
@@ -609,6 +627,63 @@ def test_deadline_is_kept() -> None:
         peer.close()
         listener.stop()
     assert left == [True]
+
+
+# ---- answers at once
+
+
+@pytest.fixture
+def offering(stage: Stage) -> Stage:
+    stage.echo.offers = True
+    return stage
+
+
+def test_what_is_not_answered_at_once_is_answered_as_ever(offering: Stage) -> None:
+    stream = offering.peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
+    for number in (1, BAD, 3):
+        stream.send([Frame(b"", number, b"ab")])
+        assert said(stream) == (number + 1, b"ba")
+    stream.send(frames_of(5, 6, 7))
+    assert [said(stream)[0] for _ in range(3)] == [6, 7, 8]
+    stream.send([Frame(b"", 2 * MORE, b"ab")])
+    assert [said(stream)[0] for _ in range(3)] == [0, 1, 2 * MORE + 1]
+    stream.send(frames_of(13))
+    with pytest.raises(errors.StaleToken, match="at 13"):
+        stream.receive(timeout_ms=TIMEOUT_MS)
+    stream.cancel()
+
+
+def test_answers_at_once_stand_between_others_in_order_and_wake_nobody(listener: Listener, echo: Echo) -> None:
+    echo.offers = True
+    listener.start()
+    peer = GrpcNetwork().connect(listener.address, name="echo")
+    stream = peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
+    found = []
+    for number in (1, QUICK, QUICK, 3, QUICK, END):
+        stream.send([Frame(b"", number, b"ab")])
+        found.append(None if number == END else said(stream))
+    assert found == [(2, b"ba"), (QUICK, b"ab"), (QUICK, b"ab"), (4, b"ba"), (QUICK, b"ab"), None]
+    assert stream.receive(timeout_ms=TIMEOUT_MS) is None
+    assert [number for number, _, _ in echo.asked_at_once] == [1, QUICK, QUICK, 3, QUICK, END]
+    assert {id_ for _, id_, _ in echo.asked_at_once} == set(echo.ids)
+    assert not any(name.startswith("serve") for _, _, name in echo.asked_at_once)
+    peer.close()
+
+
+def test_peer_that_goes_after_an_answer_at_once_leaves_nothing(listener: Listener, echo: Echo) -> None:
+    echo.offers = True
+    listener.start()
+    for _ in range(3):
+        peer = GrpcNetwork().connect(listener.address, name="echo")
+        stream = peer.open(methods.PUSH_PULL, timeout_ms=TIMEOUT_MS)
+        for number in (1, QUICK, QUICK):
+            stream.send([Frame(b"", number, b"ab")])
+            said(stream)
+        echo.closed.clear()
+        stream.send([Frame(b"", QUICK, b"ab")])
+        stream.cancel()
+        assert echo.closed.wait(DEADLINE_S)
+        peer.close()
 
 
 # ---- streams over sockets

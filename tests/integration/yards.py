@@ -100,7 +100,7 @@ class Probes:
     ) -> tuple[Script, Path]:
         out = self._folder / f"{job}-{len(self._scripts)}.json"
         environment = {"SHARDYARD_JOB": job, "SHARDYARD_COORDINATOR": coordinator} | {
-            f"SHARDYARD__{key.upper()}": str(value) for key, value in settings.items()
+            f"SHARDYARD__{key.upper()}": str(value) for key, value in ({"job__partitions": 4} | settings).items()
         }
         script = Script([str(SCRIPTS / "probe.py"), mode, str(out), *options], environment)
         self._scripts.append(script)

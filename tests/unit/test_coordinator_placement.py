@@ -15,7 +15,7 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
 )
-from shardyard_coordinator.placement import Server, assign, fitting_block_bytes, plan
+from shardyard_coordinator.placement import Server, assign, fitting_block_bytes, fitting_partitions, plan
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -60,6 +60,24 @@ def test_bytes_are_balanced_over_partitions() -> None:
 def test_variable_without_elements_has_no_block() -> None:
     layout = plan((f32("empty", 0, 3), f32("w", 2)), SGD, partitions=2, block_bytes=64)
     assert [part.blocks for part in layout.partitions] == [(Block(1, 0, 2, 0),), ()]
+
+
+@pytest.mark.parametrize(
+    ("elements", "expected"),
+    [
+        ((0,), 1),
+        ((1024,), 1),
+        ((100_352, 128, 1280, 10), 1),
+        ((65_536, 65_535), 1),
+        ((65_536, 65_536), 2),
+        ((131_072,), 1),
+        (tuple([65_536] * 7), 7),
+        (tuple([65_536] * 9), 8),
+    ],
+)
+def test_fitting_partitions_have_something_to_hold(elements: tuple[int, ...], expected: int) -> None:
+    variables = [f32(f"v{index}", count) for index, count in enumerate(elements)]
+    assert fitting_partitions(variables, block_bytes=limits.MIB, partitions_max=8) == expected
 
 
 def test_fitting_blocks_keep_variables_whole_where_that_costs_no_balance() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -55,7 +56,8 @@ from shardyard.ground.types import (
 )
 from shardyard.transport.same_host import Attached, Shared, attach
 from shardyard.wire import convert, frames
-from shardyard.wire.frames import Frame
+from shardyard.wire.frames import FRAME_BYTES, Frame
+from shardyard.wire.headers import HeaderWriter
 from shardyard_ps_server import exchanges as module
 from shardyard_ps_server.exchanges import Exchanges
 from shardyard_ps_server.store import HostedJob, Store
@@ -200,6 +202,92 @@ def test_pushes_and_pulls_follow_each_other_on_one_stream() -> None:
     assert wire.ask(wire.order())[0] == PullResult(attached=False)
     wire.end()
     assert store.counters.streams == 0
+
+
+class Quick:
+    """A worker whose exchanges are offered to `at_once` first, as a network may."""
+
+    def __init__(self, store: Store, **more: Any) -> None:
+        self.wire = Wire(store)
+        self.exchanges = Exchanges(store)
+        self._writer = HeaderWriter()
+        self._waiting: list[Frame] = []
+        self._answers = self.exchanges.run(iter(lambda: self._waiting.pop(0), None))
+        self._more = more
+        self.at_once: list[bool] = []
+
+    def push(self, value: float, *, frame_bytes: int = FRAME_BYTES, **more: Any) -> PullResult:
+        given = {"pull": self.wire.wish()} | self._more | more
+        order = self.wire.order(PushKind.GRADIENT, **given)
+        self.wire.sequence += 1
+        cut = list(frames.cut(self._writer.write(order), [np.full(2 * ELEMENTS, value).tobytes()], frame_bytes))
+        answer = None
+        with contextlib.suppress(ShardyardError):
+            answer = self.exchanges.at_once(cut[0])
+        self.at_once.append(answer is not None)
+        if answer is None:
+            self._waiting += cut
+            answer = next(self._answers)
+        return convert.pulled_from_header(answer.header, OWNED, OWNED)
+
+
+def test_exchange_like_the_one_before_is_answered_at_once() -> None:
+    quick = Quick(server())
+    for number in range(1, 5):
+        result = quick.push(1.0)
+        assert [(part.outcome, part.next) for part in result.push] == [(Outcome.APPLIED, number)] * 2
+        assert [part.version.number for part in result.parts] == [number] * 2
+    quick.wire.sequence = 0
+    assert [part.outcome for part in quick.push(1.0).push] == [Outcome.DUPLICATE] * 2
+    assert quick.at_once == [False, False, True, True, True]  # the second leaves out more than the first
+    assert values(quick.wire.store) == {-4.0}
+
+
+@pytest.mark.parametrize("why", ["waits", "coded", "sync", "large"])
+def test_exchange_that_may_take_longer_is_not_answered_at_once(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = Quick(server(mode=UpdateMode.SYNC if why == "sync" else UpdateMode.ASYNC))
+    if why == "large":
+        monkeypatch.setattr(module, "AT_ONCE_BYTES_MAX", 2 * PART_BYTES - 1)
+    wish = quick.wire.wish(1 if why == "waits" else 0, coding="int8" if why == "coded" else "")
+    name = {} if why != "sync" else {"name": PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)}
+    for _ in range(4):
+        quick.wire.sequence = 0  # the same again, so that the version stays
+        quick.push(1.0, pull=wish, **name)
+    assert quick.at_once == [False] * 4
+
+
+def test_payload_in_several_frames_is_not_taken_at_once_and_counts_once() -> None:
+    quick = Quick(server())
+    for _ in range(4):
+        quick.push(1.0, frame_bytes=100)
+    assert (any(quick.at_once), values(quick.wire.store)) == (False, {-4.0})
+
+
+def test_payload_that_came_ahead_is_not_taken_at_once_and_counts_once() -> None:
+    quick = Quick(server())
+    payload = np.ones(2 * ELEMENTS).tobytes()
+    half = len(payload) // 2
+    quick.push(1.0)
+    for _ in range(3):
+        order = quick.wire.order(PushKind.GRADIENT, rest=half, pull=quick.wire.wish())
+        quick.wire.sequence += 1
+        header = Frame(quick._writer.write(order), half, payload[half:])
+        ahead = Frame(b"", 0, payload[:half])
+        assert quick.exchanges.at_once(ahead) is None
+        quick._waiting += [ahead, header]
+        assert quick.exchanges.at_once(header) is None
+        next(quick._answers)
+    assert values(quick.wire.store) == {-4.0}
+
+
+def test_what_is_refused_at_once_is_refused_and_has_changed_nothing() -> None:
+    quick = Quick(server())
+    for _ in range(3):
+        quick.push(1.0)
+    quick.wire.sequence = 9
+    with pytest.raises(SequenceGap):
+        quick.push(1.0)
+    assert (quick.at_once, values(quick.wire.store)) == ([False, False, True, False], {-3.0})
 
 
 def test_same_name_again_on_the_stream_is_a_duplicate() -> None:
