@@ -24,6 +24,7 @@ import numpy.typing as npt
 from shardyard.ground.errors import NotShareable, TooLarge
 from shardyard.ground.limits import NONCE_BYTES, SHARED_BYTES_MAX
 from shardyard.ground.types import Ticket
+from shardyard.transport.mapping import Mapping
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,21 +61,25 @@ class Shared:
         try:
             self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._fd, HEAD_BYTES + nbytes)
-            self._map = mmap.mmap(self._fd, HEAD_BYTES + nbytes)
-            self._map[:NONCE_BYTES] = self._nonce
+            self._map = Mapping(
+                self._fd, HEAD_BYTES + nbytes, flags=mmap.MAP_SHARED, protection=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+            self._map.bytes[:NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
             seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
             fcntl.fcntl(self._fd, _F_ADD_SEALS, seals)
         except (OSError, ValueError) as error:
             self.close()
             raise NotShareable(f"{nbytes} bytes of shared memory: {error}") from error
-        self.bytes: Bytes = np.frombuffer(self._map, np.uint8, nbytes, HEAD_BYTES)
+        self.bytes: Bytes = self._map.bytes[HEAD_BYTES:]
 
     def ticket(self, region: int = 0) -> Ticket:
         return Ticket(os.getpid(), self._fd, self.nbytes, self._nonce, region)
 
     def populate(self, at: int, nbytes: int) -> None:
-        """Asks for the pages of a range now, all at once. Raises TooLarge where there is no memory for them."""
+        """Asks for the pages of a range now, all at once, huge ones where it can have them. Raises TooLarge where there
+        is no memory for them."""
         populate(self._map, HEAD_BYTES + at, nbytes)
+        self._map.collapse(HEAD_BYTES + at, nbytes)
 
     def close(self) -> None:
         """Nobody can attach from now on. The memory itself lives as long as arrays refer to it. Safe to repeat."""
@@ -86,7 +91,7 @@ class Shared:
         self.close()
 
 
-def populate(mapped: mmap.mmap, start: int, nbytes: int) -> None:
+def populate(mapped: Mapping, start: int, nbytes: int) -> None:
     """Maps the pages of a range, as far as this kernel can; the rest comes at the first touch. Raises TooLarge."""
     begin = start - start % mmap.PAGESIZE
     try:
@@ -105,13 +110,11 @@ class Attached:
     this process alone, which does not follow the exporter any more until `refresh` is called.
     """
 
-    def __init__(self, mapped: mmap.mmap, nbytes: int, *, private: bool) -> None:
+    def __init__(self, mapped: Mapping, nbytes: int, *, private: bool) -> None:
         self._map = mapped
         self.nbytes = nbytes
         self.private = private
-        self.bytes: Bytes = np.frombuffer(mapped, np.uint8, nbytes, HEAD_BYTES)
-        if not private:
-            self.bytes.flags.writeable = False
+        self.bytes: Bytes = mapped.bytes[HEAD_BYTES:]
 
     def refresh(self, at: int, nbytes: int) -> bool:
         """Drops this process's own copies of pages in a range, made by writing to it; whether there were any."""
@@ -168,13 +171,12 @@ def _checked(fd: int, ticket: Ticket, what: str, *, private: bool) -> Attached:
             raise NotShareable(f"{what} is not sealed against shrinking", why="it could vanish while it is read")
         if found.st_size < size:
             raise NotShareable(f"{what} has {found.st_size} bytes; announced {size}")
+        flags, protection = mmap.MAP_SHARED, mmap.PROT_READ
         if private:
-            mapped = mmap.mmap(fd, size, mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-        else:
-            mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        mapped = Mapping(fd, size, flags=flags, protection=protection)
     except (OSError, ValueError) as error:
         raise NotShareable(f"{what} cannot be mapped: {error}") from error
-    if not secrets.compare_digest(mapped[:NONCE_BYTES], ticket.nonce):
-        mapped.close()
+    if not secrets.compare_digest(mapped.bytes[:NONCE_BYTES].tobytes(), ticket.nonce):
         raise NotShareable(f"{what} is not the memory that was meant; is it in another container?")
     return Attached(mapped, ticket.nbytes, private=private)

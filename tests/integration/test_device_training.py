@@ -154,7 +154,7 @@ def test_training_through_a_device_is_the_same_to_the_bit(
 
 def test_reopened_stream_pins_the_server_memory_anew(connect: Connect, on_device: Callable[[bool], None]) -> None:
     on_device(True)
-    job = connect(settings=SYNC)
+    job = connect(settings=SYNC | {"job.partitions": 1})
     values = torch.nn.Parameter(torch.zeros(1_000, 3))
     _, optimizer = job.prepare(torch.nn.ParameterList([values]), torch.optim.SGD([values], lr=1.0))
     pinned = []

@@ -126,7 +126,7 @@ def test_metrics_that_cannot_be_read_do_not_keep_a_worker_from_leaving() -> None
 
 def test_who_stands_by_never_sees_a_mixture_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker without a rank joins while another one takes steps: the values are of one version."""
-    with yard_of(**SYNC_2 | {"job.consistency.logical_ranks": 1}) as (yard, inside):
+    with yard_of(**SYNC_2 | {"job.consistency.logical_ranks": 1, "job.partitions": 4}) as (yard, inside):
         with (
             worker.connect(inside, network=yard.network) as training,
             worker.connect(inside, network=yard.network) as by,

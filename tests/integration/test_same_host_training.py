@@ -233,8 +233,8 @@ def test_change_in_place_is_not_seen_again_after_the_stream_was_reopened(connect
 
 
 def test_view_keeps_its_values_while_others_push(connect: Connect) -> None:
-    settings = configuration.load(None, {}, {"log.level": "error", "yard.servers": 2}).settings
-    with yard_of(settings) as (yard, inside):
+    given = {"log.level": "error", "yard.servers": 2, "job.partitions": 4}
+    with yard_of(configuration.load(None, {}, given).settings) as (yard, inside):
         mine = inside.model_copy(update={"worker": inside.worker.model_copy(update={"pull": "view"})})
         with worker.connect(mine, network=yard.network) as one, worker.connect(inside, network=yard.network) as two:
             first, second = Model(), Model()

@@ -567,6 +567,7 @@ def _gradient_memory(nbytes: int, shareable: bool, copies: Copies | None) -> tup
     if shareable and nbytes:
         try:
             memory = Shared(nbytes, read_only=True)
+            memory.populate(0, nbytes)
         except NotShareable:
             return None, _zeros(nbytes, copies)
         if copies is not None:
