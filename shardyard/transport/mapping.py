@@ -60,7 +60,7 @@ class Mapping:
         memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
         unmap = weakref.finalize(memory, _C.munmap, self.address, end - self.address)
         unmap.atexit = False  # other threads may still read
-        self.bytes: Bytes = np.frombuffer(memory, np.uint8)
+        self.bytes: Bytes = np.frombuffer(memoryview(memory), np.uint8)
         self.bytes.flags.writeable = bool(protection & mmap.PROT_WRITE)
 
     def madvise(self, advice: int, begin: int, nbytes: int) -> None:
