@@ -514,9 +514,7 @@ class Buckets:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, target in targets.items():
             pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
-            is_parameter = self._layout.variables[index].kind is VariableKind.PARAMETER
-            is_here = target.device.type == "cpu" and not self.carries(target)
-            if view and len(pieces) == 1 and is_parameter and is_here:
+            if view and len(pieces) == 1 and self._may_view(index, target):
                 target.data = pieces[0][1].view(target.shape)
                 continue
             contiguous = target.is_contiguous()
@@ -533,8 +531,13 @@ class Buckets:
                     target.copy_(flat.view(target.shape))
         self._copy(pairs)
 
+    def _may_view(self, index: int, target: torch.Tensor) -> bool:
+        is_parameter = self._layout.variables[index].kind is VariableKind.PARAMETER
+        return is_parameter and target.device.type == "cpu" and not self.carries(target)
+
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies (into, from) pairs of flat tensors; much of it by two threads. Those into a GPU are only begun."""
+        """Copies (into, from) pairs of flat tensors, all detached; much of it by two threads. Those into a GPU are only
+        begun."""
         if self._copies is not None:
             away = [pair for pair in pairs if self._copies.carries(pair[0])]
             if away:
@@ -601,9 +604,8 @@ def _copy_past_cache(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None
 
 
 def _copy_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        for into, values in pairs:
-            into.copy_(values)
+    for into, values in pairs:
+        into.copy_(values)
 
 
 def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:

@@ -14,9 +14,13 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from shardyard.ground.limits import KIB
 from shardyard_worker.buckets import Buckets
 
 Ready = Callable[[int, Callable[[], None] | None], None]
+
+WATCHED_BYTES_MIN = 16 * KIB
+"""A smaller gradient is copied when it is pushed, in less time than autograd takes to call a hook."""
 
 
 class Gradients:
@@ -30,7 +34,7 @@ class Gradients:
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
             for index, parameter in parameters.items()
-            if (buckets.view(index) is not None or buckets.carries(parameter))
+            if ((_pays(parameter, ready) and buckets.view(index) is not None) or buckets.carries(parameter))
             and parameter.is_leaf
             and parameter.requires_grad
         ]
@@ -63,3 +67,7 @@ class Gradients:
     def _tell(self, index: int, wait: Callable[[], None] | None = None) -> None:
         if self._ready is not None:
             self._ready(index, wait)
+
+
+def _pays(parameter: torch.Tensor, ready: Ready | None) -> bool:
+    return ready is not None or parameter.nbytes >= WATCHED_BYTES_MIN

@@ -60,10 +60,12 @@ class Line:
         self.shared = False
         self.asked_again = False
 
+    @property
+    def is_open(self) -> bool:
+        return self._stream is not None
+
     def open(self, order: PushOrder) -> None:
-        """Opens the stream if it is not, and sees whether payloads can lie in shared memory. Raises Unavailable."""
-        if self._stream is not None:
-            return
+        """Opens the stream, and sees whether payloads can lie in shared memory. Raises Unavailable."""
         self._stream = self.peer.open(methods.PUSH_PULL, timeout_ms=self._settings.deadline_ms)
         self._exchanges = 0
         self._headers = HeaderWriter()
@@ -151,7 +153,8 @@ class Line:
         # tried once: what stands in the way will not change
         self._shareable = False
         log.info("server %s: payloads travel over streams (%s)", self.server, why)
-        self.open(order)
+        if not self.is_open:
+            self.open(order)
 
     def _take(self, order: PushOrder, deadline_ms: int) -> PullResult:
         stream = self._stream

@@ -104,6 +104,9 @@ def _check_options(name: str, kind: str, index: int, group: Group) -> None:
         )
 
 
+_STEADY = frozenset((float, int, bool, str, type(None)))
+
+
 def _plain(value: Any) -> Any:
     """A value that changes when the setting does: tensors are changed in place."""
     if isinstance(value, torch.Tensor):
@@ -161,7 +164,10 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def settings(self) -> tuple[tuple[float, ...], ...]:
         """All groups' settings as they stand now; the same object as long as none has changed."""
-        found = [[_plain(value) for name, value in group.items() if name != "params"] for group in self.param_groups]
+        found = [
+            [value if type(value) in _STEADY else _plain(value) for name, value in group.items() if name != "params"]
+            for group in self.param_groups
+        ]
         if self._settings is None or found != self._found:
             self._settings = tuple(settings_of(self._kind, group) for group in self.param_groups)
             self._found = found

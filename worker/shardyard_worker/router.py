@@ -47,6 +47,7 @@ log = logging.getLogger("shardyard.worker")
 
 _NOBODY: frozenset[PartitionId] = frozenset()
 R = TypeVar("R")
+Describe = Callable[[], str]
 Make = Callable[[Line], tuple[PushOrder, Sequence[Piece]] | None]
 """What to ask of a server, if anything; made when the line is open."""
 
@@ -156,7 +157,7 @@ class Router:
         """Applies a push on all servers. Raises what one of them refused."""
         pushes = shipment.kind is PushKind.GRADIENT
         make = partial(self._shipped, shipment, None)
-        answers = self._exchange(make, f"push {shipment.name} to be applied", pushes=pushes)
+        answers = self._exchange(make, partial(_applied, shipment), pushes=pushes)
         results = tuple(result for answer in answers for result in answer.push)
         return Answer(results=results, foreign=self._foreign(answers))
 
@@ -165,7 +166,7 @@ class Router:
         self._landed.clear()
         pushes = shipment.kind is PushKind.GRADIENT
         make = partial(self._shipped, shipment, wish)
-        return self._answer(self._exchange(make, f"push {shipment.name} to be applied", pushes=pushes))
+        return self._answer(self._exchange(make, partial(_applied, shipment), pushes=pushes))
 
     def pull(self, wish: Wish) -> Answer:
         """Asks the servers whose parts have not landed since the last complete pull. To begin a new one, or after a
@@ -177,7 +178,7 @@ class Router:
             order = self._order(line.server, PushKind.NOTHING)
             return replace(order, pull=self._wish(line, wish)), ()
 
-        return self._answer(self._exchange(ask, f"version {wish.number} of the parameters", pushes=False))
+        return self._answer(self._exchange(ask, lambda: f"version {wish.number} of the parameters", pushes=False))
 
     def ready(self, index: int, wait: Callable[[], None] | None = None) -> None:
         """The gradient of a variable lies in its view, once `wait` has returned; it may change before it is pushed."""
@@ -279,7 +280,7 @@ class Router:
             shared=line.shared and not self._coding,
         )
 
-    def _exchange(self, make: Make, waiting_for: str, *, pushes: bool) -> list[PullResult]:
+    def _exchange(self, make: Make, waiting_for: Describe, *, pushes: bool) -> list[PullResult]:
         """An exchange with every server for which `make` has one, all at once. Raises the first refusal when all are
         done. Where much travels over streams each server has a thread; else this one does it all."""
         self._session.check()
@@ -290,7 +291,7 @@ class Router:
                 self._ahead.forget()
         try:
             if len(lines) > 1 and self._streamed_bytes(lines) > THREADS_BYTES_MIN:
-                found = self._ask_all(partial(self._attempt, make), waiting_for)
+                found = self._ask_all(partial(self._attempt, make), waiting_for())
                 return [result for result in found if result is not None]
             return self._exchange_here(lines, make, waiting_for)
         except (errors.NotFound, errors.Unavailable):
@@ -300,19 +301,19 @@ class Router:
     def _streamed_bytes(self, lines: Sequence[Line]) -> int:
         return sum([self._buckets.nbytes(line.server) for line in lines if not line.shared])
 
-    def _exchange_here(self, lines: Sequence[Line], make: Make, waiting_for: str) -> list[PullResult]:
+    def _exchange_here(self, lines: Sequence[Line], make: Make, waiting_for: Describe) -> list[PullResult]:
         begun: dict[Incarnation, PushOrder] = {}
         waits: list[str] = []
         results: list[PullResult] = []
         refusals: list[errors.ShardyardError] = []
-        with self._vigil.over(lambda: f"{waiting_for} on {waits[-1] if waits else 'all servers'}"):
+        with self._vigil.over(lambda: f"{waiting_for()} on {waits[-1] if waits else 'all servers'}"):
             for line in lines:
                 try:
                     order = self._begin(make, line)
                     if order is not None:
                         begun[line.server] = order
                 except errors.Unavailable:
-                    log.debug("%s: asked again (%s)", line.peer.name, waiting_for)
+                    log.debug("%s: asked again (%s)", line.peer.name, waiting_for())
             for line in lines:
                 waits.append(line.peer.name)
                 try:
@@ -327,7 +328,8 @@ class Router:
         return results
 
     def _begin(self, make: Make, line: Line) -> PushOrder | None:
-        line.open(self._order(line.server, PushKind.NOTHING))
+        if not line.is_open:
+            line.open(self._order(line.server, PushKind.NOTHING))
         made = make(line)
         if made is None:
             return None
@@ -340,15 +342,15 @@ class Router:
         order = self._begin(make, line)
         return None if order is None else line.finish(order)
 
-    def _finish(self, line: Line, make: Make, order: PushOrder | None, waiting_for: str) -> PullResult | None:
+    def _finish(self, line: Line, make: Make, order: PushOrder | None, waiting_for: Describe) -> PullResult | None:
         line.asked_again = order is None
         if order is not None:
             try:
                 return line.finish(order)
             except (errors.Unavailable, errors.NotReady):
-                log.debug("%s: asked again (%s)", line.peer.name, waiting_for)
+                log.debug("%s: asked again (%s)", line.peer.name, waiting_for())
         line.asked_again = True
-        return self._patience(line, waiting_for).call(partial(self._attempt, make, line))
+        return self._patience(line, waiting_for()).call(partial(self._attempt, make, line))
 
     def _patience(self, line: Line, waiting_for: str) -> Patience:
         budget_ms = self._session.settings.worker.retry_budget_ms
@@ -414,6 +416,10 @@ class Router:
 
     def _asked(self) -> list[Incarnation]:
         return [server for server in self._lines if server not in self._landed]
+
+
+def _applied(shipment: Shipment) -> str:
+    return f"push {shipment.name} to be applied"
 
 
 def _joined(pieces: Sequence[tuple[R, ...]]) -> tuple[R, ...]:
