@@ -23,6 +23,7 @@ from shardyard.ground import errors
 from shardyard.runtime import configuration
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.local import COORDINATOR, LocalYard
+from shardyard_worker import gradients
 from shardyard_worker import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -332,9 +333,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(connect: Connect) -> N
         ({"b": good}, errors.InvalidRequest, {"momentum": 0.9}),
         ({"b": good}, errors.InvalidRequest, {"samples": -1.0}),
     ]
-    for gradients, error, settings in refused:
+    for given, error, settings in refused:
         with pytest.raises(error):
-            job.push(gradients, **settings)
+            job.push(given, **settings)
     with pytest.raises(errors.UnknownVariable, match=r"'c'.*a, b"):
         job.pull(["c"])
     assert job.step == 0
@@ -399,6 +400,25 @@ def test_parameters_that_are_in_no_module_are_trained(connect: Connect) -> None:
     optimizer.step()
     assert loose.grad is not None
     assert torch.allclose(loose.detach(), 1 - 0.5 * loose.grad)
+
+
+def test_small_gradients_are_copied_when_they_are_pushed_and_large_ones_lie_there(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "WATCHED_BYTES_MIN", 16)
+    small, large = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(4))
+    job = connect()
+    _, optimizer = job.prepare(torch.nn.ParameterList([small, large]), torch.optim.SGD([small, large], lr=1.0))
+    (small.sum() + large.sum()).backward()
+    assert job._training is not None
+    assert large.grad is job._training.buckets.view(1)
+    assert small.grad is not job._training.buckets.view(0)
+    with torch.no_grad():
+        for parameter in (small, large):
+            assert parameter.grad is not None
+            parameter.grad *= 2
+    optimizer.step()
+    assert [small.tolist(), large.tolist()] == [[-2.0] * 3, [-2.0] * 4]
 
 
 def test_a_second_model_is_refused_with_the_way_to_train_two(connect: Connect) -> None:
