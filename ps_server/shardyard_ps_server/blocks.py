@@ -9,7 +9,7 @@ out of place. Called under the partition's lock. Must not know: ledgers, version
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX
 from shardyard.ground.types import Block, DType, JobLayout, PartitionLayout, PushPart, VariableKind, aligned_bytes
 from shardyard_ps_server import kernels, optimizers
+from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.kernels import Addresses, Array, Shares
 from shardyard_ps_server.optimizers import LONE
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -75,6 +76,8 @@ class Blocks:
 
     def __init__(self, layout: JobLayout, part: PartitionLayout) -> None:
         self._part = part
+        self._groups = layout.optimizer.groups
+        self._cut: StateCut | None = None
         self._variables = [layout.variables[block.variable] for block in part.blocks]
         self._optimizer = optimizers.make(layout.optimizer.kind)
         self._all = (True,) * len(part.blocks)
@@ -109,6 +112,43 @@ class Blocks:
     def _span(self, index: int) -> tuple[int, int]:
         block = self._part.blocks[index]
         return block.position, block.position + _room(block, self._variables[index].dtype.item_bytes)
+
+    # ---- checkpoints
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Updates of each block."""
+        return np.array(self._counts, np.int64) + self._whole_count
+
+    def cut(self) -> StateCut:
+        """Optimizer state as it is now. Raises TooLarge."""
+        self._cut = StateCut(self._slots)
+        return self._cut
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the state is being kept for a cut."""
+        return self._cut is not None
+
+    def end_cut(self, cut: StateCut) -> None:
+        if self._cut is cut:
+            self._cut = None
+
+    def arrays(self, index: int, values: Bytes, state: Callable[[str], Bytes] | None = None) -> dict[str, Array]:
+        """Block `index`: its elements in a payload, under "values", and in each array of optimizer state that it has,
+        by the slot's name; `state` gives these where they are not the present ones."""
+        start, _ = self._span(index)
+        block, spec = self._part.blocks[index], self._variables[index]
+        stop = start + block.length * spec.dtype.item_bytes
+        found = {"values": values[start:stop].view(spec.dtype.value)}
+        if spec.kind is VariableKind.PARAMETER:
+            for slot in self._optimizer.slots(self._groups[spec.group]):
+                whole = self._slots[slot.name] if state is None else state(slot.name)
+                found[slot.name] = whole[start:stop].view(spec.dtype.value)
+        return found
+
+    def restore_counts(self, counts: Sequence[int]) -> None:
+        self._whole_count, self._counts, self._whole_runs = 0, list(counts), None
 
     # ---- what comes in
 
@@ -232,6 +272,8 @@ class Blocks:
                     run.stop,
                 )
                 count = self._whole_count + self._counts[run.first] + 1
+                if self._cut is not None:
+                    self._cut.keep(run.start, run.stop)
                 self._optimizer.update(groups[run.group], count, task, self._state[run.group])
         if whole:
             self._whole_count += 1

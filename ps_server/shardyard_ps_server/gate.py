@@ -71,6 +71,11 @@ class Gate(Generic[T]):
                     f" of logical rank {other}"
                 )
 
+    def restore(self, step: int) -> None:
+        """Gathers that step, from nothing."""
+        assert self._count == 0, self.step
+        self.step = step
+
     def record(self, rank: Rank, contribution: T) -> None:
         assert self._gathered[rank] is None, (rank, self.step)
         self._gathered[rank] = contribution

@@ -1,18 +1,20 @@
-"""The push ledger of one partition: which work it has counted (docs/ledger.md, rules A1 to A5).
+"""The push ledger of one partition: which work it has counted (docs/ledger.md, rules A1 to A5, A7).
 
-Owns: one watermark and one token per key (source, lane). Invariants: a watermark only grows, by the next sequence or by
-a range that begins with it; a token only grows. Pure: no clock, lock or I/O; the partition calls it under its lock.
+Owns: one watermark and one token per key (source, lane), and the floor below which no token is taken. Invariants: a
+watermark only grows, by the next sequence or by a range that begins with it; a token only grows. Pure: no clock, lock
+or I/O; the partition calls it under its lock.
 Must not know: gradients, versions, who sends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, StraddlingRange, TooLarge
 from shardyard.ground.limits import LEDGER_SOURCES_MAX
-from shardyard.ground.types import PartitionId, PushName, SourceKey, Token, WorkerSource
+from shardyard.ground.types import PartitionId, PushName, SourceKey, SourceMark, Token, WorkerSource
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Ledger:
 
     def __init__(self, partition: PartitionId) -> None:
         self._partition = partition
+        self._floor = Token(0)
         self._entries: dict[SourceKey, _Entry] = {}
         # a push is judged, counted and answered under one key, whose hash takes longer than all of that
         self._latest: tuple[SourceKey, _Entry] | None = None
@@ -45,6 +48,8 @@ class Ledger:
     def check_open(self, key: SourceKey, token: Token) -> None:
         """Raises what `open` would: StaleToken for a lower token than one seen, TooLarge."""
         entry = self._entries.get(key)
+        if token < self._floor:
+            raise self._below_floor(key, token)
         if entry is None and len(self._entries) >= LEDGER_SOURCES_MAX:
             raise TooLarge(f"{len(self._entries)} sources in partition {self._partition}; at most {LEDGER_SOURCES_MAX}")
         if entry is not None and token < entry.token:
@@ -69,6 +74,8 @@ class Ledger:
         opened = self._find(name.key)
         entry = _UNSEEN if opened is None else opened
         if not isinstance(name.key.source, WorkerSource):
+            if name.token < self._floor:
+                raise self._below_floor(name.key, name.token)
             if name.token < entry.token:
                 raise self._stale(name.key, name.token, entry)
             if opened is None or name.token > entry.token:
@@ -93,6 +100,37 @@ class Ledger:
         entry.next = name.last + 1
         self._next_push = None
 
+    # ---- checkpoints
+
+    @property
+    def floor(self) -> Token:
+        """Tokens below are refused."""
+        return self._floor
+
+    def marks(self) -> tuple[SourceMark, ...]:
+        """All entries."""
+        return tuple([SourceMark(key, Token(entry.token), entry.next) for key, entry in self._entries.items()])
+
+    def restore(self, marks: Iterable[SourceMark], floor: Token) -> None:
+        """Takes over what `marks` gave, and the floor that stood then."""
+        self._entries = {mark.key: _Entry(mark.next, mark.token) for mark in marks}
+        self._latest = self._next_push = None
+        self._floor = floor
+
+    def forget(self, keys: Iterable[SourceKey], floor: Token) -> None:
+        """Rule A7: closed sources, contained in a committed checkpoint, with tokens below the floor. Raises
+        InvalidRequest, having changed nothing, where a token is not."""
+        gone = [key for key in keys if key in self._entries]
+        for key in gone:
+            if self._entries[key].token >= floor:
+                raise InvalidRequest(
+                    f"{key.source} to be forgotten under floor {floor}; its token is {self._entries[key].token}"
+                )
+        for key in gone:
+            del self._entries[key]
+        self._latest = self._next_push = None
+        self._floor = Token(max(self._floor, floor))
+
     def _find(self, key: SourceKey) -> _Entry | None:
         if self._latest is not None and self._latest[0] is key:
             return self._latest[1]
@@ -100,6 +138,12 @@ class Ledger:
         if entry is not None:
             self._latest = key, entry
         return entry
+
+    def _below_floor(self, key: SourceKey, token: int) -> StaleToken:
+        return StaleToken(
+            f"token {token} of {key.source} in partition {self._partition}, where all below {self._floor} have ended",
+            facts={"token": str(self._floor)},
+        )
 
     def _stale(self, key: SourceKey, token: int, entry: _Entry) -> StaleToken:
         return StaleToken(

@@ -14,10 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from shardyard.ground.errors import InvalidRequest, NotFound
+from shardyard.ground.errors import InvalidRequest, NotFound, TooLarge
 from shardyard.ground.types import (
     JobLayout,
     Missing,
@@ -29,12 +31,14 @@ from shardyard.ground.types import (
     PushPart,
     RankSource,
     SourceKey,
+    SourceMark,
     Token,
     UpdateMode,
     Version,
     Watermark,
 )
 from shardyard_ps_server.blocks import Blocks, Contribution
+from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.gate import Gate, verdict
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.versions import Bytes, Memory, Versions, aligned_empty, private_memory
@@ -65,6 +69,8 @@ class Partition:
         self._kept: list[Bytes] = []
         self._spare: list[Bytes] = []
         self._open = False
+        # the version at which a checkpoint is to be cut, then that cut
+        self._named: int | Cut | TooLarge | None = None
         self._changed = threading.Condition()
 
     @property
@@ -90,6 +96,90 @@ class Partition:
         """The first values are final from here on."""
         with self._changed:
             self._open = True
+
+    # ---- checkpoints
+
+    def cut(self) -> Cut:
+        """What the partition is now; to be released. Raises TooLarge."""
+        with self._changed:
+            return self._cut()
+
+    def cut_at(self, number: int, until: float) -> Cut | None:
+        """Waits until `until` (time.monotonic) for that version of a synchronous job, and cuts before anything follows
+        it. None where it does not come in time. Raises InvalidRequest (facts: newest) where it has passed, or another
+        cut is waited for, TooLarge."""
+        with self._changed:
+            newest = self._versions.newest.number
+            if newest > number:
+                raise InvalidRequest(
+                    f"a checkpoint of step {number} of partition {self.id}, which is at step {newest}",
+                    facts={"newest": str(newest)},
+                )
+            if newest == number:
+                return self._cut()
+            if self._named is not None or self._blocks.is_cut:
+                raise self._busy()
+            self._named = number
+            try:
+                while isinstance(self._named, int):
+                    left = until - time.monotonic()
+                    if left <= 0 or not self._changed.wait(left):
+                        return None
+                if isinstance(self._named, TooLarge):
+                    raise self._named
+                return self._named
+            finally:
+                self._named = None
+
+    def _busy(self) -> InvalidRequest:
+        return InvalidRequest(f"two checkpoints of partition {self.id} at a time", todo="wait for the first")
+
+    def _cut(self) -> Cut:
+        if self._blocks.is_cut:
+            raise self._busy()
+        version, values, state = self._versions.newest, self._versions.values, self._blocks.cut()
+        marks = self._ledger.marks()
+        if self._gate is not None:  # contributions to the next step are not part of this one
+            step = self._gate.step
+            marks = tuple([mark._replace(next=min(mark.next, step)) for mark in marks])
+        self._versions.hold(values)
+
+        def release() -> None:
+            with self._changed:
+                self._blocks.end_cut(state)
+                self._versions.release(values)
+
+        return Cut(
+            self.id, version, marks, self._ledger.floor, self._blocks.counts, values, state, self._changed, release
+        )
+
+    def arrays(self, index: int, cut: Cut) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of a block at a cut that is complete: "values", and optimizer state by the slots' names."""
+        return self._blocks.arrays(index, cut.values, cut.state.of)
+
+    @property
+    def blocks(self) -> int:
+        return len(self._layout.blocks)
+
+    def restoring(self, index: int) -> dict[str, npt.NDArray[Any]]:
+        """The arrays of a block of a partition that is not open yet, to be written into."""
+        assert not self._open
+        return self._blocks.arrays(index, self._versions.values)
+
+    def restore(self, version: Version, counts: Sequence[int], marks: Sequence[SourceMark], floor: Token) -> None:
+        """Gives back what `restoring` has not: from here on the partition is as it was at a cut."""
+        with self._changed:
+            assert not self._open
+            self._blocks.restore_counts(counts)
+            self._versions.restore(version)
+            self._ledger.restore(marks, floor)
+            if self._gate is not None:
+                self._gate.restore(version.number)
+
+    def forget(self, keys: Sequence[SourceKey], floor: Token) -> None:
+        """Rule A7. Raises InvalidRequest."""
+        with self._changed:
+            self._ledger.forget(keys, floor)
 
     # ---- leases
 
@@ -187,8 +277,13 @@ class Partition:
 
     def _apply(self, members: Sequence[Contribution], shares: Sequence[float], new: Bytes) -> None:
         self._blocks.update(members, shares, self._versions.values, new)
-        self._versions.publish(new)
+        version = self._versions.publish(new)
         self._changed.notify_all()
+        if self._gate is not None and version.number == self._named:
+            try:
+                self._named = self._cut()
+            except TooLarge as error:  # the update counts all the same
+                self._named = error
 
     # ---- pulls
 

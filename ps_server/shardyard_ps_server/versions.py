@@ -82,6 +82,12 @@ class Versions:
         self._kept.append((self.newest.number, buffer))
         return self.newest
 
+    def restore(self, version: Version) -> None:
+        """The newest values are of that version, and no earlier one is kept."""
+        self._kept = deque([(version.number, self.values)], maxlen=KEPT)
+        self._life = version.life
+        self.newest = version
+
     def find(self, number: int) -> Bytes | None:
         """The buffer of that version, if it is kept."""
         for kept, buffer in self._kept:

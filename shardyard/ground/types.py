@@ -133,6 +133,14 @@ class SourceKey:
     lane: int = 0
 
 
+class SourceMark(NamedTuple):
+    """An entry of a ledger: the highest token seen, and the next sequence."""
+
+    key: SourceKey
+    token: Token
+    next: int
+
+
 @dataclass(frozen=True, slots=True)
 class PushName:
     """The name of a push: the work that it did. `first == last` unless gradients were accumulated."""

@@ -1,0 +1,94 @@
+"""What of a partition goes into a checkpoint, taken in a moment while updates go on.
+
+Values need no copy: a version is never written again while somebody holds it. Optimizer state is changed in place, so
+what an update is about to change is copied before, and the rest when there is time, a piece at a time.
+
+Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. `keep` and
+`keep_next` are called under the partition's lock. Must not know: what the state means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Condition
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.ground.limits import MIB
+from shardyard.ground.types import PartitionId, SourceMark, Token, Version
+from shardyard_ps_server.versions import Bytes, aligned_empty
+
+PIECE_BYTES = MIB
+"""The lock is held for one copy of so much."""
+
+
+class StateCut:
+    """Arrays of shape (nbytes,), dtype uint8, as they were when this was made. Raises TooLarge."""
+
+    def __init__(self, state: Mapping[str, Bytes]) -> None:
+        self._state = state
+        self._copies = {name: aligned_empty(len(values)) for name, values in state.items()}
+        nbytes = max(map(len, state.values()), default=0)
+        self._kept = [False] * -(-nbytes // PIECE_BYTES)
+        self._next = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._next == len(self._kept)
+
+    def keep(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) are about to change."""
+        if self.complete:
+            return
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            self._keep(piece)
+
+    def keep_next(self) -> None:
+        """Copies one piece that is not copied yet, if there is one."""
+        while not self.complete and self._kept[self._next]:
+            self._next += 1
+        if not self.complete:
+            self._keep(self._next)
+            self._next += 1
+
+    def of(self, name: str) -> Bytes:
+        """One of the arrays, once all is copied."""
+        assert self.complete
+        return self._copies[name]
+
+    def _keep(self, piece: int) -> None:
+        if self._kept[piece]:
+            return
+        self._kept[piece] = True
+        at = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+        for name, values in self._state.items():
+            np.copyto(self._copies[name][at], values[at])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A partition at one moment: version, ledger, values (to be read until `release`), updates of each block, and
+    optimizer state once `complete` was called."""
+
+    partition: PartitionId
+    version: Version
+    marks: tuple[SourceMark, ...]
+    floor: Token
+    counts: npt.NDArray[np.int64]
+    values: Bytes
+    state: StateCut
+    lock: Condition
+    let_go: Callable[[], None]
+
+    def complete(self) -> None:
+        """Copies what no update has made a copy of yet."""
+        while True:
+            with self.lock:
+                self.state.keep_next()
+                if self.state.complete:
+                    return
+
+    def release(self) -> None:
+        self.let_go()

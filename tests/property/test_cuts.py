@@ -1,0 +1,401 @@
+"""A cut shows a partition as it was at one moment, whatever was pushed since; and a partition that is restored from one
+goes on to the same bits (docs/ledger.md, rules A7 to A10, B7)."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, TooLarge
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    DataShardSource,
+    DType,
+    Incarnation,
+    JobLayout,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PushName,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    SourceMark,
+    Token,
+    UpdateMode,
+    VariableKind,
+    VariableSpec,
+    Version,
+    WorkerSource,
+)
+from shardyard_ps_server import cuts as module
+from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.cuts import Cut, StateCut
+from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.versions import aligned_empty
+
+KINDS: dict[str, dict[str, float]] = {
+    "sgd": {},
+    "momentum": {"momentum": 0.9},
+    "adam": {"amsgrad": 1.0},
+    "adagrad": {"initial_accumulator_value": 0.5},
+    "rmsprop": {"centered": 1.0, "momentum": 0.5},
+}
+PARTITION = PartitionId(0)
+SIZES = (24, 8, 40)  # elements of float64: blocks of 192, 64 and 320 bytes
+NBYTES = 8 * sum(SIZES)
+
+
+def layout_of(kind: str) -> JobLayout:
+    name = "sgd" if kind == "momentum" else kind
+    kinds = (VariableKind.PARAMETER, VariableKind.BUFFER, VariableKind.PARAMETER)
+    variables = tuple(
+        VariableSpec(str(number), DType.FLOAT64, (size,), what)
+        for number, (size, what) in enumerate(zip(SIZES, kinds, strict=True))
+    )
+    starts = (0, 8 * SIZES[0], 8 * (SIZES[0] + SIZES[1]))
+    blocks = tuple(
+        Block(number, 0, size, start) for number, (size, start) in enumerate(zip(SIZES, starts, strict=True))
+    )
+    optimizer = OptimizerSpec(name, (make_group(name, {"lr": 0.1} | KINDS[kind]),))
+    return JobLayout(variables, optimizer, (PartitionLayout(PARTITION, NBYTES, blocks),))
+
+
+def partition_of(kind: str, ranks: int) -> Partition:
+    mode = UpdateMode.SYNC if ranks else UpdateMode.ASYNC
+    return Partition(layout_of(kind), PARTITION, mode, ranks)
+
+
+def contribution(kind: str, rng: np.random.Generator, *, some: bool = False) -> Contribution:
+    payload = aligned_empty(NBYTES)
+    payload.view(np.float64)[:] = rng.normal(size=NBYTES // 8)
+    present = tuple(bool(rng.integers(2)) for _ in SIZES) if some else (True,) * len(SIZES)
+    return Contribution(1.0, layout_of(kind).optimizer.groups, payload, present)
+
+
+def push(partition: Partition, source: Source, sequence: int, what: Contribution, token: int = 1) -> Outcome:
+    name = PushName(SourceKey(source), Token(token), sequence, sequence)
+    return partition.push(name, what, lambda: None).outcome
+
+
+def blocks_at(partition: Partition, cut: Cut) -> list[dict[str, npt.NDArray[Any]]]:
+    cut.complete()
+    return [
+        {name: array.copy() for name, array in partition.arrays(index, cut).items()}
+        for index in range(partition.blocks)
+    ]
+
+
+@dataclass
+class Taken:
+    """A whole copy of a partition."""
+
+    blocks: list[dict[str, npt.NDArray[Any]]]
+    version: Version
+    counts: list[int]
+    marks: tuple[SourceMark, ...]
+    floor: Token
+
+
+def take(partition: Partition) -> Taken:
+    cut = partition.cut()
+    blocks = blocks_at(partition, cut)
+    cut.release()
+    return Taken(blocks, cut.version, cut.counts.tolist(), cut.marks, cut.floor)
+
+
+def restored(kind: str, ranks: int, taken: Taken) -> Partition:
+    partition = partition_of(kind, ranks)
+    for index, block in enumerate(taken.blocks):
+        into = partition.restoring(index)
+        assert into.keys() == block.keys()
+        for name, values in block.items():
+            into[name][:] = values
+    partition.restore(Version(taken.version.life + 1, taken.version.number), taken.counts, taken.marks, taken.floor)
+    partition.open()
+    return partition
+
+
+def assert_same(left: Taken, right: Taken) -> None:
+    assert (left.version.number, left.counts, left.marks) == (right.version.number, right.counts, right.marks)
+    for one, other in zip(left.blocks, right.blocks, strict=True):
+        assert {name: values.tobytes() for name, values in one.items()} == {
+            name: values.tobytes() for name, values in other.items()
+        }
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE_BYTES", 128)
+
+
+# ---- asynchronous
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(6))
+def test_rule_a9_cut_is_what_was_there_and_updates_go_on(kind: str, seed: int) -> None:
+    rng, chance = np.random.default_rng(seed), random.Random(seed)
+    partition = partition_of(kind, 0)
+    partition.open()
+    source = WorkerSource(Incarnation(1))
+    sequence = 0
+
+    def advance(pushes: int) -> None:
+        nonlocal sequence
+        for _ in range(pushes):
+            push(partition, source, sequence, contribution(kind, rng, some=chance.random() < 0.5))
+            sequence += 1
+
+    advance(chance.randrange(4))
+    before = take(partition)
+    cut = partition.cut()
+    for _ in range(chance.randrange(5)):
+        advance(1)
+        with cut.lock:
+            cut.state.keep_next()
+    found = Taken(blocks_at(partition, cut), cut.version, cut.counts.tolist(), cut.marks, cut.floor)
+    cut.release()
+    assert_same(found, before)
+    # the next one shows what has come since, and a partition restored from either goes on like this one
+    now = take(partition)
+    other = restored(kind, 0, now)
+    for _ in range(3):
+        what = contribution(kind, rng, some=chance.random() < 0.5)
+        for each in (partition, other):
+            push(each, source, sequence, what)
+        sequence += 1
+    assert_same(take(partition), take(other))
+    assert take(other).version.life == now.version.life + 1
+
+
+def _take_again(partition: Partition, found: list[Taken], done: threading.Event) -> None:
+    while not done.is_set():
+        found.append(take(partition))
+
+
+def test_cut_taken_while_threads_push_is_one_of_the_versions() -> None:
+    kind = "adam"
+    states: dict[int, Taken] = {}
+    for _ in range(2):
+        rng = np.random.default_rng(3)
+        partition = partition_of(kind, 0)
+        partition.open()
+        found: list[Taken] = []
+        done = threading.Event()
+
+        def cut_again(
+            partition: Partition = partition, found: list[Taken] = found, done: threading.Event = done
+        ) -> None:
+            while not done.is_set():
+                found.append(take(partition))
+
+        thread = threading.Thread(target=cut_again)
+        record = not states
+        if not record:
+            thread.start()
+        for sequence in range(60):
+            if record:
+                states[sequence] = take(partition)
+            push(partition, WorkerSource(Incarnation(1)), sequence, contribution(kind, rng))
+        if record:
+            states[60] = take(partition)
+        else:
+            done.set()
+            thread.join()
+            assert found
+            for taken in found:
+                assert_same(taken, states[taken.version.number])
+
+
+def test_two_cuts_at_a_time_are_refused() -> None:
+    partition = partition_of("adam", 0)
+    first = partition.cut()
+    with pytest.raises(InvalidRequest, match="two checkpoints"):
+        partition.cut()
+    first.release()
+    partition.cut().release()
+
+
+def test_values_at_a_cut_are_not_written_until_it_is_released() -> None:
+    partition = partition_of("sgd", 0)
+    rng = np.random.default_rng(0)
+    cut = partition.cut()
+    before = cut.values.tobytes()
+    for sequence in range(5):
+        push(partition, WorkerSource(Incarnation(1)), sequence, contribution("sgd", rng))
+    assert cut.values.tobytes() == before
+    cut.release()
+    assert not partition._versions._readers
+
+
+def test_pieces_are_copied_once_and_only_what_is_touched() -> None:
+    state = {"a": aligned_empty(1000)}
+    state["a"][:] = 1
+    cut = StateCut(state)
+    cut.keep(130, 250)
+    state["a"][:] = 2
+    cut.keep(0, 1000)
+    assert cut._copies["a"][128:256].tolist() == [1] * 128
+    assert set(cut._copies["a"][:128].tolist()) == {2}
+    while not cut.complete:
+        cut.keep_next()
+    state["a"][:] = 3
+    cut.keep(0, 1000)
+    assert set(cut.of("a")[256:].tolist()) == {2}
+    assert StateCut({}).complete
+
+
+# ---- synchronous
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rule_b7_cut_of_a_step_named_ahead_holds_nothing_of_the_next(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    partition, reference = partition_of(kind, 2), partition_of(kind, 2)
+    for each in (partition, reference):
+        each.open()
+        for rank in range(2):
+            each.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
+    cuts: list[Cut | None] = []
+    waits = threading.Thread(target=lambda: cuts.append(partition.cut_at(3, time.monotonic() + 10)))
+    waits.start()
+    while partition._named is None:
+        time.sleep(0.001)
+    expected = None
+    for step in range(6):
+        if step == 3:
+            expected = take(reference)
+        for rank in range(2):
+            what = contribution(kind, rng)
+            for each in (partition, reference):
+                push(each, RankSource(Rank(rank)), step, what)
+    waits.join()
+    (cut,) = cuts
+    assert cut is not None
+    assert expected is not None
+    found = Taken(blocks_at(partition, cut), cut.version, cut.counts.tolist(), cut.marks, cut.floor)
+    assert_same(found, expected)
+    assert {mark.next for mark in found.marks} == {3}
+    cut.release()
+    # from step 3 on again: the same bits as without
+    rng = np.random.default_rng(5)
+    for _ in range(6):
+        contribution(kind, rng)
+    again = restored(kind, 2, found)
+    for step in range(3, 6):
+        for rank in range(2):
+            assert push(again, RankSource(Rank(rank)), step, contribution(kind, rng)) in (
+                Outcome.RECORDED,
+                Outcome.APPLIED,
+            )
+    assert_same(take(again), take(reference))
+
+
+def test_contributions_to_the_next_step_are_not_in_a_cut() -> None:
+    partition = partition_of("sgd", 2)
+    rng = np.random.default_rng(1)
+    partition.open()
+    for rank in range(2):
+        partition.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
+    push(partition, RankSource(Rank(0)), 0, contribution("sgd", rng))
+    cut = partition.cut_at(0, time.monotonic())
+    assert cut is not None
+    assert [mark.next for mark in cut.marks] == [0, 0]
+    cut.release()
+
+
+def test_step_that_has_passed_or_does_not_come_cannot_be_cut() -> None:
+    partition = partition_of("sgd", 1)
+    partition.open()
+    partition.open_source(SourceKey(RankSource(Rank(0))), Token(1))
+    assert partition.cut_at(1, time.monotonic() + 0.01) is None
+    push(partition, RankSource(Rank(0)), 0, contribution("sgd", np.random.default_rng(0)))
+    with pytest.raises(InvalidRequest) as raised:
+        partition.cut_at(0, time.monotonic())
+    assert raised.value.facts == {"newest": "1"}
+    assert partition._named is None
+
+
+def test_update_counts_where_its_cut_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of("adam", 1)
+    partition.open()
+    partition.open_source(SourceKey(RankSource(Rank(0))), Token(1))
+
+    def none_left(nbytes: int) -> Any:
+        raise TooLarge(f"{nbytes} bytes")
+
+    raised: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            partition.cut_at(1, time.monotonic() + 10)
+        except TooLarge as error:
+            raised.append(error)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    while partition._named is None:
+        time.sleep(0.001)
+    monkeypatch.setattr(module, "aligned_empty", none_left)
+    assert push(partition, RankSource(Rank(0)), 0, contribution("adam", np.random.default_rng(0))) is Outcome.APPLIED
+    waits.join()
+    assert len(raised) == 1
+    monkeypatch.undo()
+    partition.cut().release()
+
+
+# ---- ledgers
+
+
+def test_rule_a7_what_is_forgotten_cannot_come_back() -> None:
+    partition = partition_of("sgd", 0)
+    partition.open()
+    closed, live = (SourceKey(DataShardSource(0, 0, index)) for index in range(2))
+    partition.open_source(closed, Token(3))
+    partition.open_source(live, Token(5))
+    rng = np.random.default_rng(0)
+    push(partition, closed.source, 0, contribution("sgd", rng), token=3)
+    with pytest.raises(InvalidRequest, match="floor 3"):
+        partition.forget([closed, live], Token(3))
+    assert len(take(partition).marks) == 2
+    partition.forget([closed], Token(5))
+    assert [mark.key for mark in take(partition).marks] == [live]
+    for sequence in (0, 1):
+        with pytest.raises(StaleToken):
+            push(partition, closed.source, sequence, contribution("sgd", rng), token=3)
+    with pytest.raises(StaleToken):
+        partition.open_source(closed, Token(4))
+    assert push(partition, live.source, 0, contribution("sgd", rng), token=5) is Outcome.APPLIED
+
+
+def test_rule_a8_restored_ledger_counts_on_from_where_it_stood() -> None:
+    partition = partition_of("sgd", 0)
+    partition.open()
+    key = SourceKey(DataShardSource(0, 1, 2))
+    partition.open_source(key, Token(4))
+    rng = np.random.default_rng(0)
+    for sequence in range(3):
+        push(partition, key.source, sequence, contribution("sgd", rng), token=4)
+    taken = take(partition)
+    taken.floor = Token(2)
+    other = restored("sgd", 0, taken)
+    assert push(other, key.source, 2, contribution("sgd", rng), token=4) is Outcome.DUPLICATE
+    with pytest.raises(SequenceGap):
+        push(other, key.source, 4, contribution("sgd", rng), token=4)
+    with pytest.raises(StaleToken):
+        other.open_source(key, Token(3))
+    with pytest.raises(StaleToken):
+        other.open_source(SourceKey(DataShardSource(0, 0, 0)), Token(1))
+    assert push(other, key.source, 3, contribution("sgd", rng), token=4) is Outcome.APPLIED
+    assert take(other).version == Version(2, 4)
