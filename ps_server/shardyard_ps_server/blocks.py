@@ -130,6 +130,11 @@ class Blocks:
         """Whether the state is being kept for a cut."""
         return self._cut is not None
 
+    def keep_all(self) -> None:
+        """All state is about to change."""
+        if self._cut is not None:
+            self._cut.keep(0, self._part.payload_bytes)
+
     def end_cut(self, cut: StateCut) -> None:
         if self._cut is cut:
             self._cut = None

@@ -49,11 +49,11 @@ def verdict(contributions: Sequence[T]) -> Verdict[T]:
 class Gate(Generic[T]):
     """Gathers one step after the other. `step` is the one being gathered: the number of steps taken."""
 
-    def __init__(self, partition: PartitionId, ranks: int) -> None:
+    def __init__(self, partition: PartitionId, ranks: int, *, step: int = 0) -> None:
         self._partition = partition
         self._gathered: list[T | None] = [None] * ranks
         self._count = 0
-        self.step = 0
+        self.step = step
 
     def check(self, rank: Rank, step: int, contribution: T) -> None:
         """Raises InvalidRequest for a rank that does not exist, NotReady for a later step, RateMismatch where the
@@ -70,11 +70,6 @@ class Gate(Generic[T]):
                     f"logical rank {rank} of step {step} has the settings {_first_difference(contribution, gathered)}"
                     f" of logical rank {other}"
                 )
-
-    def restore(self, step: int) -> None:
-        """Gathers that step, from nothing."""
-        assert self._count == 0, self.step
-        self.step = step
 
     def record(self, rank: Rank, contribution: T) -> None:
         assert self._gathered[rank] is None, (rank, self.step)

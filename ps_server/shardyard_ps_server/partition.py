@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.ground.errors import InvalidRequest, NotFound, TooLarge
+from shardyard.checkpoints.partition_file import PartitionState
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, TooLarge
 from shardyard.ground.types import (
     JobLayout,
     Missing,
@@ -31,7 +32,6 @@ from shardyard.ground.types import (
     PushPart,
     RankSource,
     SourceKey,
-    SourceMark,
     Token,
     UpdateMode,
     Version,
@@ -104,10 +104,10 @@ class Partition:
         with self._changed:
             return self._cut()
 
-    def cut_at(self, number: int, until: float) -> Cut | None:
-        """Waits until `until` (time.monotonic) for that version of a synchronous job, and cuts before anything follows
-        it. None where it does not come in time. Raises InvalidRequest (facts: newest) where it has passed, or another
-        cut is waited for, TooLarge."""
+    def name_cut(self, number: int) -> None:
+        """A synchronous job's partition is to be cut when it has that version, before anything follows it;
+        `unname_cut` must come. Raises InvalidRequest (facts: newest) where it has passed, or another cut is under way,
+        TooLarge."""
         with self._changed:
             newest = self._versions.newest.number
             if newest > number:
@@ -115,21 +115,29 @@ class Partition:
                     f"a checkpoint of step {number} of partition {self.id}, which is at step {newest}",
                     facts={"newest": str(newest)},
                 )
-            if newest == number:
-                return self._cut()
-            if self._named is not None or self._blocks.is_cut:
+            if self._named is not None:
                 raise self._busy()
-            self._named = number
-            try:
-                while isinstance(self._named, int):
-                    left = until - time.monotonic()
-                    if left <= 0 or not self._changed.wait(left):
-                        return None
-                if isinstance(self._named, TooLarge):
-                    raise self._named
-                return self._named
-            finally:
-                self._named = None
+            self._named = self._cut() if newest == number else number
+
+    def named_cut(self, until: float) -> Cut | None:
+        """Waits until `until` (time.monotonic) for the cut that was named, which is to be released then. None where it
+        does not come in time. Raises TooLarge."""
+        with self._changed:
+            while isinstance(self._named, int):
+                left = until - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return None
+            found, self._named = self._named, None
+            if isinstance(found, TooLarge):
+                raise found
+            return found
+
+    def unname_cut(self) -> None:
+        """The cut that was named is not wanted any more."""
+        with self._changed:
+            found, self._named = self._named, None
+        if isinstance(found, Cut):
+            found.release()
 
     def _busy(self) -> InvalidRequest:
         return InvalidRequest(f"two checkpoints of partition {self.id} at a time", todo="wait for the first")
@@ -161,20 +169,33 @@ class Partition:
     def blocks(self) -> int:
         return len(self._layout.blocks)
 
-    def restoring(self, index: int) -> dict[str, npt.NDArray[Any]]:
-        """The arrays of a block of a partition that is not open yet, to be written into."""
-        assert not self._open
-        return self._blocks.arrays(index, self._versions.values)
-
-    def restore(self, version: Version, counts: Sequence[int], marks: Sequence[SourceMark], floor: Token) -> None:
-        """Gives back what `restoring` has not: from here on the partition is as it was at a cut."""
+    def restore(self, state: PartitionState) -> None:
+        """From here on the partition, open, is as it was at a cut; what came since never happened. Readers of what was
+        there are not disturbed. Raises CheckpointDamaged where state is missing, TooLarge, having changed nothing."""
         with self._changed:
-            assert not self._open
-            self._blocks.restore_counts(counts)
-            self._versions.restore(version)
-            self._ledger.restore(marks, floor)
+            new = self._versions.blank()
+            found = [self._blocks.arrays(block.index, new) for block in state.blocks]
+            for block, into in zip(state.blocks, found, strict=True):
+                if {"values", *block.slots} != into.keys():
+                    self._versions.give_back(new)
+                    raise CheckpointDamaged(
+                        f"block {block.index} of partition {self.id} with the state {sorted(block.slots)}; expected "
+                        f"{sorted(into.keys() - {'values'})}"
+                    )
+            self._blocks.keep_all()
+            new[:] = 0
+            for block, into in zip(state.blocks, found, strict=True):
+                for name, values in ("values", block.values), *block.slots.items():
+                    into[name][:] = values
+            self._blocks.restore_counts([block.count for block in state.blocks])
+            self._versions.restore(state.version, new)
+            self._ledger.restore(state.marks, state.floor)
             if self._gate is not None:
-                self._gate.restore(version.number)
+                self._gate = Gate(self.id, self._ranks, step=state.version.number)
+                self._spare += self._kept
+                self._kept = []
+            self._open = True
+            self._changed.notify_all()
 
     def forget(self, keys: Sequence[SourceKey], floor: Token) -> None:
         """Rule A7. Raises InvalidRequest."""

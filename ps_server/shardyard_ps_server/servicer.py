@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady
-from shardyard.ground.types import Generation, Incarnation, JobId, PartitionId, PushKind, PushOrder
+from shardyard.checkpoints.convert import entry_from_wire, file_to_wire
+from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX
+from shardyard.ground import limits
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, TooLarge
+from shardyard.ground.types import Generation, Incarnation, JobId, PartitionId, PushKind, PushOrder, Token
 from shardyard.transport.peers import Context, Service
 from shardyard.wire import convert, methods
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.exchanges import Exchanges, answer, refuse_values
-from shardyard_ps_server.store import HostedJob, Store
+from shardyard_ps_server.store import HostedJob, Restore, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 R = TypeVar("R")
@@ -32,6 +36,8 @@ class Servicer:
         service.on(methods.CREATE_PARTITIONS, self.create_partitions)
         service.on(methods.INITIALIZE, self.initialize)
         service.on(methods.OPEN_PARTITIONS, self.open_partitions)
+        service.on(methods.SAVE_CHECKPOINT, self.save_checkpoint)
+        service.on(methods.FORGET_SOURCES, self.forget_sources)
         service.on(methods.DROP_JOB, self.drop_job)
         service.on(methods.FENCE, self.fence)
         service.on(methods.OPEN_SOURCES, self.open_sources)
@@ -60,6 +66,7 @@ class Servicer:
             [PartitionId(partition) for partition in request.partitions],
             convert.mode_from_wire(request.mode),
             request.logical_ranks,
+            _restore(request.restore),
         )
         return wire.CreatePartitionsReply()
 
@@ -68,6 +75,36 @@ class Servicer:
         self._store.check_coordinator(caller)
         self._store.open(caller.job, Generation(request.generation))
         return wire.OpenPartitionsReply()
+
+    def save_checkpoint(self, request: wire.SaveCheckpointRequest, _: Context) -> wire.SaveCheckpointReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        order = SaveOrder(
+            request.number, request.step if request.HasField("step") else None, request.base, request.wait_ms
+        )
+        if order.number > CHECKPOINT_NUMBER_MAX or order.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
+            raise InvalidRequest(f"checkpoint {order.number}, waited for for {order.wait_ms} ms")
+        url = convert.text(request.url, "the URL of checkpoints")
+        saved = self._store.save(caller, Incarnation(request.server), Generation(request.generation), order, url)
+        return wire.SaveCheckpointReply(
+            partitions=[
+                wire.SavedPartition(
+                    partition=each.partition,
+                    version=convert.version_to_wire(each.version),
+                    file=file_to_wire(each.file),
+                )
+                for each in saved
+            ]
+        )
+
+    def forget_sources(self, request: wire.ForgetSourcesRequest, _: Context) -> wire.ForgetSourcesReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        keys = [key for key, _ in convert.sources_from_wire(request.sources)]
+        self._store.forget(
+            caller, Incarnation(request.server), Generation(request.generation), keys, Token(request.floor)
+        )
+        return wire.ForgetSourcesReply()
 
     def drop_job(self, request: wire.DropJobRequest, _: Context) -> wire.DropJobReply:
         caller = convert.caller_from_wire(request.caller)
@@ -168,3 +205,10 @@ class Servicer:
             assembler.add(frame)
         assembler.finish()
         return hosted, order, payload
+
+
+def _restore(message: wire.Restore) -> Restore:
+    if len(message.partitions) > limits.PARTITIONS_MAX:
+        raise TooLarge(f"{len(message.partitions)} partitions to be restored; at most {limits.PARTITIONS_MAX}")
+    entries = tuple(entry_from_wire(entry) for entry in message.partitions)
+    return Restore(convert.text(message.url, "the URL of checkpoints"), entries)

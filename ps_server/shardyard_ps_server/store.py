@@ -12,8 +12,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
+from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.checkpoints.partition_file import PartitionState
+from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import (
     InvalidRequest,
@@ -51,10 +54,22 @@ from shardyard.ground.types import (
     WorkerSource,
 )
 from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.versions import Bytes, aligned_empty
+
+
+@dataclass(frozen=True)
+class Restore:
+    """What partitions are to begin with: entries of a manifest, and the URL of the job's checkpoints."""
+
+    url: str
+    entries: tuple[PartitionEntry, ...]
+
+
+NO_RESTORE = Restore("", ())
 
 CREW_BYTES_MIN = limits.MIB
 """A push of at least so much is applied by several threads, a partition each."""
@@ -86,10 +101,11 @@ class HostedJob:
     logical_ranks: int
     partitions: dict[PartitionId, Partition]
     regions: Regions
+    saver: Saver
     open: bool = False
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """One version of all partitions."""
         return sum(partition.payload_bytes for partition in self.partitions.values())
@@ -101,12 +117,8 @@ class HostedJob:
                 facts={"generation": str(self.generation)},
             )
 
-    def matches(self, layout: JobLayout, owned: Sequence[PartitionId], mode: UpdateMode, logical_ranks: int) -> bool:
-        return (
-            self.layout == layout
-            and sorted(self.partitions) == sorted(owned)
-            and (self.mode, self.logical_ranks) == (mode, logical_ranks)
-        )
+    def matches(self, layout: JobLayout, mode: UpdateMode, logical_ranks: int) -> bool:
+        return (self.layout, self.mode, self.logical_ranks) == (layout, mode, logical_ranks)
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -156,6 +168,7 @@ class Store:
         self._lock = threading.Lock()
         self._jobs: dict[JobId, HostedJob] = {}
         self._standing = _Standing()
+        self._creating = threading.Lock()
         self._shareable = shareable
         self._crew = Crew()
         self.counters = Counters()
@@ -203,27 +216,112 @@ class Store:
         owned: Sequence[PartitionId],
         mode: UpdateMode,
         logical_ranks: int,
+        restore: Restore = NO_RESTORE,
     ) -> None:
-        """Takes over partitions, with zeros for values. The same order again does nothing."""
+        """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
+        here already stay as they are unless they are restored, in another life. The same order again does nothing.
+
+        Raises InvalidRequest, StaleGeneration, TooLarge, and what loading raises, having changed nothing.
+        """
         if mode is UpdateMode.SYNC and not 1 <= logical_ranks <= limits.LOGICAL_RANKS_MAX:
             raise InvalidRequest(f"{logical_ranks} logical ranks; expected 1 to {limits.LOGICAL_RANKS_MAX}")
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
-        with self._lock:
-            hosted = self._jobs.get(job)
-            if hosted is not None and hosted.matches(layout, owned, mode, logical_ranks):
-                hosted.generation = Generation(max(hosted.generation, generation))
-                return
+        with self._creating:
+            with self._lock:
+                hosted = self._jobs.get(job)
             if hosted is not None:
-                raise InvalidRequest(f"job {job} is on this server with another layout, mode or number of ranks")
-            total = sum(layout.partitions[p].payload_bytes for p in owned)
-            regions = Regions(total, shareable=self._shareable)
-            try:
-                partitions = {p: Partition(layout, p, mode, logical_ranks, regions.take) for p in owned}
-            except TooLarge as error:
-                regions.close()
-                raise TooLarge(f"the partitions of job {job}, one of them with {error.what}") from error
-            self._jobs[job] = HostedJob(job, layout, generation, mode, logical_ranks, partitions, regions)
+                self._check_again(hosted, generation, layout, owned, mode, logical_ranks)
+                blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
+                if hosted.open and blank:
+                    raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
+            states = self._load(hosted, layout, owned, restore)
+            if hosted is None:
+                total = sum(layout.partitions[p].payload_bytes for p in owned)
+                regions = Regions(total, shareable=self._shareable)
+                hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver())
+                try:
+                    self._make(hosted, owned)
+                except TooLarge:
+                    regions.close()
+                    raise
+                with self._lock:
+                    self._jobs[job] = hosted
+            else:
+                self._make(hosted, [p for p in owned if p not in hosted.partitions])
+                hosted.generation = generation  # first: what comes under the old one is refused before anything changes
+            for state in states:
+                hosted.partitions[state.partition].restore(state)
+            hosted.open = hosted.open or len(states) == len(hosted.partitions)
+
+    def _check_again(
+        self,
+        hosted: HostedJob,
+        generation: Generation,
+        layout: JobLayout,
+        owned: Sequence[PartitionId],
+        mode: UpdateMode,
+        logical_ranks: int,
+    ) -> None:
+        if generation < hosted.generation:
+            raise StaleGeneration(
+                f"partitions of job {hosted.job} at generation {generation}; this server is at {hosted.generation}",
+                facts={"generation": str(hosted.generation)},
+            )
+        if not hosted.matches(layout, mode, logical_ranks):
+            raise InvalidRequest(f"job {hosted.job} is on this server with another layout, mode or number of ranks")
+        gone = set(hosted.partitions) - set(owned)
+        if gone:
+            raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
+
+    def _load(
+        self, hosted: HostedJob | None, layout: JobLayout, owned: Sequence[PartitionId], restore: Restore
+    ) -> list[PartitionState]:
+        """What is to be restored and is not yet, all of it checked."""
+        if not restore.entries:
+            return []
+        strangers = {entry.partition for entry in restore.entries} - set(owned)
+        if strangers:
+            raise InvalidRequest(f"partition {min(strangers)} to be restored, which is not given to this server")
+        states = []
+        storage = open_storage(restore.url)
+        for entry in restore.entries:
+            here = None if hosted is None else hosted.partitions.get(entry.partition)
+            if here is None or here.describe()[0].life < entry.version.life:
+                states.append(load(storage, layout, entry))
+        return states
+
+    def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> None:
+        try:
+            made = {
+                p: Partition(hosted.layout, p, hosted.mode, hosted.logical_ranks, hosted.regions.take) for p in wanted
+            }
+        except TooLarge as error:
+            raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
+        hosted.partitions = {**hosted.partitions, **made}
+
+    # ---- checkpoints
+
+    def save(
+        self, caller: Caller, server: Incarnation, generation: Generation, order: SaveOrder, url: str
+    ) -> list[Saved]:
+        """Writes all partitions of a job into a checkpoint. Raises what Saver.save raises."""
+        hosted = self.admit(caller, server, generation, reads=True)
+        if not hosted.open:
+            raise NotReady(f"job {hosted.job} has no first values yet")
+        if (order.step is None) is (hosted.mode is UpdateMode.SYNC):
+            how = "without" if order.step is None else "at"
+            raise InvalidRequest(f"a checkpoint of job {hosted.job}, which is {hosted.mode.value}, {how} a step")
+        partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+        return hosted.saver.save(partitions, order, open_storage(url))
+
+    def forget(
+        self, caller: Caller, server: Incarnation, generation: Generation, keys: Sequence[SourceKey], floor: Token
+    ) -> None:
+        """Rule A7. Raises InvalidRequest where a source's token is not below the floor."""
+        hosted = self.admit(caller, server, generation, reads=True)
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].forget(keys, floor)
 
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)

@@ -82,9 +82,15 @@ class Versions:
         self._kept.append((self.newest.number, buffer))
         return self.newest
 
-    def restore(self, version: Version) -> None:
-        """The newest values are of that version, and no earlier one is kept."""
-        self._kept = deque([(version.number, self.values)], maxlen=KEPT)
+    def give_back(self, buffer: Bytes) -> None:
+        """A buffer of `blank` was not needed."""
+        self._idle.append(buffer)
+
+    def restore(self, version: Version, buffer: Bytes) -> None:
+        """`buffer` (of `blank`) is that version, and no earlier one is kept."""
+        for _, kept in self._kept:
+            self._retire(kept)
+        self._kept = deque([(version.number, buffer)], maxlen=KEPT)
         self._life = version.life
         self.newest = version
 

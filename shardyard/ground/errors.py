@@ -10,9 +10,12 @@
     |   |-- StaleIncarnation  StaleToken  StaleGeneration  StaleTerm
     |   |-- SequenceGap  StraddlingRange
     |-- NotFound                    no such job, partition, launch, version
+    |   |-- CheckpointNotFound
     |-- NotReady                    ask again later
     |-- Unavailable                 a peer does not answer
     |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
+    |   |-- StorageUnavailable      a disk or an object store refuses
+    |-- CheckpointDamaged           a file of a checkpoint is not what was written
     |-- JobFailed                   the job has ended by an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed
     |-- AddressInUse
@@ -184,6 +187,11 @@ class NotFound(ShardyardError):
     why = "there is no such thing here"
 
 
+class CheckpointNotFound(NotFound):
+    why = "no such checkpoint, or no such file of one, is there"
+    todo = "see `shardyard checkpoint list` for what is there, and check --url"
+
+
 class NotReady(ShardyardError):
     why = "something else must happen first"
     todo = "ask again in a moment"
@@ -203,6 +211,16 @@ class ServerUnavailable(Unavailable):
 
 class DeadlineExceeded(Unavailable):
     why = "the answer did not come in time"
+
+
+class StorageUnavailable(Unavailable):
+    why = "the place where checkpoints are kept refuses, or cannot be reached"
+    todo = "make room there, or mend its permissions or the way to it; what was committed before is untouched"
+
+
+class CheckpointDamaged(ShardyardError):
+    why = "a file of a checkpoint is not what was written, and nothing is restored from bytes that may be wrong"
+    todo = "see `shardyard checkpoint verify` for all that is damaged; take another checkpoint, or a copy of the file"
 
 
 class JobFailed(ShardyardError):

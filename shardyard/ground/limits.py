@@ -61,6 +61,8 @@ BATCH_SIZE_MAX: Final = 1 << 24
 
 PULL_WAIT_MS_MAX: Final = 1_000
 """How long a server holds a pull; then it answers NotYet (rule C6)."""
+CHECKPOINT_WAIT_MS_MAX: Final = 600_000
+"""How long a server may wait for the step of a checkpoint."""
 EXPLAIN_WAIT_MS: Final = 5_000
 """A wait longer than this says what it waits for (promise 7)."""
 

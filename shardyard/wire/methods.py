@@ -95,6 +95,8 @@ STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply
 
 CREATE_PARTITIONS = _unary(_P, "CreatePartitions", server.CreatePartitionsRequest, server.CreatePartitionsReply)
 OPEN_PARTITIONS = _unary(_P, "OpenPartitions", server.OpenPartitionsRequest, server.OpenPartitionsReply)
+SAVE_CHECKPOINT = _unary(_P, "SaveCheckpoint", server.SaveCheckpointRequest, server.SaveCheckpointReply)
+FORGET_SOURCES = _unary(_P, "ForgetSources", server.ForgetSourcesRequest, server.ForgetSourcesReply)
 DROP_JOB = _unary(_P, "DropJob", server.DropJobRequest, server.DropJobReply)
 FENCE = _unary(_P, "Fence", server.FenceRequest, server.FenceReply)
 OPEN_SOURCES = _unary(_P, "OpenSources", server.OpenSourcesRequest, server.OpenSourcesReply)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, TooLarge
+from shardyard.checkpoints.partition_file import BlockState, PartitionState
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, SequenceGap, StaleToken, TooLarge
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Block,
@@ -116,14 +117,17 @@ def take(partition: Partition) -> Taken:
 
 def restored(kind: str, ranks: int, taken: Taken) -> Partition:
     partition = partition_of(kind, ranks)
-    for index, block in enumerate(taken.blocks):
-        into = partition.restoring(index)
-        assert into.keys() == block.keys()
-        for name, values in block.items():
-            into[name][:] = values
-    partition.restore(Version(taken.version.life + 1, taken.version.number), taken.counts, taken.marks, taken.floor)
-    partition.open()
+    partition.restore(state_of(taken))
     return partition
+
+
+def state_of(taken: Taken) -> PartitionState:
+    blocks = tuple(
+        BlockState(index, block["values"], {name: block[name] for name in block if name != "values"}, count)
+        for index, (block, count) in enumerate(zip(taken.blocks, taken.counts, strict=True))
+    )
+    version = Version(taken.version.life + 1, taken.version.number)
+    return PartitionState(PARTITION, version, blocks, taken.marks, taken.floor)
 
 
 def assert_same(left: Taken, right: Taken) -> None:
@@ -268,10 +272,9 @@ def test_rule_b7_cut_of_a_step_named_ahead_holds_nothing_of_the_next(kind: str) 
         for rank in range(2):
             each.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     cuts: list[Cut | None] = []
-    waits = threading.Thread(target=lambda: cuts.append(partition.cut_at(3, time.monotonic() + 10)))
+    partition.name_cut(3)
+    waits = threading.Thread(target=lambda: cuts.append(partition.named_cut(time.monotonic() + 10)))
     waits.start()
-    while partition._named is None:
-        time.sleep(0.001)
     expected = None
     for step in range(6):
         if step == 3:
@@ -309,7 +312,8 @@ def test_contributions_to_the_next_step_are_not_in_a_cut() -> None:
     for rank in range(2):
         partition.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     push(partition, RankSource(Rank(0)), 0, contribution("sgd", rng))
-    cut = partition.cut_at(0, time.monotonic())
+    partition.name_cut(0)
+    cut = partition.named_cut(time.monotonic())
     assert cut is not None
     assert [mark.next for mark in cut.marks] == [0, 0]
     cut.release()
@@ -319,12 +323,22 @@ def test_step_that_has_passed_or_does_not_come_cannot_be_cut() -> None:
     partition = partition_of("sgd", 1)
     partition.open()
     partition.open_source(SourceKey(RankSource(Rank(0))), Token(1))
-    assert partition.cut_at(1, time.monotonic() + 0.01) is None
+    partition.name_cut(1)
+    with pytest.raises(InvalidRequest, match="two checkpoints"):
+        partition.name_cut(2)
+    assert partition.named_cut(time.monotonic() + 0.01) is None
+    partition.unname_cut()
     push(partition, RankSource(Rank(0)), 0, contribution("sgd", np.random.default_rng(0)))
     with pytest.raises(InvalidRequest) as raised:
-        partition.cut_at(0, time.monotonic())
+        partition.name_cut(0)
     assert raised.value.facts == {"newest": "1"}
+    # one that came, and is not wanted any more
+    partition.name_cut(2)
+    push(partition, RankSource(Rank(0)), 1, contribution("sgd", np.random.default_rng(0)))
+    partition.unname_cut()
     assert partition._named is None
+    assert not partition._versions._readers
+    take(partition)
 
 
 def test_update_counts_where_its_cut_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,24 +349,66 @@ def test_update_counts_where_its_cut_has_no_memory(monkeypatch: pytest.MonkeyPat
     def none_left(nbytes: int) -> Any:
         raise TooLarge(f"{nbytes} bytes")
 
-    raised: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            partition.cut_at(1, time.monotonic() + 10)
-        except TooLarge as error:
-            raised.append(error)
-
-    waits = threading.Thread(target=wait)
-    waits.start()
-    while partition._named is None:
-        time.sleep(0.001)
+    partition.name_cut(1)
     monkeypatch.setattr(module, "aligned_empty", none_left)
     assert push(partition, RankSource(Rank(0)), 0, contribution("adam", np.random.default_rng(0))) is Outcome.APPLIED
-    waits.join()
-    assert len(raised) == 1
+    with pytest.raises(TooLarge):
+        partition.named_cut(time.monotonic())
     monkeypatch.undo()
     partition.cut().release()
+
+
+# ---- back to a checkpoint
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_partition_goes_back_in_place_and_its_readers_are_not_disturbed(ranks: int) -> None:
+    rng = np.random.default_rng(7)
+    partition = partition_of("adam", ranks)
+    partition.open()
+    sources: list[Source] = [RankSource(Rank(rank)) for rank in range(2)] if ranks else [WorkerSource(Incarnation(1))]
+    for source in sources:
+        if ranks:
+            partition.open_source(SourceKey(source), Token(1))
+
+    def steps(begin: int, end: int, to: Partition = partition) -> None:
+        for step in range(begin, end):
+            for source in sources:
+                push(to, source, step, contribution("adam", np.random.default_rng(100 * step + sources.index(source))))
+
+    steps(0, 3)
+    taken = take(partition)
+    steps(3, 5)
+    after = take(partition)
+    if ranks:  # one of two contributions to step 5, which the restored partition has never seen
+        push(partition, sources[0], 5, contribution("adam", rng))
+    found = partition.hold(0, False, time.monotonic())
+    assert isinstance(found, tuple)
+    version, reading = found
+    before = reading.tobytes()
+    cut = partition.cut()
+    partition.restore(state_of(taken))
+    assert reading.tobytes() == before
+    assert_same(Taken(blocks_at(partition, cut), after.version, after.counts, after.marks, after.floor), after)
+    cut.release()
+    partition.release(reading)
+    assert (version.life, take(partition).version) == (1, Version(2, 3))
+    assert_same(take(partition), taken)
+    steps(3, 5)
+    assert_same(take(partition), after)
+    assert not partition._versions._readers
+
+
+def test_state_that_lacks_an_optimizers_array_is_damaged_and_changes_nothing() -> None:
+    partition = partition_of("adam", 0)
+    partition.open()
+    push(partition, WorkerSource(Incarnation(1)), 0, contribution("adam", np.random.default_rng(0)))
+    before = take(partition)
+    state = state_of(before)
+    del state.blocks[0].slots["exp_avg"]  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointDamaged, match="block 0 of partition 0 with the state"):
+        partition.restore(state)
+    assert_same(take(partition), before)
 
 
 # ---- ledgers

@@ -221,7 +221,8 @@ def test_same_order_to_create_again_keeps_what_is_there() -> None:
 def test_same_order_of_a_later_generation_moves_the_generation_and_never_back() -> None:
     here = server()
     here.create(JOB, Generation(6), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
-    here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    with pytest.raises(StaleGeneration):
+        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
     assert here.admit(WORKER, HERE, Generation(6)).generation == 6
 
 
@@ -238,7 +239,9 @@ def test_another_order_for_a_job_that_is_here_is_refused(
     owned: list[PartitionId], mode: UpdateMode, ranks: int
 ) -> None:
     here = server(UpdateMode.SYNC, ranks=2)
-    with pytest.raises(InvalidRequest, match="job 1 is on this server with another layout, mode or number of ranks"):
+    with pytest.raises(
+        InvalidRequest, match=r"with another layout, mode or number of ranks|without (partition 2|values)"
+    ):
         here.create(JOB, GENERATION, LAYOUT, owned, mode, ranks)
     assert here.hosted()[0].mode is UpdateMode.SYNC
 

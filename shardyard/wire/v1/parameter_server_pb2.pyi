@@ -33,7 +33,7 @@ OUTCOME_RECORDED: Outcome
 OUTCOME_DUPLICATE: Outcome
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class CreatePartitionsRequest(_message.Message):
     MODE_FIELD_NUMBER: _ClassVar[int]
     LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -48,9 +49,94 @@ class CreatePartitionsRequest(_message.Message):
     mode: _common_pb2.UpdateMode
     logical_ranks: int
     server: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ...) -> None: ...
+    restore: Restore
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ...) -> None: ...
 
 class CreatePartitionsReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckpointFile(_message.Message):
+    __slots__ = ("path", "length", "sha256", "blocks")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    length: int
+    sha256: bytes
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class RestoredPartition(_message.Message):
+    __slots__ = ("partition", "version", "files")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    version: _common_pb2.Version
+    files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+
+class Restore(_message.Message):
+    __slots__ = ("url", "partitions")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    partitions: _containers.RepeatedCompositeFieldContainer[RestoredPartition]
+    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ...) -> None: ...
+
+class SaveCheckpointRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "url", "number", "step", "base", "wait_ms")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    url: str
+    number: int
+    step: int
+    base: int
+    wait_ms: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class SavedPartition(_message.Message):
+    __slots__ = ("partition", "version", "file")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    version: _common_pb2.Version
+    file: CheckpointFile
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., file: _Optional[_Union[CheckpointFile, _Mapping]] = ...) -> None: ...
+
+class SaveCheckpointReply(_message.Message):
+    __slots__ = ("partitions",)
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    partitions: _containers.RepeatedCompositeFieldContainer[SavedPartition]
+    def __init__(self, partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ...) -> None: ...
+
+class ForgetSourcesRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "sources", "floor")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    sources: _containers.RepeatedCompositeFieldContainer[SourceToken]
+    floor: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceToken, _Mapping]]] = ..., floor: _Optional[int] = ...) -> None: ...
+
+class ForgetSourcesReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -49,6 +49,16 @@ class ParameterServerStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.OpenPartitionsRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.OpenPartitionsReply.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/SaveCheckpoint',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SaveCheckpointReply.FromString,
+                _registered_method=True)
+        self.ForgetSources = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/ForgetSources',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesReply.FromString,
+                _registered_method=True)
         self.DropJob = channel.unary_unary(
                 '/shardyard.wire.v1.ParameterServer/DropJob',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.DropJobRequest.SerializeToString,
@@ -95,7 +105,8 @@ class ParameterServerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def CreatePartitions(self, request, context):
-        """For the coordinator: takes over partitions, empty, at a generation. The same request again does nothing.
+        """For the coordinator: which partitions of a job this server has at a generation; those that it has already keep what
+        they hold, unless they are to be restored. The same request again does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +122,22 @@ class ParameterServerServicer(object):
 
     def OpenPartitions(self, request, context):
         """For the coordinator: from here on the partitions of the job can be pulled and pushed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveCheckpoint(self, request, context):
+        """For the coordinator: writes the partitions of a job into a checkpoint while they are pushed and pulled. Answers when
+        all files are durable. The checkpoint counts once its manifest is written, which is the coordinator's to do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForgetSources(self, request, context):
+        """For the coordinator, once a checkpoint is committed: sources that are closed in it need not be remembered, since
+        tokens below the floor are refused from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,6 +218,16 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.OpenPartitions,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.OpenPartitionsRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.OpenPartitionsReply.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SaveCheckpointReply.SerializeToString,
+            ),
+            'ForgetSources': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetSources,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesReply.SerializeToString,
             ),
             'DropJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DropJob,
@@ -314,6 +351,60 @@ class ParameterServer(object):
             '/shardyard.wire.v1.ParameterServer/OpenPartitions',
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.OpenPartitionsRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.OpenPartitionsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/SaveCheckpoint',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SaveCheckpointRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SaveCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetSources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/ForgetSources',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,154 @@
+"""Partitions into the files of a checkpoint, and back.
+
+Owns: the order of things: cut, copy, write, let go; and for the way back: read and check whole, then fill. Invariants:
+partitions are pushed and pulled meanwhile; a cut is let go however the writing ends; nothing of a partition changes
+before all of its files were checked. Must not know: when a checkpoint is due, manifests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.checkpoints import partition_file
+from shardyard.checkpoints.manifest import FileRef, PartitionEntry, PartitionFile, partition_path
+from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
+from shardyard.checkpoints.storage import Storage
+from shardyard.checkpoints.tensors import bytes_of
+from shardyard.ground.errors import CheckpointDamaged, NotReady
+from shardyard.ground.types import DType, JobLayout, PartitionId, Version
+from shardyard_ps_server.cuts import Cut
+from shardyard_ps_server.partition import Partition
+
+log = logging.getLogger("shardyard.server")
+
+REMEMBERED = 3
+"""Of so many checkpoints a partition knows which blocks have changed since."""
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """`step`: the version of a synchronous job that is saved; None: what is there. `base`: the number of a committed
+    checkpoint, of whose blocks those that are the same are left out; 0: none. `wait_ms`: for the step."""
+
+    number: int
+    step: int | None
+    base: int
+    wait_ms: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A partition's file, with the blocks that are in it."""
+
+    partition: PartitionId
+    version: Version
+    file: PartitionFile
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a partition was like when it was written into a checkpoint."""
+
+    life: int
+    counts: npt.NDArray[np.int64]
+
+
+class Saver:
+    """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread."""
+
+    def __init__(self) -> None:
+        self._written: dict[PartitionId, dict[int, _Written]] = {}
+
+    def save(self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage) -> list[Saved]:
+        """Raises InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time,
+        StorageUnavailable, TooLarge."""
+        if order.step is None:
+            return [self._save(partition, partition.cut, order, storage) for partition in partitions]
+        until = time.monotonic() + order.wait_ms / 1000
+        with ExitStack() as named:
+            for partition in partitions:  # all, before any is waited for
+                partition.name_cut(order.step)
+                named.callback(partition.unname_cut)
+            return [
+                self._save(partition, partial(_named, partition, order.step, until), order, storage)
+                for partition in partitions
+            ]
+
+    def _save(self, partition: Partition, take: Callable[[], Cut], order: SaveOrder, storage: Storage) -> Saved:
+        cut = take()
+        try:
+            cut.complete()
+            blocks = self._changed(cut, order.base)
+            head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
+            sources = [self._source(partition, cut, index) for index in blocks]
+            path = partition_path(order.number, partition.id)
+            written = storage.write(path, partition_file.pieces(head, sources))
+        finally:
+            cut.release()
+        self._remember(cut, order.number)
+        return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)))
+
+    def _changed(self, cut: Cut, base: int) -> list[int]:
+        before = self._written.get(cut.partition, {}).get(base)
+        if before is None or before.life != cut.version.life:
+            return list(range(len(cut.counts)))
+        return [int(index) for index in np.flatnonzero(before.counts != cut.counts)]
+
+    def _remember(self, cut: Cut, number: int) -> None:
+        kept = self._written.setdefault(cut.partition, {})
+        kept[number] = _Written(cut.version.life, cut.counts)
+        for old in sorted(kept)[:-REMEMBERED]:
+            del kept[old]
+
+    def _source(self, partition: Partition, cut: Cut, index: int) -> BlockSource:
+        arrays = partition.arrays(index, cut)
+        values = arrays.pop("values")
+        return BlockSource(
+            index,
+            DType(values.dtype.name),
+            len(values),
+            int(cut.counts[index]),
+            partial(bytes_of, values),
+            {name: partial(bytes_of, array) for name, array in arrays.items()},
+        )
+
+
+def _named(partition: Partition, step: int, until: float) -> Cut:
+    cut = partition.named_cut(until)
+    if cut is None:
+        raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
+    return cut
+
+
+def load(storage: Storage, layout: JobLayout, entry: PartitionEntry) -> PartitionState:
+    """A partition's state, put together from its files: the ledger is the first one's, and so is the number of its
+    version; the life is the entry's. Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable."""
+    blocks: dict[int, BlockState] = {}
+    head: PartitionState | None = None
+    for file in entry.files:
+        state = partition_file.read(
+            storage, file.file.path, file.file.written, layout, entry.partition, frozenset(file.blocks)
+        )
+        head = head or state
+        blocks.update((block.index, block) for block in state.blocks)
+    assert head is not None
+    missing = set(range(len(layout.partitions[entry.partition].blocks))) - blocks.keys()
+    if missing or head.version.number != entry.version.number:
+        raise CheckpointDamaged(
+            f"{storage.locate(entry.files[0].file.path)} and its like hold version {head.version.number} of partition "
+            f"{entry.partition}, without blocks {_listed(missing)}; expected version {entry.version.number}, whole"
+        )
+    ordered = tuple(blocks[index] for index in sorted(blocks))
+    return PartitionState(entry.partition, entry.version, ordered, head.marks, head.floor)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)[:8])) or "none"

@@ -1,0 +1,352 @@
+"""All checkpoints below one URL: listed, read, checked, committed, pruned.
+
+    <URL>/<job>/<number, 12 digits>/manifest.json             written last
+    <URL>/<job>/<number, 12 digits>/partition-0003.safetensors
+    <URL>/<job>/<number, 12 digits>/worker-<name>.safetensors
+
+Owns: which folder is a checkpoint: the one that has a manifest. Invariants: a manifest is written when all that it
+names is there, and never again; what a kept manifest names is not deleted; nothing is given out whose digest was not
+checked. One process at a time commits and prunes a job's checkpoints (the coordinator's journal sees to that); any may
+read. Must not know: who takes checkpoints, and when.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from shardyard.checkpoints import manifest as manifests
+from shardyard.checkpoints import partition_file, tensors
+from shardyard.checkpoints.manifest import (
+    MANIFEST_BYTES_MAX,
+    FileRef,
+    Manifest,
+    folder_name,
+    partition_path,
+)
+from shardyard.checkpoints.partition_file import BlockSource, PartitionHead, PartitionState
+from shardyard.checkpoints.storage import TEMPORARY_SUFFIX, Buffer, Storage
+from shardyard.checkpoints.tensors import Array, Contents
+from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from shardyard.ground.types import PartitionId, VariableSpec, Version
+
+KEPT_MIN: Final = 2
+"""Rule A8."""
+
+_NUMBER: Final = re.compile(r"[0-9]{12}")
+_TEMPORARY: Final = re.compile(rf"\.[^/]+{re.escape(TEMPORARY_SUFFIX)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A committed checkpoint; one whose manifest cannot be read has `damage` instead of a manifest."""
+
+    number: int
+    manifest: Manifest | None
+    damage: CheckpointDamaged | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with a checkpoint: the file, from the job's folder, and what is wrong with it."""
+
+    number: int
+    path: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    checkpoints: tuple[int, ...]
+    """Those that are no more."""
+    files: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A file, with what of it a manifest needs."""
+
+    file: FileRef
+    blocks: tuple[int, ...] = ()
+    version: Version | None = None
+
+
+class CheckpointLibrary:
+    """Safe for several threads, as far as its storage is. All methods raise StorageUnavailable, and InvalidRequest for
+    a name that no job can have."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    # ---- looking
+
+    def jobs(self) -> tuple[str, ...]:
+        """Names of the jobs that have checkpoints, or had begun one."""
+        return tuple(name for name in self.storage.list_folders("") if manifests.JOB_NAME.fullmatch(name))
+
+    def numbers(self, job: str) -> tuple[int, ...]:
+        """Of the committed checkpoints, ascending."""
+        return tuple(number for number, files in self._folders(job) if manifests.NAME in files)
+
+    def next_number(self, job: str) -> int:
+        """The number for the next checkpoint: never one whose folder is there, even without a manifest."""
+        taken = [int(name) for name in self._folder_names(job)]
+        return max(taken, default=0) + 1
+
+    def list_checkpoints(self, job: str) -> tuple[Listed, ...]:
+        """The committed ones, the oldest first."""
+        return tuple(self._listed(job, number) for number in self.numbers(job))
+
+    def load(self, job: str, number: int | None = None) -> Manifest:
+        """The manifest of a checkpoint; None: of the newest. A damaged newest one is not passed over in silence, since
+        to go further back concerns the whole job (rule A8).
+
+        Raises CheckpointNotFound, CheckpointDamaged.
+        """
+        if number is None:
+            numbers = self.numbers(job)
+            if not numbers:
+                raise CheckpointNotFound(f"no checkpoint of job {job!r} in {self.storage.url}")
+            number = numbers[-1]
+        path = f"{_folder(job)}/{folder_name(number)}/{manifests.NAME}"
+        where = self.storage.locate(path)
+        nbytes = self.storage.size(path)
+        if nbytes > MANIFEST_BYTES_MAX:
+            raise CheckpointDamaged(f"{where} has {nbytes} bytes; at most {MANIFEST_BYTES_MAX}")
+        found = manifests.decode(self.storage.read(path, 0, nbytes), where)
+        if (found.job_name, found.number) != (job, number):
+            raise CheckpointDamaged(f"{where} is that of checkpoint {found.number} of job {found.job_name!r}")
+        return found
+
+    # ---- writing
+
+    def write_partition(self, job: str, number: int, head: PartitionHead, blocks: Iterable[BlockSource]) -> FileRef:
+        """Writes a partition's file of the checkpoint that is being taken. Raises TooLarge."""
+        return self._write(job, partition_path(number, head.partition), partition_file.pieces(head, list(blocks)))
+
+    def write_state(self, job: str, number: int, state: PartitionState) -> FileRef:
+        """The same of a state that is in memory."""
+        return self._write(job, partition_path(number, state.partition), partition_file.state_pieces(state))
+
+    def commit(self, manifest: Manifest) -> None:
+        """From here on the checkpoint is there. It is the newest: its number is above those that are.
+
+        Raises InvalidRequest for a manifest that could not be restored from, CheckpointNotFound and CheckpointDamaged
+        where a file that it names is not there in its length, TooLarge.
+        """
+        job = manifest.job_name
+        text = manifests.encode(manifest)
+        newest = max(self.numbers(job), default=0)
+        if manifest.number <= newest:
+            raise InvalidRequest(
+                f"checkpoint {manifest.number} of job {job!r}, whose newest is {newest}",
+                why="a checkpoint that was committed is never changed",
+                todo="take the next number",
+            )
+        sizes: dict[int, dict[str, int]] = {}
+        for file in manifest.files():
+            if file.number not in sizes:
+                sizes[file.number] = self.storage.list_files(f"{_folder(job)}/{folder_name(file.number)}")
+            self._check_size(job, file, sizes[file.number])
+        self.storage.write(f"{_folder(job)}/{folder_name(manifest.number)}/{manifests.NAME}", [text])
+
+    def prune(self, job: str, keep: int, also: Iterable[int] = ()) -> Pruned:
+        """Deletes what the newest `keep` checkpoints, and those of the numbers `also`, do not need: manifests first,
+        then files of ours that no kept manifest names, up to the newest committed checkpoint. What is newer is being
+        written, and left alone.
+
+        Raises InvalidRequest for fewer than KEPT_MIN; CheckpointDamaged, having deleted nothing, where a manifest that
+        is to be kept cannot be read, since nobody knows what it needs.
+        """
+        if keep < KEPT_MIN:
+            raise InvalidRequest(
+                f"to keep {keep} checkpoints", why=f"{KEPT_MIN} are kept at least, should the newest be damaged"
+            )
+        folders = self._folders(job)
+        committed = [number for number, files in folders if manifests.NAME in files]
+        kept = {*committed[-keep:], *(number for number in also if number in committed)}
+        needed = {f"{folder_name(number)}/{manifests.NAME}" for number in kept}
+        for number in sorted(kept):
+            needed |= {file.path for file in self.load(job, number).files()}
+        gone = [number for number in committed if number not in kept]
+        deleted = nbytes = 0
+        for number in gone:
+            self.storage.delete_file(f"{_folder(job)}/{folder_name(number)}/{manifests.NAME}")
+        for number, files in folders:
+            if not committed or number > committed[-1]:
+                continue
+            for name, size in files.items():
+                path = f"{folder_name(number)}/{name}"
+                if path not in needed and _is_ours(name):
+                    self.storage.delete_file(f"{_folder(job)}/{path}")
+                    deleted, nbytes = deleted + 1, nbytes + size
+            folder = f"{_folder(job)}/{folder_name(number)}"
+            if not self.storage.list_files(folder) and not self.storage.list_folders(folder):
+                self.storage.delete_folder(folder)
+        return Pruned(tuple(gone), deleted, nbytes)
+
+    # ---- reading
+
+    def load_partition(self, manifest: Manifest, partition: PartitionId) -> PartitionState:
+        """A partition's state, put together from its files, each of which is checked whole.
+
+        Raises CheckpointDamaged, CheckpointNotFound.
+        """
+        entry = manifest.partitions[partition]
+        states = []
+        for each in entry.files:
+            path = f"{_folder(manifest.job_name)}/{each.file.path}"
+            written = each.file.written
+            states.append(
+                partition_file.read(self.storage, path, written, manifest.layout, partition, blocks=each.blocks)
+            )
+        self._check_version(manifest, partition, states[0])
+        blocks = sorted((block for state in states for block in state.blocks), key=lambda block: block.index)
+        return PartitionState(partition, entry.version, tuple(blocks), states[0].marks, states[0].floor)
+
+    def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
+        """Each variable whole, parameters and buffers, in the order in which they were registered.
+
+        Raises CheckpointDamaged, CheckpointNotFound.
+        """
+        variables = Variables(self.storage, manifest)
+        for index, spec in enumerate(manifest.layout.variables):
+            yield spec.name, variables.read(index)
+
+    # ---- checking
+
+    def verify(self, job: str, number: int | None = None) -> tuple[Finding, ...]:
+        """Everything that is wrong with one checkpoint, or (None) with any; each byte of each file is read. Empty: all
+        can be restored. Raises CheckpointNotFound for a number that is not there."""
+        if number is not None and number not in self.numbers(job):
+            raise CheckpointNotFound(f"no checkpoint {number} of job {job!r} in {self.storage.url}")
+        checked: dict[_Checked, str | None] = {}
+        found: list[Finding] = []
+        for each in self.numbers(job) if number is None else (number,):
+            try:
+                manifest = self.load(job, each)
+            except (CheckpointDamaged, CheckpointNotFound) as error:
+                found.append(Finding(each, f"{folder_name(each)}/{manifests.NAME}", error.what))
+                continue
+            found += self._verify_files(manifest, checked)
+        return tuple(found)
+
+    def _verify_files(self, manifest: Manifest, checked: dict[_Checked, str | None]) -> Iterator[Finding]:
+        """`checked`: what is known of files that several checkpoints share."""
+        for entry in manifest.partitions:
+            for place, each in enumerate(entry.files):
+                key = _Checked(each.file, each.blocks, None if place else entry.version)
+                if key not in checked:
+                    checked[key] = self._verify_partition_file(manifest, entry.partition, place)
+                what = checked[key]
+                if what is not None:
+                    yield Finding(manifest.number, each.file.path, what)
+        for feedback in manifest.feedback:
+            key = _Checked(feedback.file)
+            if key not in checked:
+                checked[key] = self._verify_feedback(manifest.job_name, feedback.file)
+            what = checked[key]
+            if what is not None:
+                yield Finding(manifest.number, feedback.file.path, what)
+
+    def _verify_partition_file(self, manifest: Manifest, partition: PartitionId, place: int) -> str | None:
+        each = manifest.partitions[partition].files[place]
+        path = f"{_folder(manifest.job_name)}/{each.file.path}"
+        try:
+            head = partition_file.check(self.storage, path, each.file.written, manifest.layout, partition, each.blocks)
+            if place == 0:
+                self._check_version(manifest, partition, head)
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            return error.what
+        return None
+
+    def _verify_feedback(self, job: str, file: FileRef) -> str | None:
+        try:
+            tensors.read_file(self.storage, f"{_folder(job)}/{file.path}", file.written, lambda _: False)
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            return error.what
+        return None
+
+    def _check_version(self, manifest: Manifest, partition: PartitionId, head: PartitionHead | PartitionState) -> None:
+        entry = manifest.partitions[partition]
+        if head.version != entry.version:
+            raise CheckpointDamaged(
+                f"{self.storage.locate(_folder(manifest.job_name))}/{entry.files[0].file.path} is of version"
+                f" {head.version.life}.{head.version.number}; the manifest of checkpoint {manifest.number} says"
+                f" {entry.version.life}.{entry.version.number}"
+            )
+
+    def _check_size(self, job: str, file: FileRef, sizes: dict[str, int]) -> None:
+        where = self.storage.locate(f"{_folder(job)}/{file.path}")
+        size = sizes.get(file.path.rpartition("/")[2])
+        if size is None:
+            raise CheckpointNotFound(f"{where} is not there")
+        if size != file.written.nbytes:
+            raise CheckpointDamaged(f"{where} has {size} bytes; expected {file.written.nbytes}")
+
+    def _write(self, job: str, path: str, pieces: Iterable[Buffer]) -> FileRef:
+        return FileRef(path, self.storage.write(f"{_folder(job)}/{path}", pieces))
+
+    def _listed(self, job: str, number: int) -> Listed:
+        try:
+            return Listed(number, self.load(job, number))
+        except CheckpointDamaged as error:
+            return Listed(number, None, error)
+
+    def _folder_names(self, job: str) -> list[str]:
+        return [name for name in self.storage.list_folders(_folder(job)) if _NUMBER.fullmatch(name)]
+
+    def _folders(self, job: str) -> list[tuple[int, dict[str, int]]]:
+        """Number and files of each folder, ascending."""
+        return [(int(name), self.storage.list_files(f"{_folder(job)}/{name}")) for name in self._folder_names(job)]
+
+
+class Variables:
+    """The variables of a checkpoint, one at a time. A file's every byte is checked before any of it is given out, once;
+    after that only what is wanted of it is read."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage = storage
+        self._manifest = manifest
+        self._contents: dict[str, Contents] = {}
+        self._places: list[list[tuple[int, PartitionId, int, FileRef]]] = [[] for _ in manifest.layout.variables]
+        """Of each variable: first element, partition, block and file of its blocks."""
+        for part, entry in zip(manifest.layout.partitions, manifest.partitions, strict=True):
+            for each in entry.files:
+                for index in each.blocks:
+                    block = part.blocks[index]
+                    self._places[block.variable].append((block.offset, part.partition, index, each.file))
+
+    @property
+    def specs(self) -> tuple[VariableSpec, ...]:
+        return self._manifest.layout.variables
+
+    def read(self, variable: int) -> Array:
+        """A variable's values, in its shape. Raises CheckpointDamaged, CheckpointNotFound."""
+        spec = self.specs[variable]
+        values: Array = np.empty(spec.elements, spec.dtype.value)
+        for offset, partition, index, file in self._places[variable]:
+            path = f"{_folder(self._manifest.job_name)}/{file.path}"
+            if file.path not in self._contents:
+                blocks = next(each.blocks for each in self._manifest.partitions[partition].files if each.file == file)
+                layout = self._manifest.layout
+                partition_file.check(self._storage, path, file.written, layout, partition, blocks)
+                self._contents[file.path] = tensors.read_contents(self._storage, path)
+            tensor = self._contents[file.path].tensors[f"{partition_file.VALUES}/{index}"]
+            values[offset : offset + tensor.shape[0]] = tensors.read_tensor(self._storage, path, tensor)
+        return values.reshape(spec.shape)
+
+
+def _folder(job: str) -> str:
+    if not manifests.JOB_NAME.fullmatch(job):
+        raise InvalidRequest(f"{job[:200]!r} is no job's name; expected {manifests.JOB_NAME.pattern}")
+    return job
+
+
+def _is_ours(name: str) -> bool:
+    return bool(name == manifests.NAME or manifests.FILE_NAME.fullmatch(name) or _TEMPORARY.fullmatch(name))

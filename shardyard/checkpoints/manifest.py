@@ -1,0 +1,332 @@
+"""A checkpoint's manifest: what was trained, how far it is, and in which files each partition lies.
+
+    {"manifest":{...},"sha256":"..."}           one line; the digest is that of the inner object's bytes
+
+A partition lies in one file, or, where a checkpoint is incremental, in several: the first has its ledger, version and
+the blocks that changed last; the others are of earlier checkpoints, and `blocks` says what is taken of each.
+
+Owns: the manifest's text, both ways. Invariants: any bit that changed is found before anything is believed; each block
+of each partition is taken from exactly one file; files are of this job, and of this checkpoint or earlier ones. Must
+not know: storage, what the files hold, what the data ledger says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.checkpoints import layout as layouts
+from shardyard.checkpoints.documents import Node, canonical
+from shardyard.checkpoints.storage import Written
+from shardyard.ground import limits
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, TooLarge
+from shardyard.ground.types import JobId, JobLayout, PartitionId, Token, UpdateMode, Version
+
+FORMAT: Final = "shardyard-checkpoint"
+FORMAT_VERSION: Final = 1
+NAME: Final = "manifest.json"
+MANIFEST_BYTES_MAX: Final = 256 * limits.MIB
+CHECKPOINT_NUMBER_MAX: Final = 10**12 - 1
+FILES_PER_PARTITION_MAX: Final = 4_096
+
+JOB_NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
+FILE_NAME: Final = re.compile(r"(?:partition-[0-9]{4}|worker-[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.safetensors")
+_WORKER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FILE_PATH: Final = re.compile(rf"([0-9]{{12}})/({FILE_NAME.pattern})")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_TEXT: Final = re.compile(r"[ -~]{1,64}")
+_MODE: Final = re.compile("|".join(mode.value for mode in UpdateMode))
+
+_PREFIX: Final = b'{"manifest":'
+_MIDDLE: Final = b',"sha256":"'
+_SUFFIX: Final = b'"}\n'
+_DIGEST_CHARACTERS: Final = 64
+_TAIL_BYTES: Final = len(_MIDDLE) + _DIGEST_CHARACTERS + len(_SUFFIX)
+
+
+def folder_name(number: int) -> str:
+    return f"{number:012d}"
+
+
+def partition_path(number: int, partition: PartitionId) -> str:
+    """Of a partition's file in checkpoint `number`, from the job's folder."""
+    return f"{folder_name(number)}/partition-{partition:04d}.safetensors"
+
+
+def feedback_path(number: int, worker: str) -> str:
+    return f"{folder_name(number)}/worker-{worker}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A file that a manifest names; `path` from the job's folder."""
+
+    path: str
+    written: Written
+
+    @property
+    def number(self) -> int:
+        """The checkpoint that wrote it."""
+        return int(self.path.partition("/")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionFile:
+    """A file, and the blocks that are taken from it, ascending."""
+
+    file: FileRef
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionEntry:
+    """Where a partition's state lies. The first file has its ledger, and is of `version`."""
+
+    partition: PartitionId
+    version: Version
+    files: tuple[PartitionFile, ...]
+
+    def incremental(self, version: Version, file: FileRef, changed: tuple[int, ...]) -> PartitionEntry:
+        """The entry of the next checkpoint, where `file` has the ledger and the changed blocks, and the rest is taken
+        from where it lies. A file of which nothing is taken any more is left out."""
+        gone = frozenset(changed)
+        earlier = (
+            PartitionFile(each.file, tuple(index for index in each.blocks if index not in gone)) for each in self.files
+        )
+        kept = (each for each in earlier if each.blocks)
+        return PartitionEntry(self.partition, version, (PartitionFile(file, changed), *kept))
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackFile:
+    """What a worker's error feedback remembers."""
+
+    worker: str
+    file: FileRef
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`created`: ISO 8601 with a zone. `settings` and `data_ledger`: JSON objects, returned as they were given."""
+
+    number: int
+    job_name: str
+    job: JobId
+    seed: int
+    settings: Mapping[str, object]
+    mode: UpdateMode
+    step: int
+    created: str
+    layout: JobLayout
+    partitions: tuple[PartitionEntry, ...]
+    data_ledger: Mapping[str, object]
+    token_floor: Token = Token(0)
+    feedback: tuple[FeedbackFile, ...] = ()
+
+    def files(self) -> Iterator[FileRef]:
+        """Each file once, those of partitions first."""
+        seen: set[str] = set()
+        every = [each.file for entry in self.partitions for each in entry.files]
+        for file in (*every, *(each.file for each in self.feedback)):
+            if file.path not in seen:
+                seen.add(file.path)
+                yield file
+
+
+# ---- writing
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The file's bytes. Raises InvalidRequest for a manifest that would not be taken back, TooLarge."""
+    inner = canonical(_to_document(manifest))
+    text = _PREFIX + inner + _MIDDLE + hashlib.sha256(inner).hexdigest().encode() + _SUFFIX
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise TooLarge(f"a manifest of {len(text)} bytes; at most {MANIFEST_BYTES_MAX}")
+    try:
+        decode(text, f"the manifest of checkpoint {manifest.number}")
+    except CheckpointDamaged as error:
+        raise InvalidRequest(error.what, why="it could not be restored from") from error
+    return text
+
+
+def _to_document(manifest: Manifest) -> dict[str, object]:
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "number": manifest.number,
+        "job_name": manifest.job_name,
+        "job": int(manifest.job),
+        "seed": manifest.seed,
+        "settings": manifest.settings,
+        "mode": manifest.mode.value,
+        "step": manifest.step,
+        "created": manifest.created,
+        "layout": layouts.to_document(manifest.layout),
+        "partitions": [
+            {
+                "partition": entry.partition,
+                "life": entry.version.life,
+                "number": entry.version.number,
+                "files": [{**_file_document(each.file), "blocks": list(each.blocks)} for each in entry.files],
+            }
+            for entry in manifest.partitions
+        ],
+        "data_ledger": manifest.data_ledger,
+        "token_floor": int(manifest.token_floor),
+        "feedback": [{"worker": each.worker, **_file_document(each.file)} for each in manifest.feedback],
+    }
+
+
+def _file_document(file: FileRef) -> dict[str, object]:
+    return {"path": file.path, "nbytes": file.written.nbytes, "sha256": file.written.sha256}
+
+
+# ---- reading
+
+
+def decode(text: bytes, where: str) -> Manifest:
+    """`where` is the file's name, for messages. Raises CheckpointDamaged."""
+    inner = _check_digest(text, where)
+    node = Node.parse(inner, where, at=len(_PREFIX))
+    said = node.mapping()
+    if (said.get("format"), said.get("version")) != (FORMAT, FORMAT_VERSION):
+        raise CheckpointDamaged(
+            f"{where} says that it is {str(said.get('format'))[:100]!r} of version {str(said.get('version'))[:100]};"
+            f" expected {FORMAT!r} of version {FORMAT_VERSION}",
+            todo="read it with the release of shardyard that wrote it",
+        )
+    fields = node.fields(_FIELDS)
+    number = fields["number"].number(CHECKPOINT_NUMBER_MAX)
+    layout = layouts.from_document(fields["layout"])
+    if len(canonical(fields["settings"].mapping())) > limits.SETTINGS_BYTES_MAX:
+        fields["settings"].refuse(f"at most {limits.SETTINGS_BYTES_MAX} bytes")
+    manifest = Manifest(
+        number,
+        fields["job_name"].text(JOB_NAME, "a job's name"),
+        JobId(fields["job"].number((1 << 64) - 1)),
+        fields["seed"].number((1 << 64) - 1),
+        fields["settings"].mapping(),
+        UpdateMode(fields["mode"].text(_MODE, "a mode")),
+        fields["step"].number(),
+        _time(fields["created"]),
+        layout,
+        _partitions(fields["partitions"], number, layout),
+        fields["data_ledger"].mapping(),
+        Token(fields["token_floor"].number()),
+        tuple(_feedback(each, number) for each in fields["feedback"].items(limits.MEMBERS_MAX)),
+    )
+    _check_agreement(fields["partitions"], manifest)
+    return manifest
+
+
+_FIELDS: Final = (
+    "format",
+    "version",
+    "number",
+    "job_name",
+    "job",
+    "seed",
+    "settings",
+    "mode",
+    "step",
+    "created",
+    "layout",
+    "partitions",
+    "data_ledger",
+    "token_floor",
+    "feedback",
+)
+
+
+def _check_digest(text: bytes, where: str) -> bytes:
+    """The inner object."""
+    if len(text) < len(_PREFIX) + _TAIL_BYTES or not text.startswith(_PREFIX):
+        raise CheckpointDamaged(f"{where} ({len(text)} bytes) does not begin as a manifest; expected {_PREFIX!r}")
+    inner, tail = text[len(_PREFIX) : -_TAIL_BYTES], text[-_TAIL_BYTES:]
+    said = tail[len(_MIDDLE) : -len(_SUFFIX)]
+    if not tail.startswith(_MIDDLE) or not tail.endswith(_SUFFIX):
+        raise CheckpointDamaged(
+            f"{where} does not end as a manifest (at byte {len(text) - _TAIL_BYTES}); it is cut off, or bytes of its"
+            " end have changed"
+        )
+    got = hashlib.sha256(inner).hexdigest().encode()
+    if got != said:
+        raise CheckpointDamaged(
+            f"{where} has the SHA-256 {got.decode()} and says {said.decode('ascii', 'replace')}: some of its"
+            f" {len(text)} bytes have changed"
+        )
+    return inner
+
+
+def _time(node: Node) -> str:
+    text = node.text(_TEXT, "a time")
+    try:
+        zone = datetime.datetime.fromisoformat(text).tzinfo
+    except ValueError:
+        zone = None
+    if zone is None:
+        node.refuse("a time as 2026-01-31T12:00:00+00:00")
+    return text
+
+
+def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEntry, ...]:
+    found = []
+    for index, each in enumerate(node.items(limits.PARTITIONS_MAX)):
+        fields = each.fields(("partition", "life", "number", "files"))
+        if fields["partition"].number() != index or index >= len(layout.partitions):
+            each.refuse(f"partition {index} of {len(layout.partitions)}")
+        files = tuple(
+            _partition_file(file, number, PartitionId(index)) for file in fields["files"].items(FILES_PER_PARTITION_MAX)
+        )
+        if not files or len({file.file.path for file in files}) != len(files):
+            fields["files"].refuse("at least one file, and each once")
+        taken = sorted(block for file in files for block in file.blocks)
+        if taken != list(range(len(layout.partitions[index].blocks))):
+            fields["files"].refuse(f"each of {len(layout.partitions[index].blocks)} blocks from one file")
+        version = Version(fields["life"].number(), fields["number"].number())
+        found.append(PartitionEntry(PartitionId(index), version, files))
+    if len(found) != len(layout.partitions):
+        node.refuse(f"all {len(layout.partitions)} partitions")
+    return tuple(found)
+
+
+def _partition_file(node: Node, number: int, partition: PartitionId) -> PartitionFile:
+    fields = node.fields(("path", "nbytes", "sha256", "blocks"))
+    file = _file(fields, number)
+    if file.path != partition_path(file.number, partition):
+        fields["path"].refuse(f"a file of partition {partition}")
+    blocks = fields["blocks"].numbers(limits.BLOCKS_MAX)
+    if any(a >= b for a, b in itertools.pairwise(blocks)):
+        fields["blocks"].refuse("ascending numbers")
+    return PartitionFile(file, blocks)
+
+
+def _feedback(node: Node, number: int) -> FeedbackFile:
+    fields = node.fields(("worker", "path", "nbytes", "sha256"))
+    worker = fields["worker"].text(_WORKER, "a worker's name")
+    file = _file(fields, number)
+    if file.path != feedback_path(file.number, worker):
+        fields["path"].refuse(f"a file of worker {worker}")
+    return FeedbackFile(worker, file)
+
+
+def _file(fields: Mapping[str, Node], number: int) -> FileRef:
+    path = fields["path"].text(_FILE_PATH, "a file of a checkpoint")
+    nbytes = fields["nbytes"].number(limits.JOB_BYTES_MAX)
+    file = FileRef(path, Written(nbytes, fields["sha256"].text(_DIGEST, "64 hexadecimal digits")))
+    if file.number > number:
+        fields["path"].refuse(f"a file of checkpoint {number} or an earlier one")
+    return file
+
+
+def _check_agreement(node: Node, manifest: Manifest) -> None:
+    """One path, one content."""
+    known = {file.path: file for file in manifest.files()}
+    for file in (each.file for entry in manifest.partitions for each in entry.files):
+        if known[file.path] != file:
+            node.refuse(f"one length and digest of {file.path}")

@@ -1,0 +1,417 @@
+"""A server's partitions into a checkpoint and back: onto another server, beside others, and in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, file_from_wire
+from shardyard.checkpoints.manifest import PartitionEntry, PartitionFile
+from shardyard.ground import limits
+from shardyard.ground.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    InvalidRequest,
+    MalformedPayload,
+    NotReady,
+    SequenceGap,
+    ShardyardError,
+    StaleGeneration,
+    StaleIncarnation,
+    StaleTerm,
+    StaleToken,
+)
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DataShardSource,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    Version,
+)
+from shardyard.transport.in_process import InProcessNetwork
+from shardyard.wire import convert, methods
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.checkpoints import Saved, SaveOrder
+from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.versions import aligned_empty
+
+JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
+RATE = (make_group("adam", {"lr": 0.5}),)
+SHARD = DataShardSource(0, 0, 0)
+OWNED = [PartitionId(0), PartitionId(1)]
+LAYOUT = JobLayout(
+    tuple(VariableSpec(name, DType.FLOAT64, (8,)) for name in "abcd"),
+    OptimizerSpec("adam", RATE),
+    tuple(PartitionLayout(p, 128, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in OWNED),
+)
+COORDINATOR = Caller(JOB, term=Term(2))
+
+
+def server(mode: UpdateMode = UpdateMode.ASYNC, owned: Sequence[PartitionId] = OWNED) -> Store:
+    found = Store()
+    found.become(HERE, Term(2))
+    found.create(JOB, GENERATION, LAYOUT, owned, mode, 2)
+    found.open(JOB, GENERATION)
+    return found
+
+
+def leased(store: Store, generation: Generation = GENERATION) -> Store:
+    """What the mode leases is open under token 1."""
+    hosted = store.hosted()[0]
+    sources: list[Source] = [SHARD]
+    if hosted.mode is UpdateMode.SYNC:
+        sources = [RankSource(Rank(rank)) for rank in range(2)]
+    store.open_sources(hosted, [(SourceKey(source), Token(1)) for source in sources])
+    return store
+
+
+def push(
+    store: Store,
+    sequence: int,
+    *,
+    source: Source = SHARD,
+    absent: Sequence[int] = (),
+    generation: Generation = GENERATION,
+    owned: Sequence[PartitionId] = OWNED,
+) -> set[Outcome]:
+    """A gradient of its own for each sequence; `absent`: blocks of partition 0 without one."""
+    parts = tuple(PushPart(p, 128 - 64 * len(absent) * (p == 0), tuple(absent) if p == 0 else ()) for p in owned)
+    name = PushName(SourceKey(source), Token(1), sequence, sequence)
+    caller = Caller(JOB, Incarnation(10))
+    order = PushOrder(caller, HERE, generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
+    payload = aligned_empty(order.payload_bytes)
+    payload.view(np.float64)[:] = np.random.default_rng(sequence).normal(size=len(payload) // 8)
+    hosted = store.admit_push(order)
+    return {result.outcome for result in store.push(hosted, order, payload)}
+
+
+def values(
+    store: Store, owned: Sequence[PartitionId] = OWNED, generation: Generation = GENERATION
+) -> tuple[bytes, ...]:
+    wish = PullWish(Caller(JOB, Incarnation(10)), HERE, generation, tuple(owned), 0, exactly=False)
+    _, held = store.hold(store.admit_pull(wish), wish)
+    found = tuple(buffer.tobytes() for _, buffer in held.buffers)
+    held.release()
+    return found
+
+
+def save(
+    store: Store, folder: Path, number: int, *, step: int | None = None, base: int = 0, wait_ms: int = 0
+) -> list[Saved]:
+    return store.save(COORDINATOR, HERE, GENERATION, SaveOrder(number, step, base, wait_ms), str(folder))
+
+
+def entries(saved: Sequence[Saved], life: int = 2) -> tuple[PartitionEntry, ...]:
+    return tuple(
+        PartitionEntry(each.partition, dataclasses.replace(each.version, life=life), (each.file,)) for each in saved
+    )
+
+
+def restored(
+    folder: Path,
+    found: tuple[PartitionEntry, ...],
+    mode: UpdateMode = UpdateMode.ASYNC,
+    owned: Sequence[PartitionId] = OWNED,
+) -> Store:
+    store = Store()
+    store.become(HERE, Term(2))
+    store.create(JOB, GENERATION, LAYOUT, owned, mode, 2, Restore(str(folder), found))
+    return store
+
+
+# ---- there and back
+
+
+def test_restored_server_has_values_state_and_ledger_of_the_moment(tmp_path: Path) -> None:
+    store = leased(server())
+    for sequence in range(3):
+        push(store, sequence)
+    before = values(store)
+    saved = save(store, tmp_path, 1)
+    for sequence in range(3, 5):
+        push(store, sequence)
+    after = values(store)
+    other = restored(tmp_path, entries(saved))
+    assert values(other) == before
+    assert [other.hosted()[0].partitions[p].describe()[0] for p in OWNED] == [Version(2, 3)] * 2
+    assert push(other, 2) == {Outcome.DUPLICATE}
+    with pytest.raises(SequenceGap):
+        push(other, 4)
+    for sequence in range(3, 5):
+        assert push(other, sequence) == {Outcome.APPLIED}
+    assert values(other) == after
+
+
+def test_blocks_that_have_not_changed_since_are_left_out(tmp_path: Path) -> None:
+    store = leased(server())
+    push(store, 0)
+    first = save(store, tmp_path, 1)
+    assert [each.file.blocks for each in first] == [(0, 1)] * 2
+    push(store, 1, absent=[1], owned=OWNED)
+    second = save(store, tmp_path, 2, base=1)
+    assert [each.file.blocks for each in second] == [(0,), (0, 1)]
+    none = save(store, tmp_path, 3, base=2)
+    assert [each.file.blocks for each in none] == [(), ()]
+    assert [each.file.blocks for each in save(store, tmp_path, 4, base=9)] == [(0, 1)] * 2
+    # put together from three files
+    kept = (PartitionFile(first[0].file.file, (1,)), PartitionFile(second[0].file.file, (0,)))
+    entry = PartitionEntry(PartitionId(0), Version(2, 2), (PartitionFile(none[0].file.file, ()), *kept))
+    other = restored(tmp_path, (entry,), owned=OWNED[:1])
+    assert values(other, OWNED[:1]) == values(store, OWNED[:1])
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_synchronous_step_is_saved_when_it_comes(tmp_path: Path, step: int) -> None:
+    store = leased(server(UpdateMode.SYNC))
+    saved: list[list[Saved]] = []
+    thread = threading.Thread(target=lambda: saved.append(save(store, tmp_path, 1, step=step, wait_ms=10_000)))
+    thread.start()
+    if step == 0:
+        thread.join()
+    pause = threading.Event()
+    for _ in range(1_000):
+        if step == 0 or all(store.hosted()[0].partitions[p]._named is not None for p in OWNED):
+            break
+        pause.wait(0.01)
+    seen = {}
+    for number in range(4):
+        seen[number] = values(store)
+        for rank in range(2):
+            push(store, number, source=RankSource(Rank(rank)))
+    thread.join()
+    assert [each.version for each in saved[0]] == [Version(1, step)] * 2
+    other = restored(tmp_path, entries(saved[0]), UpdateMode.SYNC)
+    assert values(other) == seen[step]
+    for number in range(step, 4):
+        assert values(other) == seen[number]
+        for rank in range(2):
+            push(other, number, source=RankSource(Rank(rank)))
+    assert values(other) == values(store)
+
+
+def test_step_that_has_passed_somewhere_or_does_not_come_is_not_saved(tmp_path: Path) -> None:
+    store = leased(server(UpdateMode.SYNC))
+    with pytest.raises(NotReady, match="step 1 of partition 0"):
+        save(store, tmp_path, 1, step=1, wait_ms=10)
+    for rank in range(2):
+        push(store, 0, source=RankSource(Rank(rank)))
+    with pytest.raises(InvalidRequest) as raised:
+        save(store, tmp_path, 2, step=0)
+    assert raised.value.facts == {"newest": "1"}
+    assert not list(tmp_path.iterdir())
+    # neither is in the way of the next
+    assert len(save(store, tmp_path, 3, step=1)) == 2
+
+
+# ---- a server that has partitions already
+
+
+def test_living_server_takes_over_partitions_of_a_dead_one(tmp_path: Path) -> None:
+    store = leased(server())
+    for sequence in range(2):
+        push(store, sequence)
+    saved = save(store, tmp_path, 1)
+    living = leased(server(owned=OWNED[:1]))
+    for sequence in range(3):
+        push(living, sequence, owned=OWNED[:1])
+    (mine,) = values(living, OWNED[:1])
+    taken = Restore(str(tmp_path), entries(saved)[1:])
+    for _ in range(2):  # the same order again does nothing
+        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, taken)
+    assert values(living, generation=NEXT) == (mine, values(store)[1])
+    with pytest.raises(StaleGeneration):
+        push(living, 3, owned=OWNED[:1])
+    partitions = living.hosted()[0].partitions
+    assert [partitions[p].describe()[0] for p in OWNED] == [Version(1, 3), Version(2, 2)]
+    with pytest.raises(SequenceGap):
+        push(living, 3, generation=NEXT)
+    # rule A2: what one has and the other has not is counted once in each
+    assert push(living, 2, generation=NEXT) == {Outcome.APPLIED, Outcome.DUPLICATE}
+
+
+def test_whole_job_goes_back_in_place(tmp_path: Path) -> None:
+    store = leased(server(UpdateMode.SYNC))
+
+    def step(number: int, generation: Generation = GENERATION) -> None:
+        for rank in range(2):
+            push(store, number, source=RankSource(Rank(rank)), generation=generation)
+
+    step(0)
+    saved = save(store, tmp_path, 1, step=1)
+    step(1)
+    push(store, 2, source=RankSource(Rank(0)))
+    later = values(store)
+    back = Restore(str(tmp_path), entries(saved))
+    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.SYNC, 2, back)
+    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.SYNC, 2, back)
+    leased(store, NEXT)
+    with pytest.raises(StaleGeneration):
+        step(2)
+    step(1, NEXT)
+    assert values(store, generation=NEXT) == later
+
+
+def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:
+    living = server(owned=OWNED[:1])
+    with pytest.raises(InvalidRequest, match="partition 1 of job 1, which is open, without values"):
+        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    assert sorted(living.hosted()[0].partitions) == OWNED[:1]
+    stranger = Restore(str(tmp_path), entries(save(server(), tmp_path, 1)))
+    with pytest.raises(InvalidRequest, match="partition 1 to be restored, which is not given"):
+        living.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2, stranger)
+
+
+@pytest.mark.parametrize("damage", ["gone", "bit", "cut", "version", "blocks"])
+def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damage: str) -> None:
+    store = leased(server())
+    push(store, 0)
+    saved = save(store, tmp_path, 1)
+    push(store, 1)
+    before = values(store)
+    found = list(entries(saved))
+    file = tmp_path / saved[1].file.file.path
+    data = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    elif damage == "bit":
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-1])
+    elif damage == "version":
+        found[1] = dataclasses.replace(found[1], version=Version(2, 7))
+    else:
+        found[1] = dataclasses.replace(found[1], files=(PartitionFile(saved[1].file.file, (0,)),))
+    with pytest.raises(
+        CheckpointNotFound if damage == "gone" else CheckpointDamaged, match=r"partition-0001|partition 1"
+    ):
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore(str(tmp_path), tuple(found)))
+    assert values(store) == before
+    assert push(store, 2) == {Outcome.APPLIED}
+    with pytest.raises(ShardyardError):
+        restored(tmp_path, tuple(found))
+
+
+def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_path: Path) -> None:
+    store = Store()
+    store.become(HERE, Term(2))
+    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    with pytest.raises(NotReady):
+        save(store, tmp_path, 1)
+    store.open(JOB, GENERATION)
+    with pytest.raises(InvalidRequest, match="which is async, at a step"):
+        save(store, tmp_path, 1, step=0)
+    with pytest.raises(InvalidRequest, match="which is sync, without a step"):
+        save(server(UpdateMode.SYNC), tmp_path, 1)
+    with pytest.raises(StaleIncarnation):
+        store.save(COORDINATOR, Incarnation(9), GENERATION, SaveOrder(1, None, 0, 0), str(tmp_path))
+
+
+def test_forgotten_sources_are_refused_on_all_partitions(tmp_path: Path) -> None:
+    store = leased(server())
+    push(store, 0)
+    with pytest.raises(InvalidRequest, match="floor 1"):
+        store.forget(COORDINATOR, HERE, GENERATION, [SourceKey(SHARD)], Token(1))
+    store.forget(COORDINATOR, HERE, GENERATION, [SourceKey(SHARD)], Token(2))
+    with pytest.raises(StaleToken):
+        push(store, 1)
+    other = restored(tmp_path, entries(save(store, tmp_path, 1)))
+    with pytest.raises(StaleToken):
+        push(other, 0)
+
+
+# ---- over the wire
+
+
+def test_coordinator_saves_restores_and_forgets_by_messages(tmp_path: Path) -> None:
+    network = InProcessNetwork()
+    store = leased(server())
+    network.listen("here:1", [Servicer(store).service()])
+    peer = network.connect("here:1", name="server")
+    caller = convert.caller_to_wire(COORDINATOR)
+    push(store, 0)
+    request = wire.SaveCheckpointRequest(caller=caller, server=HERE, generation=GENERATION, url=str(tmp_path), number=7)
+    reply = peer.call(methods.SAVE_CHECKPOINT, request, timeout_ms=5_000)
+    found = []
+    for each in reply.partitions:
+        file = file_from_wire(each.file)
+        version = convert.version_from_wire(each.version)
+        found.append(PartitionEntry(PartitionId(each.partition), Version(2, version.number), (file,)))
+    assert [entry_from_wire(entry_to_wire(entry)) for entry in found] == found
+    create = wire.CreatePartitionsRequest(
+        caller=caller,
+        generation=NEXT,
+        layout=convert.layout_to_wire(LAYOUT),
+        partitions=OWNED,
+        mode=convert.mode_to_wire(UpdateMode.ASYNC),
+        logical_ranks=2,
+        server=HERE,
+        restore=wire.Restore(url=str(tmp_path), partitions=[entry_to_wire(entry) for entry in found]),
+    )
+    before = values(store)
+    push(store, 1)
+    peer.call(methods.CREATE_PARTITIONS, create, timeout_ms=5_000)
+    assert values(store, generation=NEXT) == before
+    forget = wire.ForgetSourcesRequest(
+        caller=caller,
+        server=HERE,
+        generation=NEXT,
+        sources=convert.sources_to_wire([(SourceKey(SHARD), Token(0))]),
+        floor=2,
+    )
+    peer.call(methods.FORGET_SOURCES, forget, timeout_ms=5_000)
+    with pytest.raises(StaleToken):
+        push(store, 1, generation=NEXT)
+    stale = convert.caller_to_wire(Caller(JOB, term=Term(1)))
+    for method, message in ((methods.SAVE_CHECKPOINT, request), (methods.FORGET_SOURCES, forget)):
+        message.caller.CopyFrom(stale)
+        with pytest.raises(StaleTerm):
+            peer.call(method, message, timeout_ms=5_000)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "digest", "error"),
+    [
+        ("../../etc/passwd", bytes(32), InvalidRequest),
+        ("/etc/passwd", bytes(32), InvalidRequest),
+        ("a/../b", bytes(32), InvalidRequest),
+        ("a/b", bytes(31), MalformedPayload),
+        ("a" * (limits.TEXT_CHARACTERS_MAX + 1), bytes(32), ShardyardError),
+    ],
+)
+def test_files_that_lead_elsewhere_are_refused(path: str, digest: bytes, error: type[ShardyardError]) -> None:
+    with pytest.raises(error):
+        file_from_wire(wire.CheckpointFile(path=path, length=1, sha256=digest))
+
+
+def test_partition_is_restored_from_a_file_at_least() -> None:
+    with pytest.raises(MalformedPayload, match="from 0 files"):
+        entry_from_wire(wire.RestoredPartition(partition=1))
