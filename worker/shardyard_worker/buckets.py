@@ -247,6 +247,29 @@ class Buckets:
         spec = self._layout.variables[index]
         return pieces[0].view(spec.shape) if len(pieces) == 1 and spec.kind is VariableKind.PARAMETER else None
 
+    def take_over(self, old: Buckets) -> None:
+        """Gradients that are filled in, and the current values, from the buckets of an earlier map of the same layout.
+        What lies there is not referred to any more."""
+        assert old._layout is self._layout or old._layout == self._layout
+        assert old._slots == self._slots
+        self._slot = old._slot
+        for index, places in enumerate(self._where):
+            before = {(w.home.partitions[w.part], w.number): at for at, w in enumerate(old._where[index])}
+            for slot in range(self._slots):
+                for into, where in zip(self._gradients[slot][index], places, strict=True):
+                    into.copy_(old._gradients[slot][index][before[where.home.partitions[where.part], where.number]])
+        current = {
+            home.partitions[part]: values for home in old._homes.values() for part, values in enumerate(home.current)
+        }
+        for server, home in self._homes.items():
+            if current and home.partitions:
+                self.landing(server)
+                for part, partition in enumerate(home.partitions):
+                    kept = home.values(part, (-1, 0), home.landings[0][home.begins[part] :])
+                    for into, values in zip(kept.tensors, current[partition].tensors, strict=True):
+                        into.copy_(values)
+                    home.current.append(kept)
+
     @property
     def servers(self) -> tuple[Incarnation, ...]:
         return tuple(self._homes)

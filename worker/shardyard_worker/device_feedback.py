@@ -171,6 +171,10 @@ class DeviceFeedback(Feedback):
         with self._beside():
             super().__init__(settings, layout, seed=seed, worker=worker)
 
+    def use(self, copies: Copies) -> None:
+        """Takes the lanes of these from now on."""
+        self._copies = copies
+
     def _beside(self, inputs: Iterable[Tensor] = ()) -> contextlib.AbstractContextManager[None]:
         return self._copies.beside(dict.fromkeys(self._places), inputs)
 

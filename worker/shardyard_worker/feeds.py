@@ -148,7 +148,7 @@ class AsyncFeed(Feed):
     def _go_through(self, lease: DataLease) -> Iterator[Any]:
         key = SourceKey(lease.source)
         try:
-            marks = self._training.router.open_sources([(key, lease.token)])[key]
+            marks = self._training.reach(lambda router: router.open_sources([(key, lease.token)]))[key]
         except StaleToken:
             return
         size = self._settings.batch_size

@@ -24,11 +24,20 @@ class Patience:
     """Repeats a call while the peer does not answer or is not ready.
 
     `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
-    an answer; NotReady is an answer, and may last for as long as `check` lets it. `explains` False: another thread says
-    what is waited for.
+    an answer, unless it is `worthwhile` to go on; NotReady is an answer, and may last for as long as `check` lets it.
+    `explains` False: another thread says what is waited for.
     """
 
-    def __init__(self, budget_ms: int, check: Callable[[], None], waiting_for: str, *, explains: bool = True) -> None:
+    def __init__(
+        self,
+        budget_ms: int,
+        check: Callable[[], None],
+        waiting_for: str,
+        *,
+        explains: bool = True,
+        worthwhile: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._worthwhile = worthwhile
         self._budget_ms = budget_ms
         self._check = check
         self._waiting_for = waiting_for
@@ -56,6 +65,8 @@ class Patience:
                 except errors.Unavailable as error:
                     self._last = error.what
                     self._check()
+                    if self._worthwhile():
+                        silent_since = time.monotonic()
                     if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
                         raise
                 if self._explains:

@@ -34,7 +34,7 @@ from shardyard.ground.types import (
     Token,
     Watermark,
 )
-from shardyard.runtime.waiting import Vigil
+from shardyard.runtime.waiting import ExplainedWait, Vigil
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.ahead import Ahead
@@ -51,6 +51,8 @@ Describe = Callable[[], str]
 Make = Callable[[Line], tuple[PushOrder, Sequence[Piece]] | None]
 """What to ask of a server, if anything; made when the line is open."""
 
+LOOK_AGAIN_MS = 50
+"""Between two looks for a map that is to come."""
 THREADS_BYTES_MIN = 256 * KIB
 """Where more than this travels over streams to several servers, each has a thread."""
 
@@ -89,12 +91,20 @@ class Answer:
     """Partitions that had this work from somebody else."""
 
 
+class MapChanged(Exception):
+    """Partitions have moved, or were restored: what was asked is to be asked again under the newest map."""
+
+
 class Router:
     """Reaches all servers of a job under one partition map. Used by one thread, but for `close`."""
 
-    def __init__(self, session: Session, map_: PartitionMap, buckets: Buckets, *, coding: str = "") -> None:
-        """`coding`: how pulled values shall be coded (PullWish)."""
+    def __init__(
+        self, session: Session, map_: PartitionMap, buckets: Buckets, *, coding: str = "", follows: bool = False
+    ) -> None:
+        """`coding`: how pulled values shall be coded (PullWish). `follows`: under a map before this one something may
+        have been sent already."""
         self._coding = coding
+        self._follows = follows
         self._session = session
         self._map = map_
         self._buckets = buckets
@@ -131,6 +141,7 @@ class Router:
 
     def close(self) -> None:
         """Ends every call under way. Safe from any thread."""
+        self._session.not_on_failure(self.close)
         self._closed.set()
         self._vigil.close()
         for line in self._lines.values():
@@ -283,7 +294,7 @@ class Router:
     def _exchange(self, make: Make, waiting_for: Describe, *, pushes: bool) -> list[PullResult]:
         """An exchange with every server for which `make` has one, all at once. Raises the first refusal when all are
         done. Where much travels over streams each server has a thread; else this one does it all."""
-        self._session.check()
+        self._check()
         lines = self._all
         if self._ahead is not None:
             self._ahead.drain()
@@ -294,8 +305,8 @@ class Router:
                 found = self._ask_all(partial(self._attempt, make), waiting_for())
                 return [result for result in found if result is not None]
             return self._exchange_here(lines, make, waiting_for)
-        except (errors.NotFound, errors.Unavailable):
-            self._tell_failure()
+        except (errors.NotFound, errors.Unavailable, errors.StaleGeneration, errors.StaleIncarnation) as error:
+            self._look_around(error)
             raise
 
     def _streamed_bytes(self, lines: Sequence[Line]) -> int:
@@ -324,7 +335,7 @@ class Router:
                     if result is not None:
                         results.append(result)
         if refusals:
-            raise refusals[0]
+            raise next((each for each in refusals if isinstance(each, errors.StaleGeneration)), refusals[0])
         return results
 
     def _begin(self, make: Make, line: Line) -> PushOrder | None:
@@ -343,7 +354,7 @@ class Router:
         return None if order is None else line.finish(order)
 
     def _finish(self, line: Line, make: Make, order: PushOrder | None, waiting_for: Describe) -> PullResult | None:
-        line.asked_again = order is None
+        line.asked_again = order is None or self._follows
         if order is not None:
             try:
                 return line.finish(order)
@@ -354,22 +365,44 @@ class Router:
 
     def _patience(self, line: Line, waiting_for: str) -> Patience:
         budget_ms = self._session.settings.worker.retry_budget_ms
-        return Patience(budget_ms, self._session.check, f"{waiting_for} on {line.peer.name}", explains=False)
+        return Patience(
+            budget_ms,
+            self._check,
+            f"{waiting_for} on {line.peer.name}",
+            explains=False,
+            worthwhile=lambda: self._session.recovering,
+        )
 
     def _everywhere(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
         """Calls all servers at once, each again while it does not answer. Raises the first refusal when all are
         done."""
-        self._session.check()
+        self._check()
         try:
             return self._ask_all(ask, waiting_for)
-        except (errors.NotFound, errors.Unavailable):
-            self._tell_failure()
+        except (errors.NotFound, errors.Unavailable, errors.StaleGeneration, errors.StaleIncarnation) as error:
+            self._look_around(error)
             raise
 
-    def _tell_failure(self) -> None:
-        """A job that has failed is dropped from the servers that live; the coordinator knows why."""
-        self._session.refresh()
+    def _check(self) -> None:
+        """Raises MapChanged, and what the job failed with."""
         self._session.check()
+        if self._session.generation > self._map.generation:
+            raise MapChanged
+
+    def _look_around(self, error: errors.ShardyardError) -> None:
+        """The coordinator knows why a server does not do its part: the job has failed, or its partitions have moved, or
+        will have in a moment."""
+        self._session.refresh()
+        self._check()
+        if isinstance(error, errors.StaleGeneration) or self._session.recovering:
+            with ExplainedWait(lambda: f"a partition map after generation {self._map.generation}", logger=log) as wait:
+                while True:
+                    wait.tick()
+                    self.pause(LOOK_AGAIN_MS)
+                    self._session.refresh()
+                    self._check()
+                    if not isinstance(error, errors.StaleGeneration) and not self._session.recovering:
+                        return
 
     def _ask_all(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
         asked: dict[Future[R], Patience] = {}

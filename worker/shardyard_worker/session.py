@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardyard.ground import errors
-from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, RankLease, UpdateMode
+from shardyard.ground.types import Caller, Generation, Incarnation, JobId, MemberRole, RankLease, UpdateMode
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.settings import JobSettings, Settings
@@ -65,6 +65,8 @@ class Session:
         self._left = False
         self.initializer = False
         self.chief = False
+        self.generation = Generation(0)
+        self.recovering = False
         self._enrolment = Enrolment(
             self._peer,
             Membership(MemberRole.WORKER, agent=place.agent, local_index=place.local_index),
@@ -178,6 +180,12 @@ class Session:
         with self._lock:
             self._on_failure.append(callback)
 
+    def not_on_failure(self, callback: Callable[[], None]) -> None:
+        """Takes `on_failure` back."""
+        with self._lock:
+            if callback in self._on_failure:
+                self._on_failure.remove(callback)
+
     def reached(self, step: int) -> None:
         """The worker stands at a step, and waits for nothing."""
         self.progress.step = step
@@ -205,5 +213,7 @@ class Session:
             self._ranks = convert.rank_leases_from_wire(reply.ranks)
         self.initializer = reply.initializer
         self.chief = reply.chief
+        self.recovering = reply.recovering
+        self.generation = Generation(max(self.generation, reply.generation))
         if reply.job_state == wire.JOB_STATE_FAILED:
             self.fail(from_detail(reply.failure))

@@ -17,15 +17,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from shardyard.ground import errors
 from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
 from shardyard.runtime.waiting import ExplainedWait
-from shardyard_worker.router import Answer, Wish
+from shardyard_worker.router import Answer, MapChanged, Shipment, Wish
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
 log = logging.getLogger("shardyard.worker")
 
+
+R = TypeVar("R")
 
 NEWEST = Wish(0, exactly=False)
 
@@ -83,6 +87,7 @@ class _Flight:
 
     name: PushName
     sending: Sending | None
+    shipment: Shipment
     answer: Future[Answer]
 
 
@@ -128,11 +133,11 @@ class AsyncStrategy(Strategy):
             self.drain()  # one push can be undone, so there is one at a time
         shipment = self._training.ship(name, sending)
         if self._pool is None:
-            self._land(name, sending, lambda: self._training.router.push_pull(shipment, NEWEST))
+            self._land(name, sending, partial(self._push, shipment))
             return
         self.drain()
         flight = self._pool.submit(self._training.router.push_pull, shipment, NEWEST)
-        self._flight = _Flight(name, sending, flight)
+        self._flight = _Flight(name, sending, shipment, flight)
         self._training.give_away()
         if isinstance(name.key.source, WorkerSource):
             self._pushes += 1
@@ -140,7 +145,18 @@ class AsyncStrategy(Strategy):
     def drain(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._land(flight.name, flight.sending, flight.answer.result)
+            self._land(flight.name, flight.sending, partial(self._await_flight, flight))
+
+    def _push(self, shipment: Shipment) -> Answer:
+        return self._training.reach(lambda router: router.push_pull(shipment, NEWEST))
+
+    def _await_flight(self, flight: _Flight) -> Answer:
+        try:
+            return flight.answer.result()
+        except MapChanged:
+            # gone over to from this thread, which fills the buckets
+            self._training.follow_map()
+            return self._push(flight.shipment)
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         self.drain()
@@ -213,11 +229,35 @@ class SyncStrategy(Strategy):
         """Has no threads."""
 
     def begin(self) -> None:
+        self._following(self._begin)
+
+    def _begin(self) -> None:
         self._look_for_ranks()
         if self._held:
             self._align()
         else:
             self._training.pull_step(0)
+
+    def _following(self, do: Callable[[], R]) -> R:
+        """Does something that may be begun anew, and does so whenever partitions have moved or were restored."""
+        while True:
+            try:
+                return do()
+            except MapChanged:
+                self._go_over()
+
+    def _go_over(self) -> None:
+        """To the newest map. The job may stand at an earlier step there: what this worker's ranks have to compute next
+        is what the servers say."""
+        while True:
+            try:
+                self._training.follow_map()
+                for rank, held in sorted(self._held.items()):
+                    self._open(rank, held.token)
+                break
+            except MapChanged:
+                continue
+        self._version = None
 
     def due(self) -> Rank | None:
         """The lowest logical rank of this worker that is to be computed on the version that the targets hold."""
@@ -226,7 +266,7 @@ class SyncStrategy(Strategy):
     @property
     def on_standby(self) -> bool:
         """True while other workers compute all ranks."""
-        self._look_for_ranks()
+        self._following(self._look_for_ranks)
         return not self._held
 
     def name_of(self, rank: Rank) -> PushName:
@@ -235,12 +275,25 @@ class SyncStrategy(Strategy):
 
     def prepare_work(self) -> None:
         """Until a rank is due. The targets then hold its version. Standby must have been asked for before."""
+        self._following(self._prepare_work)
+
+    def _prepare_work(self) -> None:
         if self._version is None:
             self._align()
         if self.due() is None:
             self._settle()
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
+        try:
+            self._contribute(name, sending)
+        except MapChanged:
+            # counted or not: the servers' ledgers say so, and the next batch is what they wait for
+            self._training.not_counted()
+            self._go_over()
+            self._following(self._prepare_work)
+            raise LostWork from None
+
+    def _contribute(self, name: PushName | None, sending: Sending | None) -> None:
         if name is None:
             rank = self.due()
             if rank is None:
@@ -352,14 +405,19 @@ class SyncStrategy(Strategy):
         if fresh and not self._held:
             self._version = None
         for rank, token in fresh:
-            key = SourceKey(RankSource(rank))
-            try:
-                marks = self._training.router.open_sources([(key, token)])[key]
-            except errors.StaleToken:
-                self._refused[rank] = token
-                continue
-            self._held[rank] = _Held(token, min(mark.next for mark in marks))
-            log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
+            self._open(rank, token)
+
+    def _open(self, rank: Rank, token: Token) -> None:
+        """Takes up a rank where the servers stand, unless it is another worker's by now."""
+        key = SourceKey(RankSource(rank))
+        try:
+            marks = self._training.router.open_sources([(key, token)])[key]
+        except errors.StaleToken:
+            self._refused[rank] = token
+            self._held.pop(rank, None)
+            return
+        self._held[rank] = _Held(token, min(mark.next for mark in marks))
+        log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
 
     def _wait_for_ranks(self) -> None:
         with self._explained(lambda: "a logical rank to compute; other workers have them all") as wait:

@@ -8,10 +8,10 @@ each partition, a whole version. Must not know: what a push is named after (stra
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -22,6 +22,7 @@ from shardyard.ground.types import (
     DataShardSource,
     JobLayout,
     OptimizerSpec,
+    PartitionMap,
     PushKind,
     PushName,
     RankSource,
@@ -39,10 +40,12 @@ from shardyard_worker.device import Copies, copies_for
 from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.gradients import Gradients
-from shardyard_worker.router import Answer, Router, Shipment, Wish
+from shardyard_worker.router import Answer, MapChanged, Router, Shipment, Wish
 from shardyard_worker.session import Session
 
 log = logging.getLogger("shardyard.worker")
+
+R = TypeVar("R")
 
 SLICE_MS = 200
 """How long a server holds a pull before the worker looks around."""
@@ -110,24 +113,10 @@ class Training:
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
         self._view = session.settings.worker.pull == "view"
         copies = copies_for(v.target for v in variables if v.spec.kind is VariableKind.PARAMETER)
-        self.buckets = Buckets(
-            layout,
-            map_,
-            shareable=session.settings.worker.same_host == "auto",
-            slots=session.settings.worker.window + 1,
-            copies=copies,
-        )
         self._layout = layout
         self.feedback = self._make_feedback(copies)
-        compression = session.job_settings.compression
-        coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
-        self.router = Router(session, map_, self.buckets, coding=coding)
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
-        coded_there = isinstance(self.feedback, DeviceFeedback)
-        overlaps = session.settings.worker.overlap == "always" and self.feedback is None
-        self._gradients = Gradients(
-            self.buckets, {} if coded_there else self._targets, ready=self.router.ready if overlaps else None
-        )
+        self._settle_in(map_, copies)
         try:
             if reply.initializer:
                 self._initialize()
@@ -135,6 +124,55 @@ class Training:
         except BaseException:
             self.close()
             raise
+
+    def _settle_in(self, map_: PartitionMap, copies: Copies | None, old: Buckets | None = None) -> None:
+        """Buckets, router and gradients under a map. `old`: the buckets under the map before."""
+        session = self.session
+        self.buckets = Buckets(
+            self._layout,
+            map_,
+            shareable=session.settings.worker.same_host == "auto",
+            slots=session.settings.worker.window + 1,
+            copies=copies,
+        )
+        if old is not None:
+            self.buckets.take_over(old)
+        compression = session.job_settings.compression
+        coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
+        self.router = Router(session, map_, self.buckets, coding=coding, follows=old is not None)
+        coded_there = isinstance(self.feedback, DeviceFeedback)
+        overlaps = session.settings.worker.overlap == "always" and self.feedback is None
+        self._gradients = Gradients(
+            self.buckets, {} if coded_there else self._targets, ready=self.router.ready if overlaps else None
+        )
+
+    def follow_map(self) -> None:
+        """Goes over to the newest map. Gradients that were filled in, and the current values, stay what they are."""
+        session = self.session
+        request = wire.RegisterVariablesRequest(
+            caller=convert.caller_to_wire(session.caller),
+            variables=[convert.variable_to_wire(variable.spec) for variable in self.variables],
+            optimizer=convert.optimizer_to_wire(self.optimizer),
+        )
+        map_ = convert.map_from_wire(session.ask(methods.REGISTER_VARIABLES, request).map)
+        log.info("the job's partitions are at generation %d", map_.generation)
+        self._gradients.close()
+        self.router.close()
+        old = self.buckets
+        copies = copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
+        self._settle_in(map_, copies, old)
+        if isinstance(self.feedback, DeviceFeedback) and copies is not None:
+            self.feedback.use(copies)
+        old.close()
+
+    def reach(self, ask: Callable[[Router], R]) -> R:
+        """Asks under the newest map, again whenever there is a newer one: for what has the same name, or the same
+        meaning, under each."""
+        while True:
+            try:
+                return ask(self.router)
+            except MapChanged:
+                self.follow_map()
 
     def close(self) -> None:
         self._gradients.close()
@@ -225,7 +263,7 @@ class Training:
     def pull_newest(self) -> Answer:
         """Puts the newest version of each partition into the targets; for an asynchronous job, which has no other."""
         self.router.abandon_pull()
-        answer = self.router.pull(Wish(0, exactly=False))
+        answer = self.reach(lambda router: router.pull(Wish(0, exactly=False)))
         if answer.missing:
             raise errors.NotReady(f"version 0 of an open job is not there: {explain(answer)}")
         self.load()
@@ -239,7 +277,8 @@ class Training:
             self.router.abandon_pull()
             while True:
                 try:
-                    answer = self.router.pull(Wish(number, exactly=True, wait_ms=SLICE_MS))
+                    wish = Wish(number, exactly=True, wait_ms=SLICE_MS)
+                    answer = self.reach(partial(Router.pull, wish=wish))
                 except errors.NotFound as error:
                     if "newest" not in error.facts:
                         raise
@@ -258,7 +297,7 @@ class Training:
         caller = self.session.caller
         name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), 0, 0)
         self.buckets.fill([variable.target for variable in self.variables])
-        self.router.initialize(Shipment(name, PushKind.VALUES, 0.0))
+        self.reach(lambda router: router.initialize(Shipment(name, PushKind.VALUES, 0.0)))
         request = wire.CommitVariablesRequest(caller=convert.caller_to_wire(caller))
         self.session.ask(methods.COMMIT_VARIABLES, request)
         log.info("gave the servers their first values")
@@ -268,7 +307,7 @@ class Training:
         answer = Answer()
         with ExplainedWait(lambda: explain(answer)) as wait:
             while True:
-                answer = self.router.pull(Wish(0, exactly=False, wait_ms=SLICE_MS))
+                answer = self.reach(lambda router: router.pull(Wish(0, exactly=False, wait_ms=SLICE_MS)))
                 if not answer.missing:
                     return
                 wait.tick()
