@@ -18,8 +18,8 @@ from shardyard.ground.limits import SEQUENCE_MAX
 
 
 def canonical(document: object) -> bytes:
-    """The one text of a JSON value: names sorted, no spaces, ASCII."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    """The one text of a JSON value: names sorted, no spaces, ASCII. NaN and infinity become what `parse` refuses."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)

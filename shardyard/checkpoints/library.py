@@ -140,7 +140,6 @@ class CheckpointLibrary:
         where a file that it names is not there in its length, TooLarge.
         """
         job = manifest.job_name
-        text = manifests.encode(manifest)
         newest = max(self.numbers(job), default=0)
         if manifest.number <= newest:
             raise InvalidRequest(
@@ -148,6 +147,7 @@ class CheckpointLibrary:
                 why="a checkpoint that was committed is never changed",
                 todo="take the next number",
             )
+        text = manifests.encode(manifest)
         sizes: dict[int, dict[str, int]] = {}
         for file in manifest.files():
             if file.number not in sizes:
@@ -175,19 +175,21 @@ class CheckpointLibrary:
             needed |= {file.path for file in self.load(job, number).files()}
         gone = [number for number in committed if number not in kept]
         deleted = nbytes = 0
-        for number in gone:
-            self.storage.delete_file(f"{_folder(job)}/{folder_name(number)}/{manifests.NAME}")
+        for number, files in folders:
+            if number in gone:
+                self.storage.delete_file(f"{_folder(job)}/{folder_name(number)}/{manifests.NAME}")
+                deleted, nbytes = deleted + 1, nbytes + files.pop(manifests.NAME)
         for number, files in folders:
             if not committed or number > committed[-1]:
                 continue
-            for name, size in files.items():
-                path = f"{folder_name(number)}/{name}"
-                if path not in needed and _is_ours(name):
-                    self.storage.delete_file(f"{_folder(job)}/{path}")
-                    deleted, nbytes = deleted + 1, nbytes + size
             folder = f"{_folder(job)}/{folder_name(number)}"
-            if not self.storage.list_files(folder) and not self.storage.list_folders(folder):
+            idle = [name for name in files if f"{folder_name(number)}/{name}" not in needed and _is_ours(name)]
+            if len(idle) == len(files) and not self.storage.list_folders(folder):
                 self.storage.delete_folder(folder)
+            else:
+                for name in idle:
+                    self.storage.delete_file(f"{folder}/{name}")
+            deleted, nbytes = deleted + len(idle), nbytes + sum(files[name] for name in idle)
         return Pruned(tuple(gone), deleted, nbytes)
 
     # ---- reading

@@ -205,7 +205,7 @@ def decode(text: bytes, where: str) -> Manifest:
     layout = layouts.from_document(fields["layout"])
     if len(canonical(fields["settings"].mapping())) > limits.SETTINGS_BYTES_MAX:
         fields["settings"].refuse(f"at most {limits.SETTINGS_BYTES_MAX} bytes")
-    manifest = Manifest(
+    return Manifest(
         number,
         fields["job_name"].text(JOB_NAME, "a job's name"),
         JobId(fields["job"].number((1 << 64) - 1)),
@@ -218,10 +218,8 @@ def decode(text: bytes, where: str) -> Manifest:
         _partitions(fields["partitions"], number, layout),
         fields["data_ledger"].mapping(),
         Token(fields["token_floor"].number()),
-        tuple(_feedback(each, number) for each in fields["feedback"].items(limits.MEMBERS_MAX)),
+        _feedback(fields["feedback"], number),
     )
-    _check_agreement(fields["partitions"], manifest)
-    return manifest
 
 
 _FIELDS: Final = (
@@ -306,13 +304,16 @@ def _partition_file(node: Node, number: int, partition: PartitionId) -> Partitio
     return PartitionFile(file, blocks)
 
 
-def _feedback(node: Node, number: int) -> FeedbackFile:
-    fields = node.fields(("worker", "path", "nbytes", "sha256"))
-    worker = fields["worker"].text(_WORKER, "a worker's name")
-    file = _file(fields, number)
-    if file.path != feedback_path(file.number, worker):
-        fields["path"].refuse(f"a file of worker {worker}")
-    return FeedbackFile(worker, file)
+def _feedback(node: Node, number: int) -> tuple[FeedbackFile, ...]:
+    found: dict[str, FeedbackFile] = {}
+    for each in node.items(limits.MEMBERS_MAX):
+        fields = each.fields(("worker", "path", "nbytes", "sha256"))
+        worker = fields["worker"].text(_WORKER, "a worker's name")
+        file = _file(fields, number)
+        if worker in found or file.path != feedback_path(file.number, worker):
+            each.refuse(f"a file of worker {worker}, each worker once")
+        found[worker] = FeedbackFile(worker, file)
+    return tuple(found.values())
 
 
 def _file(fields: Mapping[str, Node], number: int) -> FileRef:
@@ -322,11 +323,3 @@ def _file(fields: Mapping[str, Node], number: int) -> FileRef:
     if file.number > number:
         fields["path"].refuse(f"a file of checkpoint {number} or an earlier one")
     return file
-
-
-def _check_agreement(node: Node, manifest: Manifest) -> None:
-    """One path, one content."""
-    known = {file.path: file for file in manifest.files()}
-    for file in (each.file for entry in manifest.partitions for each in entry.files):
-        if known[file.path] != file:
-            node.refuse(f"one length and digest of {file.path}")

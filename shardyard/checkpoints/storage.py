@@ -145,13 +145,6 @@ def check_path(path: str) -> str:
     return path
 
 
-def _flat(piece: Buffer) -> memoryview:
-    """The piece, byte by byte."""
-    view = memoryview(piece)
-    # a view on nothing cannot be cast
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
 class Tally:
     """Counts and digests pieces as they go by."""
 
@@ -296,7 +289,7 @@ def _write_through(path: Path, pieces: Iterable[Buffer]) -> Written:
     try:
         for piece in pieces:
             failpoint("storage.before_write")
-            rest = _flat(piece)
+            rest = memoryview(piece).cast("B")
             tally.add(rest)
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
@@ -356,7 +349,7 @@ class RemoteStorage(Storage):
                 file = self._files.open(target, "wb")
         try:
             for piece in pieces:
-                view = _flat(piece)
+                view = memoryview(piece).cast("B")
                 tally.add(view)
                 with self._calling(path, "write"):
                     failpoint("storage.before_write")

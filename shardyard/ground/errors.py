@@ -14,7 +14,7 @@
     |-- NotReady                    ask again later
     |-- Unavailable                 a peer does not answer
     |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
-    |   |-- StorageUnavailable      a disk or an object store refuses
+    |-- StorageUnavailable          a disk or an object store refuses, or is not there
     |-- CheckpointDamaged           a file of a checkpoint is not what was written
     |-- JobFailed                   the job has ended by an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed
@@ -213,7 +213,7 @@ class DeadlineExceeded(Unavailable):
     why = "the answer did not come in time"
 
 
-class StorageUnavailable(Unavailable):
+class StorageUnavailable(ShardyardError):
     why = "the place where checkpoints are kept refuses, or cannot be reached"
     todo = "make room there, or mend its permissions or the way to it; what was committed before is untouched"
 

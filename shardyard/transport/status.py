@@ -35,6 +35,8 @@ TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.StorageUnavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.CheckpointDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.JobFailed, grpc.StatusCode.CANCELLED),
     (errors.AddressInUse, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Internal, grpc.StatusCode.INTERNAL),

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import fsspec.asyn
+import numpy as np
 import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from shardyard.checkpoints import storage as storages
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
+from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.checkpoints.storage import PIECE_BYTES, LocalStorage, Storage, Written, open_storage, write_file
 from shardyard.ground import failpoints
 from shardyard.ground.errors import (
@@ -26,6 +31,19 @@ from shardyard.ground.errors import (
     ConfigurationError,
     InvalidRequest,
     StorageUnavailable,
+)
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    DType,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    UpdateMode,
+    VariableSpec,
+    Version,
 )
 
 BUCKET = "checkpoints"
@@ -48,7 +66,7 @@ class ObjectStore:
     files: s3fs.S3FileSystem
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)  # before the look at what a test leaves behind
 def object_store() -> Iterator[ObjectStore]:
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     with pytest.MonkeyPatch.context() as patch:
@@ -89,7 +107,6 @@ def object_store() -> Iterator[ObjectStore]:
 @pytest.fixture(params=["folder", "file url", "memory", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "s3":
-        request.getfixturevalue("object_store")
         return open_storage(f"s3://{BUCKET}/{tmp_path.name}/deep")
     if request.param == "memory":
         return open_storage(f"memory://{tmp_path.name}")
@@ -175,13 +192,13 @@ def test_no_path_leads_out_of_the_url(path: str, storage: Storage) -> None:
         storage.delete_file(path)
 
 
+# fsspec's memory has a file as soon as it is opened
+@pytest.mark.parametrize("storage", ["folder", "file url", "s3"], indirect=True)
 def test_write_that_breaks_off_leaves_the_former_file(storage: Storage) -> None:
     def broken() -> Iterator[bytes]:
         yield b"half of"
         raise CheckpointDamaged("the source")
 
-    if "memory" in storage.url:
-        pytest.skip("fsspec's memory has a file as soon as it is opened")
     storage.write("job/file", [b"former"])
     with pytest.raises(CheckpointDamaged, match="the source"):
         storage.write("job/file", broken())
@@ -225,6 +242,47 @@ def test_error_of_the_library_under_a_store_is_ours(monkeypatch: pytest.MonkeyPa
                 getattr(storage, call.__name__)("x")
 
 
+def test_checkpoints_live_in_an_object_store(object_store: ObjectStore) -> None:
+    library = CheckpointLibrary(open_storage(f"s3://{BUCKET}/library"))
+    part = PartitionId(0)
+    layout = JobLayout(
+        (VariableSpec("w", DType.FLOAT32, (4,)),),
+        OptimizerSpec("sgd", (make_group("sgd", {}),)),
+        (PartitionLayout(part, 64, (Block(0, 0, 4, 0),)),),
+    )
+    for number in (1, 2, 3, 4):
+        state = PartitionState(part, Version(1, number), (BlockState(0, np.full(4, number, np.float32), {}, number),))
+        file = library.write_state("job", library.next_number("job"), state)
+        assert library.numbers("job") == tuple(range(1, number))
+        entry = PartitionEntry(part, state.version, (PartitionFile(file, (0,)),))
+        library.commit(
+            Manifest(
+                number,
+                "job",
+                JobId(1),
+                0,
+                {},
+                UpdateMode.SYNC,
+                number,
+                "2026-11-21T06:00:00+00:00",
+                layout,
+                (entry,),
+                {},
+            )
+        )
+    assert library.jobs() == ("job",)
+    assert library.prune("job", 2).checkpoints == (1, 2)
+    assert library.storage.list_folders("job") == ("000000000003", "000000000004")
+    assert library.verify("job") == ()
+    (block,) = library.load_partition(library.load("job"), part).blocks
+    assert block.values.tolist() == [4, 4, 4, 4]
+    assert [(name, array.tolist()) for name, array in library.export_state(library.load("job", 3))] == [
+        ("w", [3.0] * 4)
+    ]
+    object_store.files.pipe_file(f"{BUCKET}/library/job/{file.path}", bytes(file.written.nbytes))
+    assert [(each.number, each.path) for each in library.verify("job")] == [(4, file.path)]
+
+
 def test_large_object_goes_in_parts_and_a_broken_one_leaves_none(object_store: ObjectStore) -> None:
     storage = open_storage(f"s3://{BUCKET}/parts")
     piece = os.urandom(9 * 1024 * 1024)
@@ -242,6 +300,43 @@ def test_large_object_goes_in_parts_and_a_broken_one_leaves_none(object_store: O
     assert storage.size("job/big") == written.nbytes == 7 * len(piece)
     assert storage.read("job/big", len(piece) - 3, 6) == piece[-3:] + piece[:3]
     storage.delete_file("job/big")
+
+
+def test_what_another_process_has_written_is_seen(object_store: ObjectStore) -> None:
+    storage = open_storage(f"s3://{BUCKET}/shared")
+    storage.write("job/1/a", [b"x"])
+    assert storage.list_files("job/1") == {"a": 1}
+    another = s3fs.S3FileSystem(skip_instance_cache=True)
+    another.pipe_file(f"{BUCKET}/shared/job/1/b", b"xx")
+    another.pipe_file(f"{BUCKET}/shared/job/1/a", b"xxx")
+    assert storage.list_files("job/1") == {"a": 3, "b": 2}
+    another.rm_file(f"{BUCKET}/shared/job/1/a")
+    assert not storage.exists("job/1/a")
+    s3fs.S3FileSystem.close_session(another.loop, another.s3)
+
+
+def test_mark_of_a_folder_is_no_file_in_it(object_store: ObjectStore) -> None:
+    storage = open_storage(f"s3://{BUCKET}/marked")
+    object_store.files.call_s3("put_object", Bucket=BUCKET, Key="marked/job/")
+    storage.write("job/file", [b"x"])
+    assert storage.list_files("job") == {"file": 1}
+    assert storage.list_folders("job") == ()
+    assert storage.list_folders("") == ("job",)
+
+
+def test_file_that_is_given_up_is_not_put_when_it_is_closed() -> None:
+    class Uploading(AbstractBufferedFile):
+        uploaded = False
+
+        def _upload_chunk(self, final: bool = False) -> bool:
+            type(self).uploaded = True
+            return True
+
+    file = Uploading(MemoryFileSystem(), "any", "wb", size=0)
+    file.write(b"half")
+    storages._abandon(file)
+    file.close()
+    assert not Uploading.uploaded
 
 
 @pytest.mark.parametrize(
