@@ -1,8 +1,10 @@
 """A yard on this machine, as processes: a coordinator, servers, an agent.
 
-Owns: the order of start and stop, the waiting until all are registered, the watching of the processes. Invariants: what
-fails to start is stopped as a whole; `stop` is bounded in time and leaves no process; only processes that were started
-here, or written down by who started them, are ever ended. Must not know: scripts, displays, command lines.
+Owns: the order of start and stop, the waiting until all are registered, the watching of the processes and the restart
+of those that die. Invariants: what fails to start is stopped as a whole; a process is started again on the same port,
+with the same state folder, as often as its budget allows (shardyard_launcher.restarts), so that it takes the dead one's
+place; `stop` is bounded in time and leaves no process; only processes that were started here, or written down by who
+started them, are ever ended. Must not know: scripts, displays, command lines, who else watches.
 """
 
 from __future__ import annotations
@@ -14,22 +16,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 from shardyard.ground import errors
 from shardyard.runtime.configuration import PREFIX
 from shardyard.runtime.settings import Settings
+from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.role_process import POLL_S, RoleProcess, RunningRole, start_role, tail
-from shardyard_launcher.yard_state import LOGS, YardState
+from shardyard_launcher.restarts import GivenUp, Restarts
+from shardyard_launcher.role_process import FORMER, POLL_S, RoleProcess, RunningRole, start_role, tail
+from shardyard_launcher.yard_state import LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
 
 READY_MS_MAX: Final = 60_000
 STATUS_TIMEOUT_MS: Final = 2_000
-STOP_MS: Final = {"agent": 10_000, "server": 5_000, "coordinator": 5_000}
-"""How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped."""
+STOP_MS: Final = {SUPERVISOR: 30_000, "agent": 10_000, "server": 5_000, "coordinator": 5_000}
+"""How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped. A
+supervisor that is stopped while the yard starts ends all the others first."""
+SETTINGS_FILE: Final = "settings.yaml"
+JOURNAL: Final = "coordinator"
 
 _LOST: Final[dict[str, type[errors.ShardyardError]]] = {
     "coordinator": errors.CoordinatorLost,
@@ -42,11 +50,48 @@ class Interrupted(Exception):
     """Somebody asked to stop while the yard was starting."""
 
 
+class Place:
+    """A process of the yard and those that take its place, one after the other."""
+
+    def __init__(self, running: RunningRole) -> None:
+        self.running = running
+        self.restart_ms: int | None = None
+        """When the next is to be started; None while there is one."""
+        self.given_up = ""
+        """How the last one ended and why nobody takes its place, for after its name; empty while somebody does."""
+        self._number = 0
+        self._explained = ExitStack()
+        self._wait: ExplainedWait | None = None
+
+    def begin(self, running: RunningRole, number: int) -> None:
+        """`running` takes the place, as restart `number`, and is waited for until it is ready."""
+        self.running, self.restart_ms, self._number = running, None, number
+        self._wait = self._explained.enter_context(ExplainedWait(lambda: self.waited_for))
+
+    @property
+    def waited_for(self) -> str:
+        return f"{self.running.process} to be ready after restart {self._number}; its log is {self.running.process.log}"
+
+    def look(self) -> bool:
+        """Whether the process that was started again has become ready since the last look."""
+        if self._wait is None:
+            return False
+        self._wait.tick()
+        if not self.running.read_ready():
+            return False
+        self.end_wait()
+        return True
+
+    def end_wait(self) -> None:
+        self._wait = None
+        self._explained.close()
+
+
 class LocalCluster:
     """`settings.yard` says how many servers, for how many workers, where. `folder` takes logs, settings and journal.
 
-    `tied` processes end when the thread that called `start` ends; others stay until they are stopped. `on_change` is
-    told the state whenever a process was started or has become ready.
+    `tied` processes end when the thread that started them ends; others stay until they are stopped. `on_change` is told
+    the state whenever a process was started, has become ready, or has died. For one thread.
     """
 
     def __init__(
@@ -61,18 +106,19 @@ class LocalCluster:
         self._folder = folder.absolute()
         self._tied = tied
         self._on_change = on_change
-        self._roles: list[RunningRole] = []
-
-    @classmethod
-    def found(cls, settings: Settings, folder: Path, state: YardState) -> LocalCluster:
-        """The yard that a state file describes."""
-        cluster = cls(settings, folder, tied=False)
-        cluster._roles = [RunningRole(process) for process in state.processes]
-        return cluster
+        self._places: list[Place] = []
+        self._restarts = Restarts(
+            restarts_max=settings.yard.role_restarts_max, window_ms=settings.yard.role_restarts_window_ms
+        )
+        self._restarted: list[RoleRestart] = []
+        self._settings_file = self._folder / SETTINGS_FILE
+        self._environment = environment_of_roles()
 
     @property
     def state(self) -> YardState:
-        return YardState(tuple(role.process for role in self._roles))
+        given_up = {place.running.process.name: place.given_up for place in self._places if place.given_up}
+        processes = tuple(place.running.process for place in self._places)
+        return YardState(processes, tuple(self._restarted[-RESTARTS_KEPT:]), given_up)
 
     @property
     def coordinator(self) -> str:
@@ -82,6 +128,16 @@ class LocalCluster:
     def agent(self) -> str:
         return self.state.address_of("agent")
 
+    def adopt(self, state: YardState) -> None:
+        """Takes over a yard that nobody watches. How its processes end is then not known, only that they do."""
+        self._places = [Place(RunningRole(process)) for process in state.roles]
+        self._restarted = list(state.restarts)
+        for place in self._places:
+            process = place.running.process
+            if not process.ready:  # its start was under way when the last supervisor died
+                place.begin(place.running, self._restarted_count(process.name))
+        self._changed()
+
     def start(self, *, stop: threading.Event, ready_ms: int = READY_MS_MAX) -> None:
         """Starts everything and waits until all are registered, `ready_ms` at most. What was started is stopped again
         if that fails. Raises AddressInUse, Unavailable or a subclass with the end of the log of who failed, and
@@ -89,150 +145,228 @@ class LocalCluster:
         give_up = time.monotonic() + ready_ms / 1000
         yard = self._settings.yard
         check_free(yard.bind, yard.coordinator_port)
-        (self._folder / LOGS).mkdir(parents=True, exist_ok=True)
-        self._settings_file = self._folder / "settings.yaml"
-        # JSON is YAML; the roles see what was given, wherever it came from
-        given = self._settings.model_dump(mode="json", exclude_unset=True)
-        self._settings_file.write_text(json.dumps(given, indent=1), encoding="utf-8")
-        self._environment = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+        write_settings(self._settings, self._folder)
         try:
-            journal = ["--state", str(self._folder / "coordinator")]
-            where = f"{yard.bind}:{yard.coordinator_port}"
-            coordinator = self._start("coordinator", "coordinator", ["--bind", where, *journal])
-            self._await_ready([coordinator], give_up, stop)
-            joining = ["--coordinator", self.coordinator, "--bind", f"{yard.bind}:0"]
-            others = [self._start(f"server-{index}", "server", joining) for index in range(yard.servers)]
-            others.append(self._start("agent", "agent", [*joining, "--workers", str(yard.workers)]))
+            self._await_ready([self._place("coordinator", "coordinator")], give_up, stop)
+            others = [self._place(f"server-{index}", "server") for index in range(yard.servers)]
+            others.append(self._place("agent", "agent"))
             self._await_ready(others, give_up, stop)
             self._await_registered(give_up, stop)
         except BaseException:
             self.stop()
             raise
 
-    @property
-    def alive_count(self) -> int:
-        return sum(role.alive for role in self._roles)
-
-    @property
-    def alive(self) -> bool:
-        """Whether all of its processes run."""
-        return all(role.alive for role in self._roles)
-
-    def check_whole(self, folder: Path) -> None:
-        """For a yard that was found. Raises NotReady where some of it is missing."""
-        gone = [role.process for role in self._roles if not role.alive]
-        kinds = {role.process.role for role in self._roles if role.process.address}
-        try:
-            gone = gone or self.registered()[0]
-            problem = f"{', '.join(map(str, gone))} of it is gone" if gone else ""
-            if not problem and kinds != set(STOP_MS):
-                problem = "its start was broken off"
-        except errors.CoordinatorUnavailable as error:
-            problem = error.what
-        if problem:
-            raise errors.NotReady(
-                f"the yard of {folder} is up, but not whole: {problem}",
-                why="a script would fail on it",
-                todo=f"`shardyard down --state {folder}`, then start it again; the logs are in {folder / LOGS}",
-            )
+    def tend(self) -> list[str]:
+        """Looks after the processes, and starts those that have died, when it is time; returns what is new, in words.
+        To be called several times a second; takes no longer than to start a process."""
+        now_ms = int(time.monotonic() * 1000)
+        news = []
+        for place in self._places:
+            if place.given_up:
+                continue
+            if place.restart_ms is not None:
+                if now_ms >= place.restart_ms:
+                    news += self._start_again(place, now_ms)
+            elif not place.running.alive:
+                news.append(self._mourn(place, place.running.ending, now_ms))
+            elif place.look():
+                self._changed()
+                news.append(f"{place.running.process} is ready at {place.running.process.address}")
+        return news
 
     def check(self) -> None:
-        """Raises an error that names the process that has ended, with the end of its log: ServerLost, CoordinatorLost,
+        """Raises an error that names a process that was given up, with the end of its log: ServerLost, CoordinatorLost,
         Unavailable."""
-        for role in self._roles:
-            if not role.alive:
-                raise self._lost(role, "")
-
-    def registered(self) -> tuple[list[RoleProcess], wire.StatusReply]:
-        """Which of the servers and the agent the coordinator does not know, and all that it knows. Raises
-        CoordinatorUnavailable."""
-        network = GrpcNetwork()
-        peer = network.connect(self.coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-        try:
-            status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
-        finally:
-            peer.close()
-        known = {member.pid for member in status.members if member.role != wire.ROLE_WORKER}
-        members = [role.process for role in self._roles if role.process.role != "coordinator"]
-        return [process for process in members if process.pid not in known], status
+        for place in self._places:
+            if place.given_up:
+                process = place.running.process
+                raise lost(process, f"{process} {place.given_up}")
 
     def stop(self) -> None:
         """Ends all processes: first the agent with what it runs, then the servers, then the coordinator. Bounded."""
-        for kind, limit_ms in STOP_MS.items():
-            roles = [role for role in self._roles if role.process.role == kind]
-            for role in roles:
-                role.signal(signal.SIGTERM)
-            give_up = time.monotonic() + limit_ms / 1000
-            for role in roles:
-                if not role.wait(max(0, int((give_up - time.monotonic()) * 1000))):
-                    role.signal(signal.SIGKILL)
-                    role.wait(5_000)
+        for place in self._places:
+            place.end_wait()
+        stop_roles([place.running for place in self._places])
 
-    def _start(self, name: str, role: str, arguments: list[str]) -> RunningRole:
-        started = start_role(
+    def _place(self, name: str, role: str) -> Place:
+        place = Place(self._start(name, role, ""))
+        self._places.append(place)
+        self._written_down(place.running)
+        return place
+
+    def _start(self, name: str, role: str, address: str) -> RunningRole:
+        yard = self._settings.yard
+        port = RoleProcess(name, role, 0, 0.0, Path(), address).port
+        if role == "coordinator":
+            own = ["--bind", f"{yard.bind}:{port or yard.coordinator_port}", "--state", str(self._folder / JOURNAL)]
+        else:
+            own = ["--coordinator", self.coordinator, "--bind", f"{yard.bind}:{port}"]
+        if role == "agent":
+            own += ["--workers", str(yard.workers)]
+        return start_role(
             name,
             role,
-            ["-c", str(self._settings_file), *arguments],
+            ["-c", str(self._settings_file), *own],
             log=self._folder / LOGS / f"{name}.log",
             environment=self._environment,
             tied=self._tied,
+            address=address,
         )
-        self._roles.append(started)
-        self._changed()
-        started.release()
-        return started
+
+    def _written_down(self, running: RunningRole) -> None:
+        """Lets a process begin once the state names it."""
+        try:
+            self._changed()
+        except OSError:
+            running.signal(signal.SIGKILL)
+            running.wait(5_000)
+            raise
+        running.release()
+
+    def _mourn(self, place: Place, ending: str, now_ms: int) -> str:
+        """Decides what becomes of a process that has died; says so."""
+        place.end_wait()
+        process = place.running.process
+        decided = self._restarts.died(process.name, now_ms)
+        if isinstance(decided, GivenUp):
+            place.given_up = f"{ending} and is not started again: {decided.why}"
+            self._changed_if_possible()
+            return f"{process} {place.given_up}; the end of its log:\n{tail(process.log)}"
+        place.restart_ms = decided.at_ms
+        yard = self._settings.yard
+        restart = RoleRestart(
+            process.name,
+            process.pid,
+            ending,
+            time.time(),
+            decided.number,
+            yard.role_restarts_max,
+            yard.role_restarts_window_ms,
+        )
+        self._restarted = [*self._restarted[-RESTARTS_KEPT:], restart]
+        self._changed_if_possible()
+        former = process.log.name + FORMER
+        return f"{restart}, in {(decided.at_ms - now_ms) / 1000:g} s; its log is {process.log.with_name(former)} then"
+
+    def _start_again(self, place: Place, now_ms: int) -> list[str]:
+        dead = place.running.process
+        try:
+            running = self._start(dead.name, dead.role, dead.address)
+            place.begin(running, self._restarted_count(dead.name))
+            self._written_down(running)
+        except OSError as error:
+            return [self._mourn(place, f"could not be started again ({error})", now_ms)]
+        return [f"started {running.process} in the place of {dead}"]
+
+    def _restarted_count(self, name: str) -> int:
+        return next((each.number for each in reversed(self._restarted) if each.name == name), 0)
 
     def _changed(self) -> None:
         if self._on_change is not None:
             self._on_change(self.state)
 
-    def _await_ready(self, roles: Iterable[RunningRole], give_up: float, stop: threading.Event) -> None:
-        waiting = list(roles)
-        while waiting:
-            # in this order: one that prints and ends at once has ended
-            ended = [role for role in self._roles if not role.alive]
-            if ended:
-                raise self._lost(ended[0], "before it was ready")
-            ready = [role for role in waiting if role.read_address()]
-            waiting = [role for role in waiting if role not in ready]
-            if ready:
-                self._changed()
-            elif waiting:
-                names = ", ".join(str(role.process) for role in waiting)
-                log = waiting[0].process.log
-                self._pause(give_up, stop, f"{names} did not become ready; the end of {log}:\n{tail(log)}")
+    def _changed_if_possible(self) -> None:
+        """For what only a reader of the state would miss."""
+        try:
+            self._changed()
+        except OSError:
+            return
+
+    def _await_ready(self, places: Iterable[Place], give_up: float, stop: threading.Event) -> None:
+        waiting = [place.running for place in places]
+        with ExplainedWait(lambda: f"{_names(waiting)} to be ready; logs are in {self._folder / LOGS}") as wait:
+            while waiting:
+                # in this order: one that prints and ends at once has ended
+                self._check_alive("before it was ready")
+                ready = [role for role in waiting if role.read_ready()]
+                waiting = [role for role in waiting if role not in ready]
+                if ready:
+                    self._changed()
+                elif waiting:
+                    log = waiting[0].process.log
+                    what = f"{_names(waiting)} did not become ready; the end of {log}:\n{tail(log)}"
+                    self._pause(give_up, stop, wait, what)
 
     def _await_registered(self, give_up: float, stop: threading.Event) -> None:
-        while True:
-            self.check()
-            missing, _ = self.registered()
-            if not missing:
-                return
-            names = ", ".join(map(str, missing))
-            self._pause(give_up, stop, f"the coordinator at {self.coordinator} does not know {names}")
+        members = [place.running for place in self._places if place.running.process.role != "coordinator"]
+        missing = members
+        with ExplainedWait(lambda: f"the coordinator at {self.coordinator} to know {_names(missing)}") as wait:
+            while True:
+                self._check_alive("")
+                absent = unregistered(self.coordinator, [role.process for role in members])
+                missing = [role for role in members if role.process in absent]
+                if not missing:
+                    return
+                what = f"the coordinator at {self.coordinator} does not know {_names(missing)}"
+                self._pause(give_up, stop, wait, what)
 
-    def _pause(self, give_up: float, stop: threading.Event, waiting_for: str) -> None:
+    def _pause(self, give_up: float, stop: threading.Event, wait: ExplainedWait, waiting_for: str) -> None:
         if time.monotonic() >= give_up:
             raise errors.DeadlineExceeded(f"the yard was not ready in time: {waiting_for}")
+        wait.tick()
         if stop.wait(POLL_S):
             raise Interrupted
 
-    def _lost(self, role: RunningRole, when: str) -> errors.ShardyardError:
-        code = role.exit_code
-        if code is None:
-            how = "has ended"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with exit code {code}"
-        log = role.process.log
-        said = " ".join(part for part in (str(role.process), how, when) if part)
-        return _LOST[role.process.role](
-            f"{said}; the end of {log}:\n{tail(log)}\n",
-            why="" if when else None,
-            todo="see the error above; `shardyard config explain` shows the settings in force" if when else None,
-            facts={"process": role.process.name},
-        )
+    def _check_alive(self, when: str) -> None:
+        for place in self._places:
+            if not place.running.alive:
+                process = place.running.process
+                said = " ".join(part for part in (str(process), place.running.ending, when) if part)
+                raise lost(process, said, starting=bool(when))
+
+
+def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.ShardyardError:
+    """The error for a process that is gone, with the end of its log."""
+    return _LOST[process.role](
+        f"{said}; the end of {process.log}:\n{tail(process.log)}\n",
+        why="" if starting else None,
+        todo="see the error above; `shardyard config explain` shows the settings in force" if starting else None,
+        facts={"process": process.name},
+    )
+
+
+def unregistered(coordinator: str, members: Iterable[RoleProcess]) -> list[RoleProcess]:
+    """Which of the servers and the agent the coordinator does not know. Raises CoordinatorUnavailable."""
+    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    try:
+        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
+    finally:
+        peer.close()
+    known = {member.pid for member in status.members if member.role != wire.ROLE_WORKER}
+    return [process for process in members if process.pid not in known]
+
+
+def stop_roles(roles: Iterable[RunningRole]) -> None:
+    """Ends processes, role by role in the order of STOP_MS. Bounded."""
+    all_roles = list(roles)
+    for kind, limit_ms in STOP_MS.items():
+        stopping = [role for role in all_roles if role.process.role == kind]
+        for role in stopping:
+            role.signal(signal.SIGTERM)
+        give_up = time.monotonic() + limit_ms / 1000
+        for role in stopping:
+            if not role.wait(max(0, int((give_up - time.monotonic()) * 1000))):
+                role.signal(signal.SIGKILL)
+                role.wait(5_000)
+
+
+def write_settings(settings: Settings, folder: Path) -> Path:
+    """The file from which all processes of a yard take their settings, wherever those came from."""
+    (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    # JSON is YAML
+    given = settings.model_dump(mode="json", exclude_unset=True)
+    file = folder / SETTINGS_FILE
+    file.write_text(json.dumps(given, indent=1), encoding="utf-8")
+    return file
+
+
+def environment_of_roles() -> dict[str, str]:
+    """What the processes inherit: all but settings, which they read from their file."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+
+
+def _names(roles: Iterable[RunningRole]) -> str:
+    return ", ".join(str(role.process) for role in roles)
 
 
 def check_free(host: str, port: int) -> None:

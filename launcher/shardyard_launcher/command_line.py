@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardyard_launcher import roles, yard
+from shardyard_launcher import doctor, roles, supervisor, yard
+from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_launcher.options import ADDRESS, load_given, settings_options
 
 if TYPE_CHECKING:
@@ -52,9 +53,9 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
     from shardyard_launcher.yard_state import read_state
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
-    address = settings.coordinator
+    address, folder = settings.coordinator, Path(settings.yard.state)
     if not address:
-        found = read_state(Path(settings.yard.state))
+        found = read_state(folder)
         address = found.address_of("coordinator") if found else ""
     if not address:
         raise errors.NotFound(
@@ -62,7 +63,7 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
             why="",
             todo="start one with `shardyard up`, or give --coordinator HOST:PORT",
         )
-    report = status_view.ask(GrpcNetwork(), address)
+    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(folder, address))
     if as_json:
         click.echo(status_view.to_json(report))
     else:
@@ -86,8 +87,10 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
     return 0
 
 
-for command in (roles.coordinator, roles.server, roles.agent, yard.up, yard.down, yard.run):
+for command in (roles.coordinator, roles.server, roles.agent, yard.up, yard.down, yard.run, supervisor.supervisor):
     shardyard.add_command(command)
+shardyard.add_command(checkpoint)
+shardyard.add_command(doctor.doctor)
 
 
 def print_error(error: ShardyardError) -> None:

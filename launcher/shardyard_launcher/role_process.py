@@ -1,10 +1,10 @@
 """One process of a local yard: started, recognised, asked to end, ended.
 
 Owns: the start of a role as a detached process with a log, its ready line, its identity as (pid, time of creation), the
-end of its log for messages. Invariants: a signal goes only to a process whose pid and time of creation are those that
-were written down, so never to a stranger that got a recycled pid; a process that is to outlive its starter does nothing
-until it was written down (`release`), and ends by itself if that never happens. Must not know: what the roles do, how
-many there are.
+end of its log for messages, how it ended in words. Invariants: a signal goes only to a process whose pid and time of
+creation are those that were written down, so never to a stranger that got a recycled pid; a process that is to outlive
+its starter does nothing until it was written down (`release`), and ends by itself if that never happens; the log of the
+process before it is kept under FORMER. Must not know: what the roles do, how many there are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Final
 
 import psutil
 
+from shardyard.runtime.waiting import ExplainedWait
+
 CREATED_TOLERANCE_S: Final = 1.0
 """psutil derives a process's time of creation from the time of boot, which moves when the clock is set."""
 READY: Final = "ready "
@@ -31,11 +33,14 @@ GO: Final = b"go\n"
 POLL_S: Final = 0.02
 TAIL_BYTES: Final = 16 * 1024
 TAIL_LINES: Final = 20
+FORMER: Final = ".former"
+"""What a log's name gets when the process is started again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleProcess:
-    """A process as the state file knows it. `address` is empty until it is ready."""
+    """A process as the state file knows it. `address` is where it listens, or will once it is `ready`, since the
+    process whose place it takes did; empty where nobody knows yet."""
 
     name: str
     role: str
@@ -43,6 +48,13 @@ class RoleProcess:
     created_s: float
     log: Path
     address: str = ""
+    ready: bool = False
+
+    @property
+    def port(self) -> int:
+        """That of its address; 0 where it has none."""
+        port = self.address.rpartition(":")[2]
+        return int(port) if port.isascii() and port.isdigit() else 0
 
     def __str__(self) -> str:
         return f"{self.name} (pid {self.pid})"
@@ -66,6 +78,14 @@ class RunningRole:
             return self._child.poll() is None
         return self._find() is not None
 
+    @property
+    def ending(self) -> str:
+        """How it ended, in words, for after its name."""
+        code = self.exit_code
+        if code is None:
+            return "has ended"
+        return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
     def release(self) -> None:
         """Lets a process that was just started begin."""
         if self._child is not None and self._child.stdin is not None:
@@ -86,20 +106,23 @@ class RunningRole:
     def wait(self, timeout_ms: int) -> bool:
         """Waits for the end; False if it did not come in time."""
         give_up = time.monotonic() + timeout_ms / 1000
-        while self.alive:
-            if time.monotonic() >= give_up:
-                return False
-            time.sleep(POLL_S)
+        with ExplainedWait(lambda: f"{self.process} to end") as wait:
+            while self.alive:
+                if time.monotonic() >= give_up:
+                    return False
+                wait.tick()
+                time.sleep(POLL_S)
         return True
 
-    def read_address(self) -> str:
-        """The address that the process has printed, empty while it is not ready. Notes it."""
-        if not self.process.address:
+    def read_ready(self) -> bool:
+        """Whether the process has printed that it is ready. Notes the address that it printed."""
+        if not self.process.ready:
             for line in _read(self.process.log).splitlines():
                 if line.startswith(READY):
-                    self.process = replace(self.process, address=line.removeprefix(READY).strip())
+                    address = line.removeprefix(READY).strip()
+                    self.process = replace(self.process, address=address, ready=True)
                     break
-        return self.process.address
+        return self.process.ready
 
     def _find(self) -> psutil.Process | None:
         try:
@@ -111,13 +134,23 @@ class RunningRole:
 
 
 def start_role(
-    name: str, role: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str], tied: bool
+    name: str,
+    role: str,
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    tied: bool,
+    address: str = "",
 ) -> RunningRole:
     """Starts `shardyard ROLE ARGUMENTS` in a session of its own, printing into `log`. A `tied` one is ended by the
-    kernel when the calling thread ends; one that is not waits for `release`."""
+    kernel when the calling thread ends; one that is not waits for `release`. `address`: of the process whose place
+    it takes. Raises OSError."""
     tie = ["--ends-with", str(os.getpid())] if tied else ["--awaits-go"]
     # -P: a file in the working directory must not shadow a module of ours
     command = [sys.executable, "-u", "-P", "-m", "shardyard_launcher.command_line", role, *tie, *arguments]
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(log, log.with_name(log.name + FORMER))
     with log.open("wb") as stream:
         child = subprocess.Popen(
             command,
@@ -132,7 +165,15 @@ def start_role(
         created_s = psutil.Process(child.pid).create_time()
     except psutil.NoSuchProcess:
         created_s = time.time()
-    return RunningRole(RoleProcess(name, role, child.pid, created_s, log), child)
+    return RunningRole(RoleProcess(name, role, child.pid, created_s, log, address), child)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; a real-time signal has only its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def tail(log: Path) -> str:

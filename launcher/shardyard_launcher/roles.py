@@ -35,8 +35,8 @@ _advertise = click.option(
 )
 
 
-def _launcher_options(command: F) -> F:
-    """How a launcher ties a role to itself: see shardyard_launcher.role_process."""
+def launcher_options(command: F) -> F:
+    """How a launcher ties a process to itself: see shardyard_launcher.role_process."""
     command = click.option("--awaits-go", is_flag=True, hidden=True)(command)
     return click.option("--ends-with", type=int, hidden=True)(command)
 
@@ -48,7 +48,7 @@ def _launcher_options(command: F) -> F:
 @click.option("--state", metavar="DIR", help="Folder of its journal. Without one, nothing is kept.")
 @settings_options
 @log_option
-@_launcher_options
+@launcher_options
 def coordinator(
     own: str | None,
     bind: str | None,
@@ -61,7 +61,7 @@ def coordinator(
     awaits_go: bool,
 ) -> int:
     """Run the one process that decides: members, partitions, data."""
-    _tie(ends_with, awaits_go)
+    tie(ends_with, awaits_go)
     given = load_given(config, sets, {"log.format": log_format})
     settings = given.loaded.settings
     _set_up_log("coordinator", settings)
@@ -86,7 +86,7 @@ def coordinator(
 @_advertise
 @settings_options
 @log_option
-@_launcher_options
+@launcher_options
 def server(
     coordinator: str | None,
     bind: str | None,
@@ -98,7 +98,7 @@ def server(
     awaits_go: bool,
 ) -> int:
     """Run a server: it holds partitions of variables."""
-    _tie(ends_with, awaits_go)
+    tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)
     settings = given.loaded.settings
     _set_up_log("server", settings)
@@ -129,7 +129,7 @@ def server(
 )
 @settings_options
 @log_option
-@_launcher_options
+@launcher_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGUMENTS...]")
 def agent(
     coordinator: str | None,
@@ -148,7 +148,7 @@ def agent(
 
     With a script, the agent launches it, and ends with it and with its exit code.
     """
-    _tie(ends_with, awaits_go)
+    tie(ends_with, awaits_go)
     given = _given(coordinator, config, sets, log_format)
     settings = given.loaded.settings
     _set_up_log("agent", settings)
@@ -220,7 +220,7 @@ def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], l
     return given
 
 
-def _tie(ends_with: int | None, awaits_go: bool) -> None:
+def tie(ends_with: int | None, awaits_go: bool) -> None:
     """Ends this process with its launcher, or until the launcher has written it down."""
     from shardyard_worker.bootstrap import die_with_parent
 

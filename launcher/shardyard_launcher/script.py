@@ -1,8 +1,9 @@
 """A training script launched through an agent, and watched until it ends.
 
-Owns: the launch, the stream of its events (taken up again where it broke off), the stop. Invariants: `follow` returns
-or raises within seconds after `stop` is set or `check` raises, and then the script's processes are ended. Must not
-know: who started the yard, how progress is drawn.
+Owns: the launch, the stream of its events (taken up again where it broke off), a new launch where the agent died and
+came back (its processes died with it, as if a signal had killed each), the stop. Invariants: `follow` returns or raises
+within seconds after `stop` is set or `check` raises, and then the script's processes are ended. Must not know: who
+started the yard, how progress is drawn.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Final, Protocol
 from shardyard.ground import errors
 from shardyard.runtime.assignments import Layer
 from shardyard.runtime.configuration import CONFIG_VARIABLE, PREFIX, PROCESS_VARIABLES, Flag, Loaded, environment_name
+from shardyard.runtime.waiting import ExplainedWait, Vigil
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.peers import Peer
 from shardyard.wire import methods
@@ -103,6 +105,9 @@ class ScriptRun:
         self._watcher: threading.Thread | None = None
         self._pids: set[int] = set()
         self._shown = ShownOutput()
+        self._script: Script | None = None
+        self._launched_again = 0
+        self._vigil = Vigil()
         self.workers = 0
 
     def launch(self, script: Script) -> None:
@@ -115,24 +120,29 @@ class ScriptRun:
             workers=script.workers,
             restarts_max=script.restarts_max,
         )
-        reply = self._agent.call(methods.LAUNCH, request, timeout_ms=CALL_TIMEOUT_MS)
-        self._launch, self.workers = reply.launch, reply.workers
+        with self._vigil.over(lambda: f"the {self._agent.name} to launch {script.path}"):
+            reply = self._agent.call(methods.LAUNCH, request, timeout_ms=CALL_TIMEOUT_MS)
+        self._launch, self.workers, self._script = reply.launch, reply.workers, script
         self._watcher = threading.Thread(target=self._watch, name="watch-launch", daemon=True)
         self._watcher.start()
 
     def follow(
-        self, display: Display, *, stop: threading.Event, check: Callable[[], None]
+        self, display: Display, *, stop: threading.Event, check: Callable[[], list[str]]
     ) -> agent_wire.LaunchEnded | None:
-        """Shows what happens until the launch has ended; None if `stop` was set first. Raises what `check` raises, and
-        Unavailable when the agent is gone. The script's processes are stopped in any case."""
+        """Shows what happens until the launch has ended, and what `check` says; None if `stop` was set first. Raises
+        what `check` raises, and Unavailable when the agent is gone. The script's processes are stopped in any case."""
         ended: agent_wire.LaunchEnded | None = None
         poller = _StatusPoller(self._coordinator)
         try:
             while not stop.is_set():
-                ended = self._show_next(display)
+                try:
+                    ended = self._show_next(display)
+                except errors.NotFound as error:
+                    self._launch_again(display, stop, error)
                 if ended is not None:
                     break
-                check()
+                for line in check():
+                    display.note(line)
                 status = poller.take()
                 if status is not None:
                     display.progress(status, frozenset(self._pids))
@@ -144,12 +154,37 @@ class ScriptRun:
             else:
                 self._show_last(display)
 
+    def _launch_again(self, display: Display, stop: threading.Event, lost: errors.NotFound) -> None:
+        """The agent that answers is another one than that which launched the script, and knows nothing of it."""
+        script, agent = self._script, self._agent.name
+        assert script is not None
+        if self._launched_again >= script.restarts_max:
+            raise errors.Unavailable(
+                f"the {agent} died, and the script's processes with it ({lost.what})",
+                todo=f"start the script again; after {_times(script.restarts_max)} it is not launched anew by itself "
+                "(yard.restarts_max)",
+            ) from lost
+        self._launched_again += 1
+        display.note(f"the {agent} died, and the script's processes with it; it is launched again")
+        if self._watcher is not None:
+            self._watcher.join(CALL_TIMEOUT_MS / 1000)
+        give_up = time.monotonic() + AGENT_PATIENCE_MS / 1000
+        while not stop.is_set():
+            try:
+                self.launch(script)
+                return
+            except errors.NotReady:
+                if time.monotonic() >= give_up:
+                    raise
+                stop.wait(SLICE_S)
+
     def first_error(self, ended: agent_wire.LaunchEnded) -> str:
         """What the first failed process says, without a traceback that its output has shown already."""
         return self._shown.tell(ended.first_error_index, ended.first_error, several=self.workers > 1)
 
     def close(self) -> None:
         self._closing.set()
+        self._vigil.close()
         self._agent.close()
         self._coordinator.close()
         if self._watcher is not None:
@@ -190,8 +225,9 @@ class ScriptRun:
         try:
             self._agent.call(methods.STOP, request, timeout_ms=2_000)
             give_up = time.monotonic() + STOP_MS_MAX / 1000
-            while time.monotonic() < give_up and self._show_next(display) is None:
-                pass
+            with ExplainedWait(lambda: f"the {self._agent.name} to stop launch {self._launch}") as wait:
+                while time.monotonic() < give_up and self._show_next(display) is None:
+                    wait.tick()
         except errors.ShardyardError as error:
             # its processes die with it
             display.note(f"the agent does not answer any more: {error.what}")
@@ -254,12 +290,19 @@ class _StatusPoller:
                 )
 
 
+def _times(number: int) -> str:
+    return "one time" if number == 1 else f"{number} times"
+
+
 def find_agent(coordinator: str) -> str:
     """The address of an agent of a running yard. Raises CoordinatorUnavailable, NotReady."""
     peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    vigil = Vigil()
     try:
-        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_TIMEOUT_MS)
+        with vigil.over(lambda: f"the {peer.name} to name an agent"):
+            status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_TIMEOUT_MS)
     finally:
+        vigil.close()
         peer.close()
     for member in _agents(status):
         return member.address

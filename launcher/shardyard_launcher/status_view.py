@@ -1,4 +1,5 @@
-"""`shardyard status`: what a coordinator knows, and what its servers say, as tables or JSON.
+"""`shardyard status`: what a coordinator knows, what its servers say, and what was started again on this machine, as
+tables or JSON.
 
 Owns: the shape of both. The JSON is a promise to scripts: names stay, new ones may come. Must not know: who asks.
 """
@@ -6,8 +7,10 @@ Owns: the shape of both. The JSON is a promise to scripts: names stay, new ones 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -21,9 +24,12 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher.standing import StandingYard
+from shardyard_launcher.yard_state import RoleRestart, read_state
 
 TIMEOUT_MS: Final = 3_000
 SERVER_TIMEOUT_MS: Final = 1_500
+RESTARTS_SHOWN_MAX: Final = 10
 
 ROLES: Final = {wire.ROLE_SERVER: "server", wire.ROLE_WORKER: "worker", wire.ROLE_AGENT: "agent"}
 STATES: Final = {
@@ -41,13 +47,36 @@ class YardReport:
     status: wire.StatusReply
     servers: Mapping[int, server_wire.DescribeServerReply | errors.ShardyardError]
     """What each server said, by incarnation."""
+    local: LocalReport | None = None
 
 
-def ask(network: Network, coordinator: str) -> YardReport:
+@dataclass(frozen=True)
+class LocalReport:
+    """Of a yard that `shardyard up` started here. `supervisor`: its process id, 0 where nobody starts processes again;
+    `given_up`: by name, how a process ended and why it is not started again."""
+
+    supervisor: int
+    restarts: tuple[RoleRestart, ...]
+    given_up: Mapping[str, str]
+
+
+def look_here(folder: Path, coordinator: str) -> LocalReport | None:
+    """None where the folder has no yard, or one of another coordinator. Raises ConfigurationError."""
+    state = read_state(folder)
+    if state is None or state.address_of("coordinator") != coordinator:
+        return None
+    yard = StandingYard(folder, state)
+    supervisor = state.supervisor.pid if state.supervisor is not None and yard.supervised else 0
+    return LocalReport(supervisor, state.restarts, state.given_up)
+
+
+def ask(network: Network, coordinator: str, local: LocalReport | None = None) -> YardReport:
     """Raises CoordinatorUnavailable; a server that does not answer is part of the report."""
     peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     try:
         status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+    except errors.CoordinatorUnavailable as error:
+        raise _with_what_is_known_here(error, local) from None
     finally:
         peer.close()
     servers: dict[int, server_wire.DescribeServerReply | errors.ShardyardError] = {}
@@ -63,7 +92,22 @@ def ask(network: Network, coordinator: str) -> YardReport:
             servers[member.incarnation] = error
         finally:
             peer.close()
-    return YardReport(coordinator, status, servers)
+    return YardReport(coordinator, status, servers, local)
+
+
+def _with_what_is_known_here(
+    error: errors.CoordinatorUnavailable, local: LocalReport | None
+) -> errors.CoordinatorUnavailable:
+    if local is None:
+        return error
+    why = local.given_up.get("coordinator")
+    if why is not None:
+        todo = "see its log in the state folder; `shardyard down`, then `shardyard up`"
+        return errors.CoordinatorUnavailable(f"{error.what}: it {why}", todo=todo)
+    died = next((restart for restart in reversed(local.restarts) if restart.name == "coordinator"), None)
+    if died is not None and local.supervisor:
+        return errors.CoordinatorUnavailable(f"{error.what}: {died}", todo="it is being started: ask again in a moment")
+    return error
 
 
 def to_json(report: YardReport) -> str:
@@ -76,6 +120,7 @@ def to_json(report: YardReport) -> str:
             "members": [_member(member) for member in status.members],
             "jobs": [_job(report, job) for job in status.jobs],
             "servers": [_server(incarnation, said) for incarnation, said in sorted(report.servers.items())],
+            "local": None if report.local is None else _local(report.local),
         },
         indent=2,
     )
@@ -159,6 +204,14 @@ def _server(incarnation: int, said: server_wire.DescribeServerReply | errors.Sha
     }
 
 
+def _local(local: LocalReport) -> dict[str, object]:
+    return {
+        "supervisor": local.supervisor or None,
+        "restarts": [asdict(restart) for restart in local.restarts],
+        "given_up": dict(local.given_up),
+    }
+
+
 def _versions(report: YardReport, job: int) -> dict[int, common.Version]:
     return {
         part.partition: part.version
@@ -176,12 +229,33 @@ def show(report: YardReport, console: Console) -> None:
         Text(f"coordinator {report.coordinator}, up {uptime}, term {status.term}"),
         _title("members"),
         _members_table(report),
+        *_local_tables(report.local),
     ]
     if not status.jobs:
         parts.append(Text("no jobs yet"))
     for job in sorted(status.jobs, key=lambda job: job.job):
         parts += _job_tables(report, job)
     console.print(Group(*parts))
+
+
+def _local_tables(local: LocalReport | None) -> list[RenderableType]:
+    if local is None:
+        return []
+    found: list[RenderableType] = []
+    if local.restarts:
+        table = _table("process", "pid", "ended", "restart", "when")
+        for restart in local.restarts[-RESTARTS_SHOWN_MAX:]:
+            of = f"{restart.number} of {restart.restarts_max} within {restart.window_ms / 1000:g} s"
+            ago_ms = max(0, int((time.time() - restart.died_s) * 1000))
+            cells = [restart.name, str(restart.pid), restart.ending, of, f"{_duration(ago_ms)} ago"]
+            table.add_row(*map(Text, cells))
+        found += [_title("started again on this machine"), table]
+    for name, why in sorted(local.given_up.items()):
+        found.append(Text(f"{name} {why}", style="red"))
+    if not local.supervisor:
+        said = "the supervisor of this yard is gone: nobody starts its processes again when they die; `shardyard up`"
+        found.append(Text(f"{said} starts another", style="red"))
+    return found
 
 
 def _title(text: str) -> Text:

@@ -1,9 +1,9 @@
 """`shardyard up`, `down`, `run`: a yard on this machine, with or without a script.
 
 Owns: when a yard is started, reused or refused; what is left standing after a script, an error or Ctrl-C; the words
-printed about it. Invariants: `run` leaves no process behind; `up` leaves a yard that is whole or none that it started;
-`down` ends only processes that the state file names. Must not know: how processes are started and watched (cluster,
-script).
+printed about it. Invariants: `run` leaves no process behind; `up` leaves a yard that is whole, or being made whole by
+its supervisor, or none that it started; `down` ends only processes that the state file names. Must not know: how
+processes are started and watched (cluster, supervisor, standing, script).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardyard.runtime.settings import Settings
     from shardyard_launcher.cluster import LocalCluster
     from shardyard_launcher.script import Script
+    from shardyard_launcher.standing import StandingYard
 
 _PASSES_ARGUMENTS = {"allow_interspersed_args": False}
 """What follows the script is its own."""
@@ -42,26 +43,32 @@ def up(
     A yard that is up already is used as it is. Without a script, nothing is run.
     """
     from shardyard_launcher.cluster import Interrupted
+    from shardyard_launcher.supervisor import StartFailed
 
     given = load_given(config, sets, {"yard.state": state, "log.format": log_format})
     _check_script(command)
     folder = Path(given.loaded.settings.yard.state)
     with StopSignals() as signals:
         try:
-            cluster, ours = _bring_up(given, folder, signals)
+            yard, ours = _bring_up(given, folder, signals)
         except Interrupted:
             click.echo("stopped before the yard was up", err=True)
             return signals.exit_code or 130
+        except StartFailed as failed:
+            click.echo(failed.said, err=True)
+            return failed.exit_code
         code = 0
         if command:
-            code = _run_on(cluster, _script(command, given, whole=True, workers=0), signals, sys.stdout)
-        if ours and (signals.exit_code is not None or not cluster.alive):
-            _take_down(cluster, folder)
+            script = _script(command, given, whole=True, workers=0)
+            code = _follow(yard.coordinator, yard.agent, script, signals, yard.check, sys.stdout)
+        yard.refresh()
+        if ours and (signals.exit_code is not None or yard.broken):
+            _take_down(yard, folder)
             click.echo("the yard is stopped", err=True)
             return signals.exit_code or code or 1
-    if not cluster.alive:
+    if yard.broken:
         return signals.exit_code or code or 1
-    _say_where(cluster, folder, given.loaded.settings)
+    _say_where(yard, folder, given.loaded.settings)
     return signals.exit_code or code
 
 
@@ -71,8 +78,8 @@ def up(
 @settings_options
 def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ...]) -> int:
     """Stop the yard that `shardyard up` started."""
-    from shardyard_launcher.cluster import LocalCluster
-    from shardyard_launcher.yard_state import locked, read_state
+    from shardyard_launcher.standing import StandingYard
+    from shardyard_launcher.yard_state import forget_state, locked, read_state
 
     settings = load_given(config, sets, {"yard.state": state}).loaded.settings
     folder = Path(settings.yard.state)
@@ -86,8 +93,9 @@ def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ..
         else:
             # a second signal must not leave half of the yard standing
             with StopSignals():
-                _take_down(LocalCluster.found(settings, folder, found), folder, locked_already=True)
-            click.echo(f"stopped {', '.join(map(str, found.processes))}")
+                stopped = StandingYard(folder, found).stop()
+                forget_state(folder)
+            click.echo(f"stopped {', '.join(map(str, stopped))}")
         if purge:
             click.echo(_purge(folder))
     return 0
@@ -142,16 +150,25 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
         cluster = LocalCluster(settings, folder, tied=True)
         try:
             cluster.start(stop=signals.stop)
-            return _run_on(cluster, _script(command, given, whole=True, workers=0), signals, sys.stderr)
+            script = _script(command, given, whole=True, workers=0)
+            return _follow(cluster.coordinator, cluster.agent, script, signals, lambda: _tend(cluster), sys.stderr)
         except Interrupted:
             return 130
         finally:
             cluster.stop()
 
 
-def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[LocalCluster, bool]:
+def _tend(cluster: LocalCluster) -> list[str]:
+    news = cluster.tend()
+    cluster.check()
+    return news
+
+
+def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[StandingYard, bool]:
     """The yard of the folder, and whether it was started now."""
-    from shardyard_launcher.cluster import LocalCluster, check_free
+    from shardyard_launcher.cluster import check_free
+    from shardyard_launcher.standing import StandingYard
+    from shardyard_launcher.supervisor import start_supervised, supervise_again
     from shardyard_launcher.yard_state import forget_state, locked, read_state
 
     settings = given.loaded.settings
@@ -162,27 +179,25 @@ def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[LocalCl
     with locked(folder):
         found = read_state(folder)
         if found is not None:
-            cluster = LocalCluster.found(settings, folder, found)
-            if cluster.alive_count:
-                cluster.check_whole(folder)
+            standing = StandingYard(folder, found)
+            if not standing.gone:
+                if not standing.supervised:
+                    standing = supervise_again(settings, folder, found)
+                    click.echo(f"nobody watched the yard of {folder}; a new supervisor does now")
+                standing.await_whole(signals.stop)
                 click.echo(f"the yard of {folder} is up already; using it")
-                _note_differences(settings, cluster)
-                return cluster, False
+                _note_differences(settings, standing)
+                return standing, False
             click.echo(f"the last yard of {folder} has died; starting a new one")
+            standing.stop()
             forget_state(folder)
         check_free(yard.bind, yard.coordinator_port)
         click.echo(f"starting a coordinator, {yard.servers} servers, an agent for {yard.workers} workers")
-        cluster = LocalCluster(settings, folder, tied=False, on_change=lambda state: state.write(folder))
-        try:
-            cluster.start(stop=signals.stop)
-        except BaseException:
-            forget_state(folder)
-            raise
-    return cluster, True
+        return start_supervised(settings, folder, signals.stop), True
 
 
-def _note_differences(settings: Settings, cluster: LocalCluster) -> None:
-    running = sum(process.role == "server" for process in cluster.state.processes)
+def _note_differences(settings: Settings, yard: StandingYard) -> None:
+    running = sum(process.role == "server" for process in yard.state.roles)
     if running != settings.yard.servers:
         click.echo(
             f"note: it has {running} servers, and the settings say {settings.yard.servers}; "
@@ -191,16 +206,12 @@ def _note_differences(settings: Settings, cluster: LocalCluster) -> None:
         )
 
 
-def _run_on(cluster: LocalCluster, script: Script, signals: StopSignals, progress_to: TextIO) -> int:
-    return _follow(cluster.coordinator, cluster.agent, script, signals, cluster.check, progress_to)
-
-
 def _follow(
     coordinator: str,
     agent: str,
     script: Script,
     signals: StopSignals,
-    check: Callable[[], None],
+    check: Callable[[], list[str]],
     progress_to: TextIO,
 ) -> int:
     """Runs a script and shows it; its exit status. Errors of the yard are printed here, so that the caller can tidy up
@@ -250,19 +261,16 @@ def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int
     )
 
 
-def _nothing_to_check() -> None:
+def _nothing_to_check() -> list[str]:
     """A yard that was not started here is not watched here; its agent and the script notice what happens to it."""
+    return []
 
 
-def _take_down(cluster: LocalCluster, folder: Path, *, locked_already: bool = False) -> None:
+def _take_down(yard: StandingYard, folder: Path) -> None:
     from shardyard_launcher.yard_state import forget_state, locked
 
-    if locked_already:
-        cluster.stop()
-        forget_state(folder)
-        return
     with locked(folder):
-        cluster.stop()
+        yard.stop()
         forget_state(folder)
 
 
@@ -282,15 +290,15 @@ def _purge(folder: Path) -> str:
     return f"deleted {folder} with its logs and journal"
 
 
-def _say_where(cluster: LocalCluster, folder: Path, settings: Settings) -> None:
+def _say_where(yard: StandingYard, folder: Path, settings: Settings) -> None:
     from shardyard.runtime.settings import YardSettings
 
     by_make = "MAKELEVEL" in os.environ
     option = "" if settings.yard.state == YardSettings().state else f" --state {folder}"
     lines = [
         "",
-        f"the yard is up; its coordinator: {cluster.coordinator}",
-        f"your own script on it:  SHARDYARD_COORDINATOR={cluster.coordinator} {sys.executable} SCRIPT.py",
+        f"the yard is up; its coordinator: {yard.coordinator}",
+        f"your own script on it:  SHARDYARD_COORDINATOR={yard.coordinator} {sys.executable} SCRIPT.py",
         f"how it does:            {'make status' if by_make else f'shardyard status{option}'}",
         f"stop it:                {'make down' if by_make else f'shardyard down{option}'}",
     ]

@@ -34,6 +34,7 @@ PARTITIONS_AUTO: Final = 8
 PORT_MAX: Final = 65_535
 HEARTBEATS_PER_LEASE_MIN: Final = 3
 DURATION_MS_MAX: Final = 3_600_000
+COORDINATOR_GRACE_MS: Final = 60_000
 IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
 SEED_MAX: Final = (1 << 63) - 1
 IMPOSSIBLE_RELATION: Final = "impossible_relation"
@@ -88,6 +89,11 @@ Address = Annotated[
 ]
 Host = Annotated[str, _matching(_HOST), Expected("a host name or IP address, without a port (IPv6 in brackets)")]
 Folder = Annotated[str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX), Expected("the path of a folder")]
+CheckpointUrl = Annotated[
+    str,
+    Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX),
+    Expected("auto, never, the path of a folder, or a URL"),
+]
 JobName = Annotated[
     str,
     _matching(_JOB_NAME),
@@ -134,6 +140,16 @@ class YardSettings(Section):
     restarts_max: int = Field(
         default=1, ge=0, le=1_000, description="How often the agent restarts a training process killed by a signal."
     )
+    role_restarts_max: int = Field(
+        default=5,
+        ge=0,
+        le=1_000,
+        description="How often the launcher starts a dead coordinator, server or agent again, each, within "
+        "yard.role_restarts_window_ms.",
+    )
+    role_restarts_window_ms: int = Field(
+        default=60_000, ge=1_000, le=DURATION_MS_MAX, description="The time over which such restarts are counted."
+    )
 
 
 class ConsistencySettings(Section):
@@ -152,6 +168,23 @@ class DataSettings(Section):
     batches_per_data_shard: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
         default="auto", description="Batches leased to a worker at a time; auto: the coordinator chooses."
     )
+
+
+class CheckpointSettings(Section):
+    """When a job is written down, where, and how many of these are kept."""
+
+    url: CheckpointUrl = Field(
+        default="auto",
+        description="Where checkpoints are kept: a folder that coordinator and servers share, or any URL that fsspec"
+        " knows, such as s3://bucket/path; auto: in the coordinator's state folder; never: no checkpoints.",
+    )
+    every_s: int = Field(
+        default=60, ge=0, le=DURATION_MS_MAX // 1_000, description="Seconds from one checkpoint to the next; 0: any."
+    )
+    every_steps: int = Field(
+        default=0, ge=0, le=1_000_000_000, description="Steps from one checkpoint to the next; 0: any."
+    )
+    keep: int = Field(default=3, ge=2, le=10_000, description="How many checkpoints are kept, at least two.")
 
 
 class CompressionSettings(Section):
@@ -231,6 +264,9 @@ class JobSettings(Section):
         description="How long a dead worker's logical ranks wait for a joining worker before the living take them.",
     )
     data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased.")
+    checkpoint: CheckpointSettings = Field(
+        default_factory=CheckpointSettings, description="When and where a job is written down."
+    )
     compression: CompressionSettings = Field(
         default_factory=CompressionSettings, description="How gradients and values travel."
     )
@@ -307,6 +343,12 @@ class MembershipSettings(Section):
     heartbeat_ms: int = Field(default=500, ge=10, le=60_000, description="The time between a member's signs of life.")
     lease_ms: int = Field(
         default=4_000, ge=30, le=DURATION_MS_MAX, description="A member silent for so long is declared dead."
+    )
+    coordinator_grace_ms: int = Field(
+        default=COORDINATOR_GRACE_MS,
+        ge=1,
+        le=DURATION_MS_MAX,
+        description="How long members go on without a coordinator, which may be started again; then it is lost.",
     )
 
     @model_validator(mode="after")

@@ -19,6 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from shardyard_launcher.role_process import RoleProcess
+from shardyard_launcher.yard_state import read_state
+
 DEADLINE_S = 60.0
 STOP_WITHIN_S = 10.0
 """What the README promises for a yard that breaks under a script."""
@@ -93,10 +96,13 @@ class Shell:
                 continue
         return found
 
-    def pid_of(self, role: str) -> int:
-        """Of the first process that runs this role."""
+    def pids_of(self, role: str) -> list[int]:
+        """Of the processes that run this role."""
         lines = ((process.pid, process.cmdline()) for process in self.processes())
-        return next(pid for pid, line in lines if "shardyard_launcher.command_line" in line and role in line)
+        return [pid for pid, line in lines if "shardyard_launcher.command_line" in line and role in line]
+
+    def pid_of(self, role: str) -> int:
+        return self.pids_of(role)[0]
 
     def close(self) -> None:
         for process in self.processes():
@@ -193,7 +199,7 @@ def test_run_of_a_script_that_is_killed_ends_as_a_shell_would(shell: Shell) -> N
 
 @pytest.mark.parametrize("role", ["server", "coordinator", "agent"])
 def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shell, role: str) -> None:
-    process = shell.start("run", shell.script(SLEEPS))
+    process = shell.start("run", "--set", "yard.role_restarts_max=0", shell.script(SLEEPS))
     read_until(process, "ready")
     victim = shell.pid_of(role)
     os.kill(victim, signal.SIGKILL)
@@ -201,7 +207,8 @@ def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shel
     ended = finish(process)
     assert time.monotonic() - begin < STOP_WITHIN_S
     assert ended.returncode == 1
-    assert re.search(rf"error: {role}\S* \(pid {victim}\) was killed by SIGKILL; the end of .*\.log:", ended.stderr)
+    said = rf"error: {role}\S* \(pid {victim}\) was killed by SIGKILL and is not started again: .*; the end of .*\.log:"
+    assert re.search(said, ended.stderr)
     assert shell.processes() == []
     if role != "agent":
         assert list(shell.temporary.iterdir()) == []
@@ -270,17 +277,144 @@ def test_yard_is_up_is_used_again_and_goes_down(shell: Shell) -> None:
     assert not shell.state.exists()
 
 
-def test_yard_that_has_lost_a_server_is_not_used(shell: Shell) -> None:
+@pytest.mark.parametrize("role", ["coordinator", "server", "agent"])
+def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) -> None:
     assert shell.up().returncode == 0
+    before = read_state(shell.state)
+    assert before is not None
+    coordinator = before.address_of("coordinator")
+    victim = next(process for process in before.processes if process.role == role)
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def back() -> RoleProcess | None:
+        state = read_state(shell.state)
+        assert state is not None
+        same = [process for process in state.processes if process.name == victim.name and process.pid != victim.pid]
+        return same[0] if same and same[0].ready else None
+
+    await_true(lambda: back() is not None, "a new process in the place of the killed one")
+    successor = back()
+    assert successor is not None
+    assert successor.address == victim.address
+
+    # a yard that mends itself is waited for, and used
+    again = shell.up(shell.script("print('trained')\n"))
+    assert (again.returncode, "trained" in again.stdout) == (0, True), again.stderr
+    status = shell.status()
+    assert status["coordinator"] == coordinator
+    assert sorted(member["role"] for member in status["members"]) == ["agent", "server", "server"]
+    if role != "coordinator":
+        assert successor.pid in {member["pid"] for member in status["members"]}
+    (restart, *_) = status["local"]["restarts"]
+    assert (restart["name"], restart["pid"]) == (victim.name, victim.pid)
+    assert (restart["ending"], restart["number"]) == ("was killed by SIGKILL", 1)
+    shown = shell.run("status", "--state", str(shell.state)).stdout
+    assert re.search(rf"{victim.name} +{victim.pid} +was killed by SIGKILL +1 of 5 within 60 s", shown)
+    said = f"{victim.name} (pid {victim.pid}) was killed by SIGKILL; restart 1 of 5 within 60 s, in 0.2 s"
+    assert said in (shell.state / "logs" / "supervisor.log").read_text()
+    assert (shell.state / "logs" / f"{victim.name}.log.former").exists()
+    assert shell.down().returncode == 0
+    assert shell.processes() == []
+
+
+def test_yard_that_has_lost_a_server_for_good_is_not_used(shell: Shell) -> None:
+    assert shell.up("--set", "yard.role_restarts_max=0").returncode == 0
+    victim = shell.pid_of("server")
+    os.kill(victim, signal.SIGKILL)
+    await_true(lambda: bool(shell.status()["local"]["given_up"]), "the server is given up")
+    again = shell.up(shell.script("print('trained')\n"))
+    assert again.returncode == 1
+    assert re.search(rf"not whole: server-\d \(pid {victim}\) was killed by SIGKILL and is not started", again.stderr)
+    assert f"shardyard down --state {shell.state}" in again.stderr
+    assert "trained" not in again.stdout
+    shown = shell.run("status", "--state", str(shell.state)).stdout
+    assert re.search(r"server-\d was killed by SIGKILL and is not started again: .*yard\.role_restarts_max is 0", shown)
+    assert shell.down().returncode == 0
+
+
+def test_process_that_dies_again_and_again_is_given_up_in_the_end(shell: Shell) -> None:
+    assert shell.up("--set", "yard.role_restarts_max=2").returncode == 0
+    (shell.state / "settings.yaml").write_text('{"yard": {"servers": 0}}')  # from now on no role can start
+    os.kill(shell.pid_of("server"), signal.SIGKILL)
+    await_true(lambda: bool(shell.status()["local"]["given_up"]), "the server is given up")
+    local = shell.status()["local"]
+    assert [restart["number"] for restart in local["restarts"]] == [1, 2]
+    assert [restart["ending"] for restart in local["restarts"]] == ["was killed by SIGKILL", "ended with exit code 2"]
+    (why,) = local["given_up"].values()
+    assert why.startswith("ended with exit code 2 and is not started again: it was started again 2 times within 60 s")
+    assert "yard.servers" in (shell.state / "logs" / "supervisor.log").read_text()
+    assert shell.down().returncode == 0
+    assert shell.processes() == []
+
+
+def test_supervisor_that_died_harms_nobody_and_is_replaced_by_the_next_up(shell: Shell) -> None:
+    assert shell.up().returncode == 0
+    pids = {process.pid for process in shell.processes()}
+    supervisor = shell.pid_of("supervisor")
+    os.kill(supervisor, signal.SIGKILL)
+    await_true(lambda: not alive(supervisor), "the supervisor's end")
+    shown = shell.run("status", "--state", str(shell.state)).stdout
+    assert "nobody starts its processes again when they die" in shown
+    assert {process.pid for process in shell.processes()} == pids - {supervisor}
+
+    again = shell.up()
+    assert again.returncode == 0, again.stderr
+    assert "a new supervisor" in again.stdout
+    assert pids - {supervisor} < {process.pid for process in shell.processes()}
+    victim = shell.pid_of("server")
+    os.kill(victim, signal.SIGKILL)
+    await_true(lambda: len(shell.status()["local"]["restarts"]) == 1, "the server is started again")
+    assert shell.status()["local"]["restarts"][0]["ending"] == "has ended"
+    assert shell.down().returncode == 0
+    assert shell.processes() == []
+
+
+def test_run_starts_a_killed_server_again_and_says_so(shell: Shell) -> None:
+    go = shell.folder / "go"
+    script = (
+        f"import os, time\nprint('ready', flush=True)\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.02)\n"
+    )
+    process = shell.start("run", "--workers", "1", shell.script(script))
+    read_until(process, "ready")
     victim = shell.pid_of("server")
     os.kill(victim, signal.SIGKILL)
     await_true(lambda: not alive(victim), "the server's end")
-    again = shell.up(shell.script("print('trained')\n"))
-    assert again.returncode == 1
-    assert re.search(rf"not whole: server-\d \(pid {victim}\).* is gone", again.stderr)
-    assert f"shardyard down --state {shell.state}" in again.stderr
-    assert "trained" not in again.stdout
-    assert shell.down().returncode == 0
+    await_true(lambda: len(shell.pids_of("server")) == 2, "two servers")
+    go.touch()
+    ended = finish(process)
+    assert ended.returncode == 0, ended.stderr
+    assert f"(pid {victim}) was killed by SIGKILL; restart 1 of 5 within 60 s" in ended.stderr
+    assert shell.processes() == []
+
+
+def test_script_is_launched_again_when_its_agent_has_died(shell: Shell) -> None:
+    go = shell.folder / "go"
+    script = f"""
+        import os, time
+        print('begun', os.getpid(), flush=True)
+        while not os.path.exists({str(go)!r}):
+            time.sleep(0.02)
+    """
+    process = shell.start("run", "--workers", "1", shell.script(script))
+    read_until(process, "begun")
+    os.kill(shell.pid_of("agent"), signal.SIGKILL)
+    read_until(process, "begun")
+    go.touch()
+    ended = finish(process)
+    assert ended.returncode == 0, ended.stderr
+    assert "died, and the script's processes with it; it is launched again" in ended.stderr
+    assert shell.processes() == []
+
+
+def test_yard_that_cannot_start_says_so_as_its_process_did_and_leaves_nothing(shell: Shell) -> None:
+    shell.environment["PYTHONPATH"] = str(shell.folder)
+    (shell.folder / "shardyard_ps_server.py").write_text("raise RuntimeError('a broken installation')\n")
+    ended = shell.up()
+    assert ended.returncode == 1
+    assert re.search(r"^error: server-\d \(pid \d+\) ended with exit code 1 before it was ready", ended.stderr)
+    assert "a broken installation" in ended.stderr
+    assert shell.processes() == []
+    assert "no yard is up" in shell.down().stdout
 
 
 def test_yard_that_has_died_is_started_anew(shell: Shell) -> None:

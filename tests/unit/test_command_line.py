@@ -63,6 +63,8 @@ def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["up", "--set", "yard.servers=0"], "yard.servers"),
         (["up", "--set", "yard.server=1"], "did you mean"),
         (["config", "explain", "-c", "none.yaml"], "none.yaml: no such file"),
+        (["supervisor", "--state", "."], "does not name this process as the supervisor"),
+        (["doctor", "--coordinator", "nowhere"], "expected HOST:PORT"),
     ],
 )
 def test_wrong_use_is_told_and_ends_with_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,6 +152,8 @@ class AgentService:
 
     def _on_launch(self, request: wire.LaunchRequest, context: Context) -> wire.LaunchReply:
         self._admit(context, "launch a script")
+        if not self._incarnation():
+            raise errors.NotReady("the agent has not registered yet", todo="ask again in a moment")
         launch = self.launch(request)
         return wire.LaunchReply(launch=launch.number, workers=launch.order.workers)
 

@@ -1,0 +1,249 @@
+"""`shardyard checkpoint`: list, verify, export and prune what training has left behind.
+
+Owns: what the commands print, and the files of `export`. The JSON of `list` is a promise to scripts: names stay, new
+ones may come. Invariants: an exported file is there whole or not at all; nothing of a checkpoint is changed but by
+`prune`. Must not know: how checkpoints are laid out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+if TYPE_CHECKING:
+    from shardyard.checkpoints.library import CheckpointLibrary, Listed
+    from shardyard.checkpoints.manifest import Manifest
+    from shardyard.checkpoints.storage import Buffer
+
+DEFAULT_URL: Final = ".shardyard/checkpoints"
+
+_url = click.option(
+    "--url",
+    metavar="URL",
+    default=DEFAULT_URL,
+    show_default=True,
+    help="Where the checkpoints are: a folder, file:, s3: or what else fsspec knows.",
+)
+_job = click.option("--job", metavar="NAME", help="The job; needed where there are checkpoints of several.")
+_number = click.option("--number", type=click.IntRange(1), metavar="N", help="Of one checkpoint (see `list`).")
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at checkpoints, check them, take models out of them."""
+
+
+@checkpoint.command("list")
+@_url
+@click.option("--job", metavar="NAME", help="Of one job.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def list_command(url: str, job: str | None, as_json: bool) -> int:
+    """Show the checkpoints of all jobs, the oldest first."""
+    library = _library(url)
+    jobs = library.jobs() if job is None else (job,)
+    found = [(name, listed) for name in jobs for listed in library.list_checkpoints(name)]
+    if as_json:
+        click.echo(json.dumps({"url": url, "checkpoints": [_entry(name, listed) for name, listed in found]}, indent=2))
+    elif found:
+        _show(found)
+    else:
+        click.echo(f"no checkpoints in {url}")
+    return 0
+
+
+@checkpoint.command()
+@_url
+@_job
+@_number
+def verify(url: str, job: str | None, number: int | None) -> int:
+    """Read every byte of every file, and say what is damaged. Exit status 1 if something is."""
+    library = _library(url)
+    name = _the_job(library, job)
+    numbers = library.numbers(name)
+    findings = library.verify(name, number)
+    for finding in findings:
+        click.echo(f"checkpoint {finding.number}: {finding.path}: {finding.what}")
+    if not numbers:
+        click.echo(f"job {name}: no checkpoints")
+    elif findings:
+        damaged = sorted({finding.number for finding in findings})
+        click.echo(f"job {name}: damaged: {', '.join(map(str, damaged))}", err=True)
+    else:
+        click.echo(f"job {name}: whole: {', '.join(map(str, numbers if number is None else (number,)))}")
+    return 1 if findings else 0
+
+
+@checkpoint.command()
+@_url
+@_job
+@_number
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["torch", "safetensors"]),
+    default="torch",
+    show_default=True,
+    help="torch: a state_dict for torch.load(weights_only=True) and model.load_state_dict.",
+)
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.argument("out", type=click.Path(path_type=Path))
+def export(url: str, job: str | None, number: int | None, form: str, force: bool, out: Path) -> int:
+    """Write the model of a checkpoint (default: the newest), parameters and buffers, to the file OUT."""
+    from shardyard.ground.errors import InvalidRequest
+
+    library = _library(url)
+    manifest = library.load(_the_job(library, job), number)
+    if out.exists() and not force:
+        raise InvalidRequest(f"{out} is there already", why="", todo="give another name, or --force")
+    if form == "torch":
+        _export_torch(library, manifest, out)
+    else:
+        _export_safetensors(library, manifest, out)
+    click.echo(
+        f"{out}: {len(manifest.layout.variables)} variables of checkpoint {manifest.number} of job"
+        f" {manifest.job_name}, step {manifest.step}"
+    )
+    return 0
+
+
+@checkpoint.command()
+@_url
+@_job
+@click.option("--keep", type=click.IntRange(2), required=True, help="How many of the newest stay; at least 2.")
+def prune(url: str, job: str | None, keep: int) -> int:
+    """Delete old checkpoints, and what was begun and never finished. What the kept ones need stays."""
+    library = _library(url)
+    name = _the_job(library, job)
+    pruned = library.prune(name, keep)
+    gone = f"checkpoints {', '.join(map(str, pruned.checkpoints))}" if pruned.checkpoints else "no checkpoint"
+    click.echo(f"job {name}: deleted {gone}; {pruned.files} files, {pruned.nbytes:,} bytes")
+    return 0
+
+
+def _library(url: str) -> CheckpointLibrary:
+    from shardyard.checkpoints.library import CheckpointLibrary
+    from shardyard.checkpoints.storage import open_storage
+
+    return CheckpointLibrary(open_storage(url))
+
+
+def _the_job(library: CheckpointLibrary, job: str | None) -> str:
+    from shardyard.ground.errors import CheckpointNotFound, InvalidRequest
+
+    jobs = library.jobs()
+    if job is not None:
+        if job not in jobs:
+            raise CheckpointNotFound(f"no checkpoints of job {job!r} in {library.storage.url}")
+        return job
+    if not jobs:
+        raise CheckpointNotFound(f"no checkpoints in {library.storage.url}")
+    if len(jobs) > 1:
+        raise InvalidRequest(
+            f"{library.storage.url} has checkpoints of {len(jobs)} jobs: {', '.join(jobs[:10])}",
+            why="",
+            todo="say which with --job",
+        )
+    return jobs[0]
+
+
+# ---- list
+
+
+def _entry(job: str, listed: Listed) -> dict[str, object]:
+    manifest = listed.manifest
+    if manifest is None:
+        return {"job": job, "number": listed.number, "damage": "" if listed.damage is None else listed.damage.what}
+    files = tuple(manifest.files())
+    return {
+        "job": job,
+        "number": listed.number,
+        "damage": None,
+        "step": manifest.step,
+        "mode": manifest.mode.value,
+        "created": manifest.created,
+        "partitions": len(manifest.partitions),
+        "files": len(files),
+        "bytes": sum(file.written.nbytes for file in files),
+        "new_bytes": sum(file.written.nbytes for file in files if file.number == listed.number),
+    }
+
+
+def _show(found: list[tuple[str, Listed]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("job", "number", "step", "mode", "created", "bytes", "of them new", "says"):
+        table.add_column(column, overflow="fold")
+    for job, listed in found:
+        entry = _entry(job, listed)
+        if listed.manifest is None:
+            table.add_row(job, str(listed.number), "-", "-", "-", "-", "-", "its manifest is damaged: see `verify`")
+            continue
+        created = datetime.datetime.fromisoformat(listed.manifest.created).astimezone()
+        table.add_row(
+            job,
+            str(listed.number),
+            f"{listed.manifest.step:,}",
+            listed.manifest.mode.value,
+            created.strftime("%Y-%m-%d %H:%M:%S"),
+            f"{entry['bytes']:,}",
+            f"{entry['new_bytes']:,}",
+            "",
+        )
+    # no terminal: wide enough that a table's rows stay lines
+    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)
+
+
+# ---- export
+
+
+def _export_torch(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
+    from shardyard.ground.errors import ConfigurationError, StorageUnavailable
+
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigurationError(
+            "torch is not installed here",
+            why="the file is written by torch.save",
+            todo="pip install 'shardyard[worker]', or export with --format safetensors",
+        ) from error
+    state = {name: torch.from_numpy(array) for name, array in library.export_state(manifest)}
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+    except (OSError, RuntimeError) as error:
+        raise StorageUnavailable(
+            f"cannot write {out}: {error}", todo="make room there, or give another place"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
+    from shardyard.checkpoints import tensors
+    from shardyard.checkpoints.library import Variables
+    from shardyard.checkpoints.storage import write_file
+
+    variables = Variables(library.storage, manifest)
+
+    def fetch(index: int) -> Buffer:
+        return tensors.bytes_of(variables.read(index))
+
+    sources = [
+        tensors.TensorSource(spec.name, spec.dtype, spec.shape, partial(fetch, index))
+        for index, spec in enumerate(manifest.layout.variables)
+    ]
+    write_file(out, tensors.pieces({"format": "pt"}, sources))

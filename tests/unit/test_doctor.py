@@ -1,0 +1,576 @@
+"""`shardyard doctor`: each verdict, from real sockets, files and limits of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from shardyard.ground import errors
+from shardyard.transport import same_host
+from shardyard.transport.listener import Listener
+from shardyard.transport.peers import Context, Service
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher import machine_probes, network_probes
+from shardyard_launcher.command_line import main
+from shardyard_launcher.findings import Finding, Probe, Verdict, carry_out, failed, ok
+from shardyard_launcher.role_process import RoleProcess
+from shardyard_launcher.yard_state import YardState
+
+OURS = version("shardyard")
+
+
+@pytest.fixture(autouse=True)
+def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working directory, no setting and no proxy from outside, and short patience."""
+    for name in list(os.environ):
+        if name.startswith("SHARDYARD") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(network_probes, "CONNECT_S", 0.5)
+    monkeypatch.setattr(network_probes, "CALL_MS", 1_000)
+
+
+def look(address: str) -> dict[str, Finding]:
+    return {finding.probe: finding for finding in network_probes.probe(address)}
+
+
+def last(address: str) -> Finding:
+    return list(network_probes.probe(address))[-1]
+
+
+@contextlib.contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that does the same with each connection, until the end of the block."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken, _ = listener.accept()
+                    with taken, contextlib.suppress(OSError):
+                        answer(taken)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@contextlib.contextmanager
+def serving(service: Service, *, ready: bool = True) -> Iterator[str]:
+    listener = Listener("127.0.0.1:0", [service], threads=4)
+    try:
+        listener.start()
+        listener.set_ready(ready=ready)
+        yield listener.address
+    finally:
+        listener.stop()
+
+
+def coordinator(*members: wire.MemberStatus) -> Service:
+    def status(_: wire.StatusRequest, __: Context) -> wire.StatusReply:
+        return wire.StatusReply(term=3, uptime_ms=5_000, members=members)
+
+    service = Service("Coordinator")
+    service.on(methods.STATUS, status)
+    return service
+
+
+def member(address: str, number: int = 2, release: str = OURS) -> wire.MemberStatus:
+    return wire.MemberStatus(
+        incarnation=(1 << 32) + number, role=wire.ROLE_SERVER, address=address, host="h", pid=1, release=release
+    )
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+# ---- the way to a yard
+
+
+def test_name_that_does_not_resolve_is_told_and_nothing_more_is_tried() -> None:
+    (found,) = network_probes.probe("nobody.invalid:7070")
+    assert (found.probe, found.verdict) == ("name", Verdict.FAILED)
+    assert "nobody.invalid does not resolve" in found.said
+    assert "/etc/hosts" in found.todo
+
+
+@pytest.mark.parametrize("address", ["7070", "alpha", "alpha:99999", "." + "a" * 70 + ":1"])
+def test_address_that_cannot_be_is_told(address: str) -> None:
+    (found,) = network_probes.probe(address)
+    assert (found.probe, found.verdict) == ("name", Verdict.FAILED)
+
+
+def test_refused_connection_is_told_apart() -> None:
+    address = free_address()
+    found = last(address)
+    assert (found.probe, found.verdict) == ("tcp", Verdict.FAILED)
+    assert f"{address} refuses connections" in found.said
+    assert "shardyard coordinator" in found.todo
+
+
+def test_connection_that_times_out_is_told_apart() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        where = full.getsockname()
+        # a full queue of connections: the kernel drops what comes further, as a firewall would
+        with contextlib.ExitStack() as held:
+            filling = [held.enter_context(socket.socket()) for _ in range(4)]
+            for each in filling:
+                each.setblocking(False)
+                each.connect_ex(where)
+            found = last(f"127.0.0.1:{where[1]}")
+    assert (found.probe, found.verdict) == ("tcp", Verdict.FAILED)
+    assert "timed out" in found.said
+    assert "firewall" in found.todo
+
+
+def certificate(folder: Path) -> Path:
+    """A key and a certificate of it by itself, for 127.0.0.1."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    both = folder / "both.pem"
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    both.write_bytes(secret + made.public_bytes(serialization.Encoding.PEM))
+    return both
+
+
+@pytest.mark.parametrize("kind", ["alerts", "closes in silence", "wants a certificate", "has no cipher of ours"])
+def test_port_that_speaks_tls_is_recognised(tmp_path: Path, kind: str) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if kind == "has no cipher of ours":
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers("ADH-AES256-SHA256:@SECLEVEL=0")
+    else:
+        context.load_cert_chain(certificate(tmp_path))
+    if kind == "wants a certificate":
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(tmp_path / "both.pem")
+
+    def answer(stream: socket.socket) -> None:
+        if kind == "closes in silence" and stream.recv(3, socket.MSG_PEEK) == b"PRI":
+            stream.recv(100)
+            return
+        with contextlib.suppress(ssl.SSLError), context.wrap_socket(stream, server_side=True) as inner:
+            inner.recv(1)
+
+    with listening(answer) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("tls", Verdict.FAILED)
+    assert f"{address} speaks TLS" in found.said
+
+
+def test_web_server_is_recognised() -> None:
+    def answer(stream: socket.socket) -> None:
+        stream.recv(100)
+        stream.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with listening(answer) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("tls", Verdict.FAILED)
+    assert "HTTP/1" in found.said
+
+
+def test_port_that_says_nothing_is_recognised() -> None:
+    def answer(stream: socket.socket) -> None:
+        while stream.recv(1_000):
+            pass
+
+    with listening(answer) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("tls", Verdict.FAILED)
+    assert "says nothing" in found.said
+    assert "SIGSTOP" in found.todo
+
+
+@pytest.mark.parametrize("said", [b"", b"220 mail at your service\r\n", b"\0\0\0\x07\0\0\0\0\0", b"\0\0"])
+def test_port_of_another_protocol_is_recognised(said: bytes) -> None:
+    def answer(stream: socket.socket) -> None:
+        stream.sendall(said)
+        stream.shutdown(socket.SHUT_WR)
+        while stream.recv(1_000):
+            pass
+
+    with listening(answer) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("tls", Verdict.FAILED)
+    assert "speaks no HTTP/2" in found.said
+
+
+def test_plain_text_is_said_and_warned_of_beyond_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(coordinator()) as address:
+        here = look(address)["tls"]
+        assert here.verdict is Verdict.OK
+        assert "nothing is encrypted" in here.said
+        port = int(address.split(":")[1])
+        monkeypatch.setattr(network_probes, "_language", lambda _: "h2")
+        (beyond,) = network_probes._tls(f"alpha:{port}", ("192.0.2.1", port))
+        assert beyond.verdict is Verdict.WARNING
+
+
+def test_coordinator_in_good_order_has_only_good_findings() -> None:
+    with serving(Service("ParameterServer")) as server, serving(coordinator(member(server))) as address:
+        found = look(address)
+    assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
+    assert list(found) == ["name", "tcp", "tls", "grpc", "status", "release", "members"]
+    assert "term 3, up for 5 s, 1 server, 0 workers, 0 agents" in found["status"].said
+    assert f"release {OURS} here and on all members" in found["release"].said
+
+
+def test_coordinator_that_does_not_serve_yet_is_told() -> None:
+    with serving(coordinator(), ready=False) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("grpc", Verdict.FAILED)
+    assert "does not serve" in found.said
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("ParameterServer", "is a shardyard server"), ("Agent", "is a shardyard agent")]
+)
+def test_address_of_a_member_in_place_of_the_coordinators_is_told(name: str, said: str) -> None:
+    with serving(Service(name)) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("grpc", Verdict.FAILED)
+    assert said in found.said
+    assert "the coordinator's address" in found.todo
+
+
+def test_grpc_of_somebody_else_is_told() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            found = last(f"127.0.0.1:{port}")
+        finally:
+            server.stop(0).wait()
+    assert (found.probe, found.verdict) == ("grpc", Verdict.FAILED)
+    assert "is no service of shardyard" in found.said
+
+
+def test_coordinator_that_refuses_to_tell_its_status_is_told() -> None:
+    def refuse(_: wire.StatusRequest, __: Context) -> wire.StatusReply:
+        raise errors.NotReady("the journal is being read")
+
+    service = Service("Coordinator")
+    service.on(methods.STATUS, refuse)
+    with serving(service) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("status", Verdict.FAILED)
+    assert "the journal is being read" in found.said
+
+
+def test_yard_without_a_server_and_one_of_mixed_releases_are_warned_of() -> None:
+    with serving(coordinator()) as address:
+        assert look(address)["status"].verdict is Verdict.WARNING
+    with serving(Service("ParameterServer")) as server:
+        others = [member(server, 2, "9.9.9"), member(server, 3, "9.9.9"), member(server, 4, "\x1b[2J")]
+        with serving(coordinator(*others)) as address:
+            found = look(address)["release"]
+    assert found.verdict is Verdict.WARNING
+    assert "9.9.9 on 2" in found.said
+    assert "\x1b" not in found.line
+
+
+def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:
+    gone, elsewhere = free_address(), "nobody.invalid:1"
+    with serving(Service("ParameterServer")) as server:
+        members = [member(server, 1), member(gone, 2), member(elsewhere, 3), member("nonsense", 4)]
+        with serving(coordinator(*members)) as address:
+            found = [each for each in network_probes.probe(address) if each.probe == "members"]
+    assert [each.verdict for each in found] == [Verdict.FAILED] * 3
+    assert f"server 1.2 {gone} refuses connections" in found[0].said
+    assert "server 1.3 nobody.invalid:1 does not resolve from here" in found[1].said
+    assert "server 1.4 nonsense 'nonsense' is no address" in found[2].said
+
+
+def test_many_unreachable_members_fill_no_screen() -> None:
+    members = [member("nonsense", number) for number in range(50)]
+    with serving(coordinator(*members)) as address:
+        found = [each for each in network_probes.probe(address) if each.probe == "members"]
+    assert len(found) == network_probes.MEMBERS_SHOWN_MAX + 1
+    assert "30 others" in found[-1].said
+
+
+def test_proxy_that_calls_would_take_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    address = free_address()
+    found = look(address)["proxy"]
+    assert found.verdict is Verdict.WARNING
+    assert "$http_proxy" in found.said
+    monkeypatch.setenv("no_proxy", "localhost, 127.0.0.1")
+    assert "proxy" not in look(address)
+
+
+def test_address_of_a_name_that_answers_is_the_one_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+    with serving(coordinator()) as address:
+        port = int(address.split(":")[1])
+        both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ("127.0.0.2", "127.0.0.1")]
+
+        def resolve(host: str, *rest: object, **more: object) -> list[object]:
+            return both if host == "alpha" else real(host, *rest, **more)
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolve)
+        name, tcp, tls = islice(network_probes.probe(f"alpha:{port}"), 3)
+    assert name.said == "alpha is 127.0.0.2, 127.0.0.1"
+    assert tcp.said.startswith(f"127.0.0.1 port {port} accepts connections")
+    assert (tls.verdict, "plain HTTP/2" in tls.said) == (Verdict.OK, True)
+
+
+# ---- this machine
+
+
+def only(found: Sequence[Finding]) -> Finding:
+    (finding,) = found
+    return finding
+
+
+def test_disk_that_can_be_written_is_fine_and_nothing_stays(tmp_path: Path) -> None:
+    found = only(machine_probes.disk(tmp_path / "not" / "yet"))
+    assert found.verdict in (Verdict.OK, Verdict.WARNING)
+    assert f"{tmp_path}, where {tmp_path}/not/yet would be made, can be written" in found.said
+    assert "fsync of 4 KiB in" in found.said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_without_room_and_a_slow_one_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_probes, "FSYNC_MS_MAX", -1.0)
+    slow = only(machine_probes.disk(tmp_path))
+    assert slow.verdict is Verdict.WARNING
+    assert "is slow" in slow.todo
+    monkeypatch.setattr(machine_probes, "FREE_BYTES_MIN", 1 << 60)
+    full = only(machine_probes.disk(tmp_path))
+    assert full.verdict is Verdict.WARNING
+    assert "free some" in full.todo
+
+
+def test_state_folder_that_is_a_file_fails(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    found = only(machine_probes.disk(tmp_path / "state"))
+    assert found.verdict is Verdict.FAILED
+    assert "is no folder" in found.said
+
+
+def test_folder_that_cannot_be_written_fails() -> None:
+    found = only(machine_probes.disk(Path("/proc")))
+    assert found.verdict is Verdict.FAILED
+    assert "the state folder /proc cannot be written" in found.said
+    assert "yard.state" in found.todo
+
+
+def test_shared_memory_works_or_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(machine_probes.shared_memory()).verdict is Verdict.OK
+
+    def refuse(_: object) -> None:
+        raise errors.NotShareable("the memory of process 1 cannot be opened: Permission denied")
+
+    monkeypatch.setattr(same_host, "attach", refuse)
+    found = only(machine_probes.shared_memory())
+    assert found.verdict is Verdict.WARNING
+    assert "Permission denied" in found.said
+    monkeypatch.setattr(same_host, "available", lambda: False)
+    assert only(machine_probes.shared_memory()).verdict is Verdict.WARNING
+
+
+def test_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(machine_probes, "_CGROUP", limit)
+    monkeypatch.setattr(machine_probes, "MEMORY_BYTES_MIN", 1 << 26)
+    limit.write_text("max\n")
+    assert "limited" not in only(machine_probes.memory()).said
+    limit.write_text(f"{1 << 25}\n")
+    found = only(machine_probes.memory())
+    assert found.verdict is Verdict.WARNING
+    assert "limited to 32 MiB for this container" in found.said
+
+
+def test_few_open_files_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (machine_probes.FILES_MIN - 1, hard))
+    try:
+        found = only(machine_probes.open_files())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found.verdict is Verdict.WARNING
+    assert "1,023 may be open" in found.said
+    monkeypatch.setattr(machine_probes, "FILES_MIN", 1)
+    assert only(machine_probes.open_files()).verdict is Verdict.OK
+
+
+def test_library_of_another_kind_or_release_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tried, verdict in ((True, Verdict.OK), (False, Verdict.WARNING)):
+        monkeypatch.setattr(machine_probes, "TRIED", tried)
+        assert only(machine_probes.grpcio()).verdict is verdict
+    for tuned, verdict in ((True, Verdict.OK), (False, Verdict.WARNING)):
+        monkeypatch.setattr(machine_probes, "tune_malloc", lambda tuned=tuned: tuned)
+        assert only(machine_probes.malloc()).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("source", "verdicts", "said"),
+    [
+        ("__version__ = '2.9'", [Verdict.OK, Verdict.OK], "built without it"),
+        ("__version__ = '2.9'; built = '13.0'", [Verdict.OK, Verdict.OK], "finds no device"),
+        ("__version__ = '2.9'; built = '13.0'; names = ['H200']", [Verdict.OK, Verdict.OK], "13.0: H200"),
+        ("raise ImportError('libcudart.so.13: no such file')", [Verdict.FAILED], "libcudart.so.13: no such file"),
+        ("import os; os.abort()", [Verdict.FAILED], "cannot be imported"),
+        (None, [Verdict.WARNING], "not installed"),
+    ],
+)
+def test_torch_is_looked_at_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, verdicts: list[Verdict], said: str
+) -> None:
+    if source is None:
+        monkeypatch.setattr(machine_probes.importlib.util, "find_spec", lambda _: None)
+    else:
+        devices = (
+            "built, names = None, []\n"
+            f"{source}\n"
+            "class version: cuda = built\n"
+            "class cuda:\n"
+            "    is_available = staticmethod(lambda: bool(names))\n"
+            "    device_count = staticmethod(lambda: len(names))\n"
+            "    get_device_name = staticmethod(lambda index: names[index])\n"
+        )
+        (tmp_path / "torch.py").write_text(devices)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = machine_probes.torch()
+    assert [each.verdict for each in found] == verdicts
+    assert said in found[-1].said
+
+
+# ---- the command
+
+
+def test_probe_that_hangs_costs_its_deadline_and_no_more() -> None:
+    end = threading.Event()
+
+    def hang() -> list[Finding]:
+        end.wait()
+        return []
+
+    try:
+        found = only(carry_out(Probe("disk", 50, hang)))
+    finally:
+        end.set()
+    assert found.verdict is Verdict.FAILED
+    assert "no result within 0.05 s" in found.said
+
+
+def test_probe_that_fails_is_a_finding() -> None:
+    def fail() -> list[Finding]:
+        raise ZeroDivisionError("never thought of")
+
+    found = only(carry_out(Probe("disk", 5_000, fail)))
+    assert found.verdict is Verdict.FAILED
+    assert "ZeroDivisionError: never thought of" in found.said
+
+
+def test_finding_is_one_line_whatever_it_says() -> None:
+    assert failed("tcp", "a\nb", "c").line == "FAILED   tcp            a b; c"
+    assert ok("tcp", "fine").line == "ok       tcp            fine"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch, which is slow."""
+    monkeypatch.setattr(machine_probes, "torch", lambda: [ok("torch", "2.9")])
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_prints_a_line_for_each_finding_and_fails_where_something_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("warning  name")
+    assert [line[9:24].strip() for line in lines[1:]] == [
+        "disk",
+        "shared memory",
+        "memory",
+        "open files",
+        "malloc",
+        "grpcio",
+        "torch",
+    ]
+    assert main(["doctor", "--coordinator", free_address()]) == 1
+    assert capsys.readouterr().out.splitlines()[1].startswith("FAILED   tcp")
+
+
+@pytest.mark.usefixtures("quick")
+def test_doctor_finds_the_yard_that_is_up_and_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with serving(Service("ParameterServer")) as server, serving(coordinator(member(server))) as address:
+        process = RoleProcess("coordinator", "coordinator", os.getpid(), 0.0, tmp_path / "x.log", address, ready=True)
+        (tmp_path / ".shardyard").mkdir()
+        YardState((process,)).write(tmp_path / ".shardyard")
+        assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["failed"] == 0
+    by_probe = {entry["probe"]: entry for entry in document["findings"]}
+    assert address.split(":")[1] in by_probe["tcp"]["said"]
+    assert by_probe["members"] == {
+        "probe": "members",
+        "verdict": "ok",
+        "said": "the one address can be reached from here",
+        "todo": "",
+    }
+
+
+HANGS = """
+import sys, threading
+from shardyard_launcher import machine_probes, network_probes
+from shardyard_launcher.findings import Probe
+machine_probes.probes = lambda state: [Probe("disk", 100, threading.Event().wait)]
+from shardyard_launcher.command_line import main
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_command_ends_though_a_probe_never_does() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "no result within 0.1 s" in ended.stdout
