@@ -17,6 +17,7 @@ from typing import Final
 from shardyard.ground import limits
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
 from shardyard.ground.types import DataLease, DataShardSource, Incarnation, Token
+from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, require
 
 FEEDS_MAX: Final = 100_000
 """Calls of job.batches in one job."""
@@ -174,6 +175,14 @@ class _DataShards:
         del self.held[number]
         bisect.insort(self.returned, number)
 
+    def take_again(self, number: int) -> None:
+        """As `take` once did. Raises DamagedRecord."""
+        if number in self.returned:
+            self.returned.remove(number)
+        else:
+            require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
+            self.begun += 1
+
 
 class DataLedger:
     """The data shards of an asynchronous job."""
@@ -248,8 +257,7 @@ class DataLedger:
         if next_sequence < shards.batches(source):
             shards.give_back(number)
             return False
-        del shards.held[number]
-        self._closed[worker] = (source, token)
+        self._end(shards, number, worker, token)
         return True
 
     def counts(self, last: int) -> tuple[FeedCounts, ...]:
@@ -270,6 +278,66 @@ class DataLedger:
     def samples_done(self) -> int:
         """Samples counted so far, by the servers' word: those of the data shards that are done."""
         return sum(each.samples_done for each in self._feeds)
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that make this ledger anew: the feeds, how far each is, then the last lease that each worker has
+        closed, and the leases that are held."""
+        opened: list[Entry] = []
+        leases: list[Entry] = []
+        closed = sorted(self._closed.items())
+        for shards in self._feeds:
+            ended = [(shards.number(end[0]), worker, end[1]) for worker, end in closed if end[0].feed == shards.feed]
+            held = [(number, each.worker, each.token) for number, each in sorted(shards.held.items())]
+            opened.append(_feed_opened(shards.feed, shards.spec, shards.batches_per_data_shard, shards.per_epoch, 0))
+            if shards.begun:
+                free = sorted([*shards.returned, *(number for number, _, _ in [*ended, *held])])
+                opened.append(("feed_progress", {"feed": shards.feed, "begun": shards.begun, "free": free}))
+            for number, worker, token in ended:
+                source = shards.source(number)
+                leases += [data_leased(source, worker, token), data_closed(source, worker, token, done=True)]
+            leases += [data_leased(shards.source(number), worker, token) for number, worker, token in held]
+        return [*opened, *leases]
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        if kind == "feed_opened":
+            feed, spec = _feed_of(body, len(self._feeds))
+            per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
+            self._feeds.append(_DataShards(feed, spec, per_shard, per_epoch))
+            return
+        if kind == "feed_closed":
+            raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
+        shards = self._feeds[body.number("feed", most=len(self._feeds) - 1)]
+        if kind == "feed_progress":
+            require(not shards.begun, f"feed {shards.feed} begins twice")
+            shards.begun = body.number("begun", most=shards.total)
+            shards.returned = sorted(body.numbers("free", most=shards.begun - 1))
+            require(len(set(shards.returned)) == len(shards.returned), "free: a data shard is there twice")
+            return
+        epoch, index = (
+            body.number("epoch", most=shards.spec.epochs - 1),
+            body.number("index", most=shards.per_epoch - 1),
+        )
+        source = DataShardSource(shards.feed, epoch, index)
+        worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
+        number = shards.number(source)
+        if kind == "data_leased":
+            shards.take_again(number)
+            shards.held[number] = _Held(worker, token)
+            return
+        require(shards.held.get(number) == _Held(worker, token), f"{source} was closed and is not held")
+        if body.flag("done"):
+            self._end(shards, number, worker, token)
+        else:
+            shards.give_back(number)
+
+    # ---- within
+
+    def _end(self, shards: _DataShards, number: int, worker: Incarnation, token: Token) -> None:
+        del shards.held[number]
+        self._closed[worker] = (shards.source(number), token)
 
     def _choose(self, batches: int) -> int:
         wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
@@ -345,10 +413,77 @@ class StepLedger:
         """Samples of the steps before `step`, at which the job is."""
         return sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
 
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that make this ledger anew."""
+        entries: list[Entry] = []
+        for feed, each in enumerate(self._feeds):
+            entries.append(_feed_opened(feed, each.spec, 0, each.steps_per_epoch, each.first_step))
+            if each.done:
+                entries.append(feed_closed(feed))
+        return entries
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Takes a record of `entries`. Raises DamagedRecord."""
+        if kind == "feed_opened":
+            _, spec = _feed_of(body, len(self._feeds))
+            self._feeds.append(_StepRange(spec, body.number("first_step", most=SUM_MAX), body.number("units", least=1)))
+            return
+        require(kind == "feed_closed", "data shards in a synchronous job")
+        self._feeds[body.number("feed", most=len(self._feeds) - 1)].done = True
+
+    # ---- within
+
     def _require(self, feed: int) -> _StepRange:
         if feed >= len(self._feeds):
             raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
         return self._feeds[feed]
+
+
+def feed_opened(feed: int, spec: FeedSpec, opening: FeedOpening) -> Entry:
+    """The record of a feed, with what was decided about it."""
+    return _feed_opened(feed, spec, opening.batches_per_data_shard, opening.units_per_epoch, opening.first_step)
+
+
+def feed_closed(feed: int) -> Entry:
+    return "feed_closed", {"feed": feed}
+
+
+def data_leased(source: DataShardSource, worker: Incarnation, token: Token) -> Entry:
+    return "data_leased", _lease_body(source, worker, token)
+
+
+def data_closed(source: DataShardSource, worker: Incarnation, token: Token, *, done: bool) -> Entry:
+    return "data_closed", {**_lease_body(source, worker, token), "done": done}
+
+
+def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:
+    return {"feed": source.feed, "epoch": source.epoch, "index": source.index, "worker": worker, "token": token}
+
+
+def _feed_opened(feed: int, spec: FeedSpec, batches_per_data_shard: int, units: int, first_step: int) -> Entry:
+    return "feed_opened", {
+        "feed": feed,
+        **dataclasses.asdict(spec),
+        "batches_per_data_shard": batches_per_data_shard,
+        "units": units,
+        "first_step": first_step,
+    }
+
+
+def _feed_of(body: Body, feed: int) -> tuple[int, FeedSpec]:
+    """Raises DamagedRecord unless the record opens feed `feed`, with bounds that a feed has."""
+    require(body.number("feed") == feed, f"feed {body.number('feed')} was opened where feed {feed} is the next")
+    spec = FeedSpec(
+        samples=body.number("samples", least=1, most=limits.SAMPLES_MAX),
+        fingerprint=body.text("fingerprint"),
+        batch_size=body.number("batch_size", least=1, most=limits.BATCH_SIZE_MAX),
+        epochs=body.number("epochs", least=1, most=limits.EPOCHS_MAX),
+        shuffle=body.flag("shuffle"),
+        drop_last=body.flag("drop_last"),
+    )
+    return feed, spec
 
 
 def _check_opening(feed: int, spec: FeedSpec, opened: Sequence[FeedSpec]) -> None:

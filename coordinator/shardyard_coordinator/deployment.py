@@ -2,7 +2,8 @@
 
 Owns: the layout, the map, who gives the first values, which stage it is at. Invariants: the first registration wins;
 at most one worker at a time is the initializer, and none once the values are committed; nobody is told a layout before
-all servers have its partitions. Must not know: how servers are called, members' leases.
+all servers have its partitions; layout and map come back from records as they were decided, never planned anew.
+Must not know: how servers are called, members' leases.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import placement
+from shardyard_coordinator import layouts, placement
 from shardyard_coordinator.effects import CreatePartitions, OpenPartitions, Placed
 from shardyard_coordinator.placement import Server
+from shardyard_coordinator.records import Body, Entry, require
 
 OPEN_RETRY_MS = 1_000
 
@@ -41,7 +43,10 @@ class Stage(enum.Enum):
     OPEN = "open"
 
 
-_BEFORE_COMMIT = (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING, Stage.CREATED)
+_BEFORE_CREATED = (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING)
+_BEFORE_COMMIT = (*_BEFORE_CREATED, Stage.CREATED)
+_CREATED: Entry = ("partitions_created", {})
+_OPENED: Entry = ("partitions_opened", {})
 
 
 class Deployment:
@@ -93,18 +98,23 @@ class Deployment:
         self.layout = layout
         self.stage = Stage.UNCREATED
 
-    def admit(self, worker: Incarnation) -> None:
+    def admit(self, worker: Incarnation) -> list[Entry]:
         """The worker's model is the job's; it may have to give the first values."""
-        if worker not in self._registered:
-            self._registered = sorted([*self._registered, worker])
-        self._choose_initializer()
+        if worker in self._registered:
+            return []
+        self._registered = sorted([*self._registered, worker])
+        return [_admitted(worker), *self._choose_initializer()]
 
-    def remove(self, worker: Incarnation) -> None:
-        """The worker is gone and fenced."""
-        self._registered = [each for each in self._registered if each != worker]
+    def remove(self, worker: Incarnation) -> list[Entry]:
+        """The worker is gone and fenced. Another one may have to give the first values."""
+        self.forget(worker)
+        return self._choose_initializer()
+
+    def forget(self, worker: Incarnation) -> None:
+        """The first half of `remove`: the worker is not counted on any more."""
+        self.suspend(worker)
         if self.initializer == worker:
             self.initializer = None
-        self._choose_initializer()
 
     def suspend(self, worker: Incarnation) -> None:
         """The worker is gone but not fenced yet: another one must not begin what it may still be doing."""
@@ -132,9 +142,11 @@ class Deployment:
             for server, owned in self.map.by_server().items()
         ]
 
-    def end_creation(self, *, created: bool) -> None:
-        if self.stage is Stage.CREATING:
-            self.stage = Stage.CREATED if created else Stage.UNCREATED
+    def end_creation(self, *, created: bool) -> list[Entry]:
+        if self.stage is not Stage.CREATING:
+            return []
+        self.stage = Stage.CREATED if created else Stage.UNCREATED
+        return [_CREATED] if created else []
 
     def placed(self, worker: Incarnation) -> Placed:
         assert self.layout is not None
@@ -148,7 +160,7 @@ class Deployment:
                 f"worker {worker} committed first values; expected worker {self.initializer or self._committer}",
                 todo="only the worker that was told to be the initializer commits; the others pull",
             )
-        if self.stage in (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING):
+        if self.stage in _BEFORE_CREATED:
             raise NotReady("the servers do not have their partitions yet")
 
     def commit(self, worker: Incarnation) -> bool:
@@ -172,14 +184,82 @@ class Deployment:
         """As `open`, after a failure and not too soon: once committed, the job needs no worker to go on."""
         return self.open() if self.stage is Stage.COMMITTED and now_ms >= self._retry_at_ms else []
 
-    def end_opening(self, *, opened: bool, now_ms: int) -> None:
-        if self.stage is Stage.OPENING:
-            self.stage = Stage.OPEN if opened else Stage.COMMITTED
-            self._retry_at_ms = now_ms + OPEN_RETRY_MS
+    def end_opening(self, *, opened: bool, now_ms: int) -> list[Entry]:
+        if self.stage is not Stage.OPENING:
+            return []
+        self.stage = Stage.OPEN if opened else Stage.COMMITTED
+        self._retry_at_ms = now_ms + OPEN_RETRY_MS
+        return [_OPENED] if opened else []
 
-    def _choose_initializer(self) -> None:
-        if self.initializer is None and self.stage in _BEFORE_COMMIT and self._registered:
-            self.initializer = self._registered[0]
+    def _choose_initializer(self) -> list[Entry]:
+        if self.initializer is not None or self.stage not in _BEFORE_COMMIT or not self._registered:
+            return []
+        self.initializer = self._registered[0]
+        return [_initializer_chosen(self.initializer)]
+
+    # ---- records
+
+    @property
+    def registered(self) -> Entry:
+        """The record of the first registration, with what was decided about it."""
+        assert self.layout is not None
+        assert self.map is not None
+        return "variables_registered", {
+            "layout": layouts.to_record(self.layout),
+            "map": layouts.map_to_record(self.map),
+        }
+
+    def entries(self) -> list[Entry]:
+        """Records that make this deployment anew, but for `suspend`."""
+        if self.layout is None:
+            return []
+        entries = [self.registered, *(_admitted(worker) for worker in self._registered)]
+        if self.initializer is not None:
+            entries.append(_initializer_chosen(self.initializer))
+        if self.stage not in _BEFORE_CREATED:
+            entries.append(_CREATED)
+        if self._committer is not None:
+            entries.append(committed(self._committer))
+        if self.stage is Stage.OPEN:
+            entries.append(_OPENED)
+        return entries
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Takes a record of `entries`. Calls to servers that were under way are due again. Raises DamagedRecord."""
+        if kind == "variables_registered":
+            require(self.stage is Stage.EMPTY, "variables are registered twice")
+            self.layout = layouts.of_record(body.part("layout"))
+            self.map = layouts.map_of_record(body.part("map"), len(self.layout.partitions))
+            self.stage = Stage.UNCREATED
+            return
+        require(self.stage is not Stage.EMPTY, "there are no variables yet")
+        match kind:
+            case "worker_admitted":
+                self._registered = sorted({*self._registered, Incarnation(body.number("worker", least=1))})
+            case "initializer_chosen":
+                self.initializer = Incarnation(body.number("worker", least=1))
+            case "partitions_created":
+                require(self.stage is Stage.UNCREATED, "partitions are created twice")
+                self.stage = Stage.CREATED
+            case "variables_committed":
+                require(self.stage is Stage.CREATED, f"first values are committed, and the stage is {self.stage.value}")
+                self.commit(Incarnation(body.number("worker", least=1)))
+            case _:
+                require(self.stage is Stage.COMMITTED, f"partitions are opened, and the stage is {self.stage.value}")
+                self.stage = Stage.OPEN
+
+
+def committed(worker: Incarnation) -> Entry:
+    """The record of the first values."""
+    return "variables_committed", {"worker": worker}
+
+
+def _admitted(worker: Incarnation) -> Entry:
+    return "worker_admitted", {"worker": worker}
+
+
+def _initializer_chosen(worker: Incarnation) -> Entry:
+    return "initializer_chosen", {"worker": worker}
 
 
 def _check_variables(first: Sequence[VariableSpec], second: Sequence[VariableSpec]) -> None:

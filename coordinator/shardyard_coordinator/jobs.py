@@ -2,17 +2,20 @@
 
 Owns: a job's life (STARTING, RUNNING, FINISHED or FAILED), its living workers, and the order of things when one goes:
 fence it on the servers, then give its work to others. Invariants: an ended job changes no more; no work of a lost
-worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests.
+worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests; each change
+has its record in the same effects, and the records alone make the job anew (but for records.NOT_RECORDED).
 Must not know: members that are not its workers, the network, what time it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
+    DataLease,
+    DataShardSource,
     Incarnation,
     JobId,
     OptimizerSpec,
@@ -24,6 +27,7 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator import data_ledger, deployment
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedSpec, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
@@ -43,6 +47,16 @@ from shardyard_coordinator.events import LeaseReturned
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
 from shardyard_coordinator.ranks import RankBook, RankGiven
+from shardyard_coordinator.records import (
+    SUM_MAX,
+    Body,
+    DamagedRecord,
+    Entry,
+    checked_float,
+    checked_items,
+    checked_text,
+    require,
+)
 
 FENCED_MAX: Final = 1_024
 """So many fenced workers are named to servers again and again, the latest."""
@@ -59,6 +73,7 @@ class Job:
         self.failure: errors.ShardyardError | None = None
         self.workers: list[Incarnation] = []
         self.fenced: list[Incarnation] = []
+        self.fencing: list[Incarnation] = []
         self.deployment = Deployment(job, settings)
         self.progress = Progress(now_ms)
         self.ranks: RankBook | None = None
@@ -108,59 +123,55 @@ class Job:
     # ---- workers come and go
 
     def join(self, worker: Incarnation, now_ms: int) -> list[Effect]:
-        self.workers = sorted([*self.workers, worker])
-        self._finish_at_ms = None
+        self._enter(worker)
         given = [] if self.ranks is None else self.ranks.join(worker, now_ms)
         return [self._persist("worker_joined", worker=worker), *self._rank_records(given)]
 
     def lose(self, worker: Incarnation, how: str, now_ms: int) -> list[Effect]:
         """A worker died. Its work waits until the servers refuse what it may still send."""
-        self._remove(worker, how, now_ms)
+        record = self._remove(worker, how, now_ms, goodbye=False)
         if self.state.ended:
-            return []
-        if self.ranks is not None:
-            self.ranks.suspend(worker)
-        self.deployment.suspend(worker)
+            return [record]
         fence = self._fence(worker)
-        return fence or self.free((worker,), now_ms)
+        return [record, *(fence or self.free((worker,), now_ms))]
 
     def free(self, workers: Sequence[Incarnation], now_ms: int) -> list[Effect]:
-        """The lost workers are fenced: others may have their work."""
+        """The lost workers are fenced: others may have their work. Those whose work is free already are passed over."""
         if self.state.ended:
             return []
         effects: list[Effect] = []
         for worker in workers:
-            self.deployment.remove(worker)
-            if isinstance(self.feeds, DataLedger):
-                freed = self.feeds.release(worker)
-                effects += [Tell(f"{self.title}: {source} of worker {worker} is free again") for source in freed]
+            if worker not in self.fencing:
+                continue
+            freed = self._free(worker)
+            effects.append(self._persist("worker_freed", worker=worker))
+            effects += [Tell(f"{self.title}: {source} of worker {worker} is free again") for source in freed]
+            effects += self._records(self.deployment.remove(worker))
             if self.ranks is not None:
                 effects += self._rank_records(self.ranks.release(worker, now_ms))
         return effects
 
+    def resume(self, servers: Iterable[Incarnation]) -> list[Effect]:
+        """After a restart: what may not have reached the servers, of which these live, is said to them again."""
+        if self.state.ended:
+            living = frozenset(servers)
+            return [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation in living]
+        return [FenceOnServers(self.id, self.deployment.servers, tuple(self.fencing))] if self.fencing else []
+
     def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
         have said so."""
-        was_chief = self.chief == worker
-        self._remove(worker, f"left ({error})" if error else "left", now_ms)
+        record = self._remove(worker, f"left ({error})" if error else "left", now_ms, goodbye=not error)
         if self.state.ended:
-            return []
-        if not error:
-            self._goodbyes += 1
-            self._chief_is_done = self._chief_is_done or was_chief
-        if self.workers:
-            return [*self.free((worker,), now_ms), *self._fence(worker)]
-        if error:
-            return self.fail(
-                errors.WorkerFailed(
-                    f"its last worker, {worker}, left with an error: {error}",
-                    facts={"worker": str(worker)},
-                )
+            return [record]
+        if error and not self.workers:
+            failure = errors.WorkerFailed(
+                f"its last worker, {worker}, left with an error: {error}", facts={"worker": str(worker)}
             )
-        if self._goodbyes >= self.settings.workers_expected:
-            return self._end(JobState.FINISHED)
-        self._finish_at_ms = now_ms + LATE_MS
-        return [*self.free((worker,), now_ms), *self._fence(worker)]
+            return [record, *self.fail(failure)]
+        if not self.workers and self._goodbyes >= self.settings.workers_expected:
+            return [record, *self._end(JobState.FINISHED)]
+        return [record, *self.free((worker,), now_ms), *self._fence(worker)]
 
     def lose_server(self, server: Server, how: str) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, if any."""
@@ -209,67 +220,49 @@ class Job:
         effects: list[Effect] = []
         if self.deployment.stage is Stage.EMPTY:
             self.deployment.place(variables, optimizer, servers)
-            assert self.deployment.map is not None
-            effects.append(
-                self._persist(
-                    "variables_registered",
-                    worker=worker,
-                    variables=[[v.name, v.dtype.value, list(v.shape), v.kind.value, v.group] for v in variables],
-                    optimizer=[optimizer.kind, [list(group) for group in optimizer.groups]],
-                    owners=[[owner.server, owner.address] for owner in self.deployment.map.owners],
-                )
-            )
+            effects += self._records([self.deployment.registered])
         else:
             self.deployment.check(variables, optimizer)
         effects += self.deployment.create()
-        self.deployment.admit(worker)
-        return effects if self.deployment.stage is Stage.CREATING else [Reply(self.deployment.placed(worker))]
+        effects += self._records(self.deployment.admit(worker))
+        if self.deployment.stage is not Stage.CREATING:
+            effects.append(Reply(self.deployment.placed(worker)))
+        return effects
 
     def commit_variables(self, worker: Incarnation) -> list[Effect]:
         """Replies, or opens partitions: then ask again."""
         self.deployment.check_commit(worker)
         effects: list[Effect] = []
         if self.deployment.commit(worker):
-            effects.append(self._persist("variables_committed", worker=worker))
+            effects += self._records([deployment.committed(worker)])
         effects += self.deployment.open()
-        return effects if self.deployment.stage is Stage.OPENING else [Reply(Done())]
+        if self.deployment.stage is not Stage.OPENING:
+            effects.append(Reply(Done()))
+        return effects
 
     def end_creation(self, *, created: bool) -> list[Effect]:
         if self.state.ended:
             # a creation that overtook the DropJob would stay on its server for ever
             return [DropJob(self.id, server) for server in self.deployment.servers]
-        self.deployment.end_creation(created=created)
-        return []
+        return self._records(self.deployment.end_creation(created=created))
 
     def end_opening(self, *, opened: bool, now_ms: int) -> list[Effect]:
-        self.deployment.end_opening(opened=opened, now_ms=now_ms)
-        if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
+        if self.state.ended:
             return []
+        records = self._records(self.deployment.end_opening(opened=opened, now_ms=now_ms))
+        if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
+            return records
         self.state = JobState.RUNNING
         assert self.deployment.layout is not None
-        return [Tell(f"{self.title} runs: {len(self.deployment.layout.variables)} variables on the servers")]
+        return [*records, Tell(f"{self.title} runs: {len(self.deployment.layout.variables)} variables on the servers")]
 
     # ---- data
 
     def open_feed(self, feed: int, spec: FeedSpec) -> list[Effect]:
         known = len(self.feeds)
         opening = self.feeds.open(feed, spec)
-        effects: list[Effect] = [Reply(opening)]
-        if len(self.feeds) > known:
-            effects.append(
-                self._persist(
-                    "feed_opened",
-                    feed=feed,
-                    samples=spec.samples,
-                    fingerprint=spec.fingerprint,
-                    batch_size=spec.batch_size,
-                    epochs=spec.epochs,
-                    shuffle=spec.shuffle,
-                    drop_last=spec.drop_last,
-                    batches_per_data_shard=opening.batches_per_data_shard,
-                )
-            )
-        return effects
+        opened = [data_ledger.feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
+        return [*self._records(opened), Reply(opening)]
 
     def lease(self, worker: Incarnation, feed: int) -> list[Effect]:
         if self.state is not JobState.RUNNING:
@@ -284,10 +277,11 @@ class Job:
             )
         before = self._token
         answer = self.feeds.lease(feed, worker)
-        effects: list[Effect] = [Reply(answer)]
+        leased: list[Entry] = []
         if self._token > before:
-            effects.append(self._persist("data_leased", worker=worker, token=self._token, feed=feed))
-        return effects
+            assert isinstance(answer, DataLease), answer
+            leased.append(data_ledger.data_leased(answer.source, worker, answer.token))
+        return [*self._records(leased), Reply(answer)]
 
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
@@ -306,15 +300,16 @@ class Job:
     def close_lease(self, returned: LeaseReturned, next_sequence: int) -> list[Effect]:
         source, worker = returned.data_shard, returned.caller.incarnation
         if isinstance(self.feeds, StepLedger):
+            known = self.feeds.is_closed(returned.feed)
             done = self.feeds.close(returned.feed, next_sequence=next_sequence)
-            closed: list[Effect] = [self._persist("feed_closed", feed=returned.feed)] if done else []
-            return [*closed, Reply(LeaseClosed(done))]
+            closed = [data_ledger.feed_closed(returned.feed)] if done and not known else []
+            return [*self._records(closed), Reply(LeaseClosed(done))]
         assert source is not None
+        if self.feeds.is_closed(source, worker, returned.token):
+            return [Reply(LeaseClosed(done=True))]
         done = self.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
-        record = self._persist(
-            "data_closed", feed=source.feed, epoch=source.epoch, index=source.index, token=returned.token, done=done
-        )
-        return [record, Reply(LeaseClosed(done))]
+        record = data_ledger.data_closed(source, worker, returned.token, done=done)
+        return [*self._records([record]), Reply(LeaseClosed(done))]
 
     # ---- what people and workers want to know
 
@@ -350,21 +345,159 @@ class Job:
             return self.feeds.counts(last, step=self.progress.step)
         return self.feeds.counts(last)
 
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that make this job anew, in this order."""
+        gone: Entry = (
+            "workers_gone",
+            {
+                "goodbyes": self._goodbyes,
+                "chief_is_done": self._chief_is_done,
+                "last_lost": self._last_lost,
+                "fenced": self.fenced,
+                "fencing": self.fencing,
+                "finishes": self._finish_at_ms is not None,
+            },
+        )
+        return [
+            ("job_started", {"settings": self.settings.model_dump(mode="json")}),
+            *(("worker_joined", {"worker": worker}) for worker in self.workers),
+            *([gone] if self._last_lost else []),
+            *self.deployment.entries(),
+            *([] if self.ranks is None else self.ranks.entries()),
+            *self.feeds.entries(),
+            *([("token_given", {"token": self._token})] if self._token else []),
+            *([self._ended] if self.state.ended else []),
+        ]
+
+    def restore(self, kind: str, body: Body, now_ms: int) -> None:
+        """Takes a record of `entries`, or one of its kinds, but `job_started`. Raises DamagedRecord."""
+        match kind:
+            case "worker_joined" | "worker_gone" | "worker_freed" | "workers_gone":
+                self._restore_workers(kind, body, now_ms)
+            case "rank_given":
+                require(self.ranks is not None, "a rank of an asynchronous job")
+                assert self.ranks is not None
+                self.ranks.restore(body, now_ms)
+                self._token = max(self._token, body.number("token"))
+            case "token_given":
+                self._token = max(self._token, body.number("token"))
+            case "feed_opened" | "feed_progress" | "data_leased" | "data_closed" | "feed_closed":
+                self.feeds.restore(kind, body)
+                if kind == "data_leased":
+                    self._token = max(self._token, body.number("token"))
+            case (
+                "variables_registered"
+                | "worker_admitted"
+                | "initializer_chosen"
+                | "partitions_created"
+                | "variables_committed"
+                | "partitions_opened"
+            ):
+                self.deployment.restore(kind, body)
+                if self.deployment.stage is Stage.OPEN and not self.state.ended:
+                    self.state = JobState.RUNNING
+            case "job_ended":
+                self._restore_end(body)
+            case _:
+                raise DamagedRecord("its kind is unknown to this release")
+
+    def _restore_workers(self, kind: str, body: Body, now_ms: int) -> None:
+        if kind == "workers_gone":
+            self._goodbyes, self._chief_is_done = body.number("goodbyes"), body.flag("chief_is_done")
+            self._last_lost = body.text("last_lost")
+            self.fenced = [Incarnation(each) for each in body.numbers("fenced")][-FENCED_MAX:]
+            self.fencing = [Incarnation(each) for each in body.numbers("fencing")]
+            self._finish_at_ms = now_ms + LATE_MS if body.flag("finishes") else None
+            return
+        worker = Incarnation(body.number("worker", least=1))
+        if kind == "worker_joined":
+            require(worker not in self.workers, f"worker {worker} joins twice")
+            self._enter(worker)
+            if self.ranks is not None:
+                self.ranks.enter(worker)
+        elif kind == "worker_gone":
+            require(worker in self.workers, f"worker {worker} goes and was not there")
+            self._remove(worker, body.text("how"), now_ms, goodbye=body.flag("goodbye"))
+        else:
+            require(worker in self.fencing, f"worker {worker} is free of its work twice")
+            self._free(worker)
+            self.deployment.forget(worker)
+            if self.ranks is not None:
+                self.ranks.vacate(worker, now_ms)
+
+    @property
+    def _ended(self) -> Entry:
+        failure, progress = self.failure, self.progress
+        said = failure and {
+            "code": failure.code,
+            "what": failure.what,
+            "why": failure.why_text,
+            "todo": failure.todo_text,
+            "facts": failure.facts,
+        }
+        return "job_ended", {
+            "state": self.state.value,
+            "failure": said,
+            "step": progress.step,
+            "samples": progress.samples,
+            "metrics": [[name, value] for name, value in progress.metrics],
+        }
+
+    def _restore_end(self, body: Body) -> None:
+        ends = {state.value: state for state in JobState if state.ended}
+        state = body.text("state")
+        require(state in ends, f"state: expected one of {', '.join(ends)}, got {state!r}")
+        self.state = ends[state]
+        require(body.is_null("failure") == (self.state is JobState.FINISHED), "a failure where the job is finished")
+        if self.state is JobState.FAILED:
+            said = body.part("failure")
+            code, what, why, todo = (said.text(name) for name in ("code", "what", "why", "todo"))
+            self.failure = errors.rebuild(code, what, why, todo, said.texts("facts"))
+        metrics = [checked_items(each, "a metric", count=2) for each in body.items("metrics")]
+        self.progress.restore(
+            step=body.number("step"),
+            samples=body.number("samples", most=SUM_MAX),
+            metrics=tuple(
+                (checked_text(name, "a metric"), checked_float(value, "a metric")) for name, value in metrics
+            ),
+        )
+
     # ---- within
 
     def _next_token(self) -> Token:
         self._token += 1
         return Token(self._token)
 
-    def _remove(self, worker: Incarnation, how: str, now_ms: int) -> None:
+    def _enter(self, worker: Incarnation) -> None:
+        self.workers = sorted([*self.workers, worker])
+        self._finish_at_ms = None
+
+    def _remove(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> Persist:
+        """The worker is gone; what it has is nobody else's until `_free`."""
+        if goodbye:
+            self._goodbyes += 1
+            self._chief_is_done = self._chief_is_done or self.chief == worker
         self.workers = [each for each in self.workers if each != worker]
         self.progress.forget(worker)
         self._last_lost = f"worker {worker}, {how}"
         if not self.workers:
             self._idle_since_ms = now_ms
+            self._finish_at_ms = now_ms + LATE_MS if goodbye else None
+        if self.ranks is not None:
+            self.ranks.suspend(worker)
+        self.deployment.suspend(worker)
+        self.fenced = [*self.fenced, worker][-FENCED_MAX:]
+        self.fencing = [*self.fencing, worker]
+        return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye)
+
+    def _free(self, worker: Incarnation) -> list[DataShardSource]:
+        """Nobody has the worker's data now; gives what it had."""
+        self.fencing = [each for each in self.fencing if each != worker]
+        return self.feeds.release(worker) if isinstance(self.feeds, DataLedger) else []
 
     def _fence(self, worker: Incarnation) -> list[Effect]:
-        self.fenced = [*self.fenced, worker][-FENCED_MAX:]
         servers = self.deployment.servers
         return [FenceOnServers(self.id, servers, (worker,))] if servers else []
 
@@ -385,11 +518,13 @@ class Job:
         self.state = state
         said = f"{self.title} has ended: {self.failure.what}" if self.failure else f"{self.title} is finished"
         drops = [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation != gone]
-        record = self._persist("job_ended", state=state.value, failure=self.failure.what if self.failure else "")
-        return [record, Tell(said, warning=self.failure is not None), *drops]
+        return [*self._records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
 
     def _rank_records(self, given: Sequence[RankGiven]) -> list[Effect]:
-        return [self._persist("rank_given", rank=each.rank, worker=each.worker, token=each.token) for each in given]
+        return self._records(each.entry for each in given)
+
+    def _records(self, entries: Iterable[Entry]) -> list[Effect]:
+        return [self._persist(kind, **body) for kind, body in entries]
 
     def _persist(self, kind: str, **body: object) -> Persist:
         return Persist(kind, {"job": self.id, **body})

@@ -2,18 +2,22 @@
 
 Owns: all state of a yard that is decided in one place. `handle` is its only mutator; an event that is refused raises a
 typed error and has changed nothing. Invariants: a request counts only if it comes from a living incarnation, and about
-the job that this member is in; a member's end reaches its job in the same step; records come before all other effects.
+the job that this member is in; a member's end reaches its job in the same step; records come before all other effects;
+the records of all effects, in order, and those of `snapshot` make the same machine (but for records.NOT_RECORDED).
 Must not know: the clock (`now_ms` is an argument), threads, messages, the network, the disk.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import json
+from collections.abc import Iterable
+from typing import Final, Self
 
 from shardyard.ground import errors, limits
 from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import events
+from shardyard_coordinator import events, membership
 from shardyard_coordinator.effects import (
     Done,
     Effect,
@@ -28,6 +32,7 @@ from shardyard_coordinator.effects import (
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import TERM_BITS, Member, Membership
 from shardyard_coordinator.placement import Server
+from shardyard_coordinator.records import Body, DamagedRecord, Record, require
 
 JOBS_ENDED_MAX: Final = 32
 """Ended jobs that `status` still shows."""
@@ -43,6 +48,37 @@ class Machine:
         self._begun_ms = now_ms
         self.term = term
 
+    @classmethod
+    def restore(cls, records: Iterable[Record], *, term: Term, lease_ms: int, now_ms: int) -> Self:
+        """The machine that wrote the records, in a new term: every lease counts as just renewed (rule C4), and calls
+        to servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot
+        be read or does not fit those before it."""
+        machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms)
+        for record in records:
+            try:
+                machine._restore(record.kind, Body(record.body), now_ms)
+            except DamagedRecord as error:
+                raise errors.ConfigurationError(
+                    f"record {record.number} ({record.kind!r}) cannot be taken: {error}",
+                    why="a machine from half of its records would decide against what was decided",
+                    todo="start the release that wrote it, or move the journal away: its jobs are lost then",
+                    facts={"record": str(record.number)},
+                ) from error
+        return machine
+
+    def snapshot(self) -> list[Persist]:
+        """The shortest list of records that makes this machine."""
+        found = [Persist(*entry) for entry in self._members.entries(self._jobs)]
+        for number, job in self._jobs.items():
+            found += [Persist(kind, {"job": number, **body}) for kind, body in job.entries()]
+        return found
+
+    def resume(self) -> list[Effect]:
+        """After `restore`: effects of the former life that may not have been carried out. The rest follows from
+        requests and ticks."""
+        servers = [member.incarnation for member in self._members.servers()]
+        return [effect for job in self.jobs for effect in job.resume(servers)]
+
     @property
     def members(self) -> tuple[Member, ...]:
         return tuple(self._members)
@@ -57,8 +93,7 @@ class Machine:
 
     def handle(self, event: events.Event, now_ms: int) -> list[Effect]:
         """Takes one event. Raises ShardyardError, without a change, for a request that is refused."""
-        effects = self._dispatch(event, now_ms)
-        self._forget_old_jobs()
+        effects = [*self._dispatch(event, now_ms), *self._forget_old_jobs()]
         records = [effect for effect in effects if isinstance(effect, Persist)]
         return [*records, *(effect for effect in effects if not isinstance(effect, Persist))]
 
@@ -117,16 +152,7 @@ class Machine:
         if former is not None:
             effects += self._lose(former, "was replaced by a new process at its address", now_ms)
         member = self._members.add(registration, now_ms)
-        record = Persist(
-            "member_registered",
-            {
-                "incarnation": member.incarnation,
-                "role": member.role.value,
-                "address": member.address,
-                "host": registration.host,
-                "pid": registration.pid,
-            },
-        )
+        record = Persist(*membership.registered(member))
         return [*effects, record, Tell(f"{member.title} has registered"), Reply(Registered(member.incarnation))]
 
     def _heartbeat(self, event: events.HeartbeatReceived, now_ms: int) -> list[Effect]:
@@ -186,7 +212,7 @@ class Machine:
     def _remove(self, member: Member, how: str) -> list[Effect]:
         self._members.remove(member.incarnation, how)
         return [
-            Persist("member_removed", {"incarnation": member.incarnation, "how": how}),
+            Persist(*membership.removed(member, how)),
             Tell(f"{member.title} {how}", warning=how != "left"),
         ]
 
@@ -235,11 +261,14 @@ class Machine:
         unfinished = sum(not job.state.ended for job in self.jobs)
         if unfinished >= limits.JOBS_MAX:
             raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
-        job = Job(JobId(self._next_job), settings, now_ms)
-        self._next_job += 1
-        self._jobs[job.id] = job
+        job = self._add_job(JobId(self._next_job), settings, now_ms)
         record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json")})
         return job, [record, Tell(f"{job.title} was started by {worker.title}")]
+
+    def _add_job(self, number: JobId, settings: JobSettings, now_ms: int) -> Job:
+        self._jobs[number] = job = Job(number, settings, now_ms)
+        self._next_job = max(self._next_job, number + 1)
+        return job
 
     def _joined(self, job: Job, worker: Member, *, started: bool) -> Joined:
         return Joined(
@@ -266,10 +295,42 @@ class Machine:
         job.require_unfinished()
         return job
 
-    def _forget_old_jobs(self) -> None:
+    def _forget_old_jobs(self) -> list[Effect]:
         ended = [job.id for job in self.jobs if job.state.ended]
-        for job in ended[: max(0, len(ended) - JOBS_ENDED_MAX)]:
+        forgotten = ended[: max(0, len(ended) - JOBS_ENDED_MAX)]
+        for job in forgotten:
             del self._jobs[job]
+        return [Persist("job_forgotten", {"job": job}) for job in forgotten]
+
+    # ---- records
+
+    def _restore(self, kind: str, body: Body, now_ms: int) -> None:
+        match kind:
+            case "member_registered" | "member_removed" | "member_former":
+                self._members.restore(kind, body, now_ms)
+            case "job_started":
+                number = JobId(body.number("job", least=1))
+                require(number not in self._jobs, f"job {number} is started twice")
+                self._add_job(number, _settings_of(body), now_ms)
+            case "job_forgotten":
+                del self._jobs[self._restored_job(body)]
+            case _:
+                number = self._restored_job(body)
+                self._jobs[number].restore(kind, body, now_ms)
+                if kind == "worker_joined":
+                    self._members.put_into(Incarnation(body.number("worker")), number)
+
+    def _restored_job(self, body: Body) -> JobId:
+        number = JobId(body.number("job"))
+        require(number in self._jobs, f"job {number} is unknown")
+        return number
+
+
+def _settings_of(body: Body) -> JobSettings:
+    try:
+        return parse_job_settings(json.dumps(body.values("settings"), ensure_ascii=False, separators=(",", ":")))
+    except errors.ConfigurationError as error:
+        raise DamagedRecord(error.what) from error
 
 
 def _server(member: Member) -> Server:

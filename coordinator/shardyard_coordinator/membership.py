@@ -7,13 +7,14 @@ an address; a lease is renewed by a heartbeat only. Must not know: jobs, the net
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, ProtocolMismatch, StaleIncarnation, TooLarge
 from shardyard.ground.types import Incarnation, JobId, MemberRole, Term
+from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
 TERM_BITS: Final = 32
 """Numbers given in one life of the coordinator stay below 2 ** 32; its term stands above them."""
@@ -105,10 +106,7 @@ class Membership:
     def add(self, registration: Registration, now_ms: int) -> Member:
         """Takes in a process that `check` let pass, after the one that it replaces was removed."""
         assert self.replaced_by(registration) is None, registration
-        member = Member(Incarnation(self._next), registration, now_ms)
-        self._next += 1
-        self._members[member.incarnation] = member
-        return member
+        return self._add(Incarnation(self._next), registration, now_ms)
 
     def require(self, incarnation: Incarnation, role: MemberRole | None = None) -> Member:
         """The living member. Raises StaleIncarnation, or InvalidRequest where it has another role."""
@@ -146,9 +144,7 @@ class Membership:
     def remove(self, incarnation: Incarnation, reason: str) -> None:
         """`reason` continues "it ...", for example "left"."""
         del self._members[incarnation]
-        self._former[incarnation] = reason
-        while len(self._former) > FORMER_MAX:
-            del self._former[next(iter(self._former))]
+        self._remember(incarnation, reason)
 
     def servers(self) -> tuple[Member, ...]:
         return tuple(member for member in self._members.values() if member.role is MemberRole.SERVER)
@@ -162,3 +158,81 @@ class Membership:
             and member.registration.pid == pid
             and (member.registration.agent == agent.incarnation or member.registration.host == agent.registration.host)
         )
+
+    # ---- records
+
+    def entries(self, jobs_known: Container[JobId]) -> list[Entry]:
+        """Records that make these members anew. The job of a member is told where it is not one of `jobs_known`, whose
+        own records tell it."""
+        former = [("member_former", {"incarnation": each, "how": how}) for each, how in self._former.items()]
+        return [*former, *(registered(each, 0 if each.job in jobs_known else each.job or 0) for each in self)]
+
+    def restore(self, kind: str, body: Body, now_ms: int) -> None:
+        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        incarnation = Incarnation(body.number("incarnation", least=1))
+        match kind:
+            case "member_registered":
+                require(incarnation not in self._members, f"member {incarnation} registers twice")
+                member = self._add(incarnation, _registration_of(body), now_ms)
+                member.job = JobId(body.number("job")) or None
+            case "member_removed":
+                require(incarnation in self._members, f"member {incarnation} goes and was not there")
+                self.remove(incarnation, body.text("how"))
+            case _:
+                self._remember(incarnation, body.text("how"))
+
+    def put_into(self, worker: Incarnation, job: JobId) -> None:
+        """The worker had joined the job. Raises DamagedRecord."""
+        require(worker in self._members, f"worker {worker} is no member")
+        self._members[worker].job = job
+
+    def _add(self, incarnation: Incarnation, registration: Registration, now_ms: int) -> Member:
+        self._members[incarnation] = member = Member(incarnation, registration, now_ms)
+        self._next = max(self._next, incarnation + 1)
+        return member
+
+    def _remember(self, incarnation: Incarnation, reason: str) -> None:
+        self._former[incarnation] = reason
+        self._next = max(self._next, incarnation + 1)
+        while len(self._former) > FORMER_MAX:
+            del self._former[next(iter(self._former))]
+
+
+def registered(member: Member, job: int = 0) -> Entry:
+    """The record of a registration."""
+    said = member.registration
+    return "member_registered", {
+        "incarnation": member.incarnation,
+        "role": said.role.value,
+        "address": said.address,
+        "protocol": said.protocol,
+        "release": said.release,
+        "host": said.host,
+        "pid": said.pid,
+        "agent": said.agent or 0,
+        "local_index": said.local_index,
+        "job": job,
+    }
+
+
+def removed(member: Member, how: str) -> Entry:
+    """The record of a member's end."""
+    return "member_removed", {"incarnation": member.incarnation, "how": how}
+
+
+def _registration_of(body: Body) -> Registration:
+    role = body.text("role")
+    try:
+        known_role = MemberRole(role)
+    except ValueError as error:
+        raise DamagedRecord(f"role: expected one of server, worker, agent, got {role!r}") from error
+    return Registration(
+        role=known_role,
+        address=body.text("address"),
+        protocol=body.number("protocol"),
+        release=body.text("release"),
+        host=body.text("host"),
+        pid=body.number("pid"),
+        agent=Incarnation(body.number("agent")) or None,
+        local_index=body.number("local_index"),
+    )

@@ -54,6 +54,10 @@ class Progress:
         while len(self._points) > 2 and now_ms - self._points[1][0] >= RATE_WINDOW_MS:
             self._points.popleft()
 
+    def restore(self, *, step: int, samples: int, metrics: tuple[tuple[str, float], ...]) -> None:
+        """How far an ended job came, whoever did it."""
+        self.step, self._samples_of_departed, self.metrics = step, samples, metrics
+
     def forget(self, worker: Incarnation) -> None:
         """The worker is gone; what it pushed stays counted."""
         self._samples_of_departed += self.of(worker).samples

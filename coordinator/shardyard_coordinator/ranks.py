@@ -11,15 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardyard.ground.types import Incarnation, Rank, RankLease, Token
+from shardyard_coordinator.records import Body, Entry
 
 
 @dataclass(frozen=True, slots=True)
 class RankGiven:
-    """A change of owner, for the journal."""
+    """A change of owner, for the journal. `worker` is None of a rank that nobody has now."""
 
     rank: Rank
-    worker: Incarnation
+    worker: Incarnation | None
     token: Token
+
+    @property
+    def entry(self) -> Entry:
+        return "rank_given", {"rank": self.rank, "worker": self.worker or 0, "token": self.token}
 
 
 @dataclass(slots=True)
@@ -51,19 +56,27 @@ class RankBook:
         return tuple(Rank(rank) for rank in range(len(self._ranks)))
 
     def join(self, worker: Incarnation, now_ms: int) -> list[RankGiven]:
+        self.enter(worker)
+        return [*self.settle(now_ms), *self._even_out(worker)]
+
+    def enter(self, worker: Incarnation) -> None:
+        """The first half of `join`: the worker is there, and given nothing yet."""
         assert worker not in self._living, worker
         self._living = sorted([*self._living, worker])
-        return [*self.settle(now_ms), *self._even_out(worker)]
 
     def suspend(self, worker: Incarnation) -> None:
         self._living = [each for each in self._living if each != worker]
 
     def release(self, worker: Incarnation, now_ms: int) -> list[RankGiven]:
+        self.vacate(worker, now_ms)
+        return self.settle(now_ms)
+
+    def vacate(self, worker: Incarnation, now_ms: int) -> None:
+        """The first half of `release`: the worker's ranks are nobody's."""
         self.suspend(worker)
         for standing in self._ranks:
             if standing.owner == worker:
                 standing.owner, standing.unowned_since_ms = None, now_ms
-        return self.settle(now_ms)
 
     def settle(self, now_ms: int) -> list[RankGiven]:
         """Gives away the unowned ranks that need not wait any longer."""
@@ -87,6 +100,24 @@ class RankBook:
 
     def owner(self, rank: int) -> Incarnation | None:
         return self._ranks[rank].owner
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that give the ranks to whom they belong now. Who lives is told by other records."""
+        return [
+            RankGiven(Rank(rank), standing.owner, standing.token).entry
+            for rank, standing in enumerate(self._ranks)
+            if standing.token
+        ]
+
+    def restore(self, body: Body, now_ms: int) -> None:
+        """Takes a record of `entries`. Raises DamagedRecord."""
+        rank = body.number("rank", most=len(self._ranks) - 1)
+        owner = Incarnation(body.number("worker")) or None
+        self._ranks[rank] = _Standing(owner, Token(body.number("token", least=1)), now_ms)
+
+    # ---- within
 
     def _even_out(self, joiner: Incarnation) -> list[RankGiven]:
         given: list[RankGiven] = []

@@ -2,7 +2,8 @@
 
 Owns: the lock, the ticker thread, the threads that call servers. Invariants: the machine is touched under the lock
 only; records are on the disk before any other effect of the same event begins, and before the lock is given up; the
-lock is never held over a call to a server; if the journal cannot be written, nothing more is decided.
+lock is never held over a call to a server; if the journal cannot be written, nothing more is decided; the machine
+begins where the journal's records end.
 Must not know: what is decided (the machine does), how messages look (the door does).
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from shardyard.ground.errors import Internal, NotReady, ShardyardError
+from shardyard.ground.errors import ConfigurationError, Internal, NotReady, ShardyardError
 from shardyard.ground.ports import Clock
 from shardyard.ground.types import DataLease
 from shardyard.runtime.settings import MembershipSettings
@@ -33,6 +34,8 @@ log = logging.getLogger("shardyard.coordinator")
 TICK_MS: Final = 100
 CALLERS: Final = 8
 """Threads that call servers at a time, for all jobs."""
+COMPACT_RECORDS_MIN: Final = 4_096
+"""After so many records, and no fewer than twice those of a snapshot, the journal is replaced by a snapshot."""
 ROUNDS_MAX: Final = 4
 """A request that has partitions created or opened is put to the machine again; once is enough."""
 
@@ -40,7 +43,8 @@ A = TypeVar("A")
 
 
 class Coordinator:
-    """Serves `service` from `start` until `stop`. The journal stays the caller's to close, after `stop`."""
+    """Serves `service` from `start` until `stop`, going on from the journal's records. The journal stays the caller's
+    to close, after `stop`. Raises ConfigurationError for a journal that cannot be read."""
 
     def __init__(
         self,
@@ -56,16 +60,21 @@ class Coordinator:
         self._clock = clock
         self._membership = membership
         self._lock = threading.Lock()
-        self._machine = Machine(term=journal.term, lease_ms=membership.lease_ms, now_ms=clock.now_ms())
+        self._machine = _restore(journal, lease_ms=membership.lease_ms, now_ms=clock.now_ms())
         self._servers = Servers(network, journal.term)
         self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
         self._broken: str | None = None
+        self._records_until_compaction = 0
+        self._compact()
         self.service = self._make_service()
 
     def start(self) -> None:
-        """Begins to notice that time passes."""
+        """Begins to notice that time passes, and does again what a former life may not have done."""
+        with self._lock:
+            for effect in self._machine.resume():
+                self._dispatch(effect)
         self._ticker.start()
 
     def stop(self) -> None:
@@ -190,6 +199,18 @@ class Coordinator:
             self._broken = f"the journal cannot be written ({error}); the coordinator decides nothing more"
             log.critical("%s", self._broken)
             raise Internal(self._broken) from error
+        self._records_until_compaction -= len(records)
+        if self._records_until_compaction <= 0:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Replaces the journal's records by the fewest that say the same."""
+        snapshot = self._machine.snapshot()
+        try:
+            self._journal.replace([(record.kind, record.body) for record in snapshot])
+        except sqlite3.Error as error:
+            log.warning("the journal %s could not be made shorter (%s); it grows", self._journal.name, error)
+        self._records_until_compaction = max(COMPACT_RECORDS_MIN, 2 * len(snapshot))
 
     def _dispatch(self, effect: effects.Effect) -> None:
         match effect:
@@ -267,6 +288,29 @@ class Coordinator:
         except RuntimeError as error:
             # the interpreter is going down, and with it, in a yard inside one process, everybody who could be told
             log.debug("not done any more: %s", error)
+
+
+def _restore(journal: Journal, *, lease_ms: int, now_ms: int) -> Machine:
+    records = journal.records()
+    try:
+        machine = Machine.restore(records, term=journal.term, lease_ms=lease_ms, now_ms=now_ms)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"the journal {journal.name}: {error.what}",
+            why=error.why_text,
+            todo=error.todo_text,
+            facts={**error.facts, "file": journal.name},
+        ) from error
+    if records:
+        unfinished = sum(not job.state.ended for job in machine.jobs)
+        log.info(
+            "going on from %d records of the journal %s: %d members, %d unfinished jobs",
+            len(records),
+            journal.name,
+            len(machine.members),
+            unfinished,
+        )
+    return machine
 
 
 def _log_failure(future: Future[None]) -> None:

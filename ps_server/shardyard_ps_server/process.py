@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shardyard.ground import errors
 from shardyard.ground.types import MemberRole
 from shardyard.runtime import log as logs
-from shardyard.runtime.settings import Settings
+from shardyard.runtime.settings import COORDINATOR_GRACE_MS, Settings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.enrolment import Enrolment, Membership
 from shardyard.transport.listener import Listener
@@ -32,7 +32,15 @@ class Server:
     `on_lost` is told when the coordinator is gone or has declared this server dead.
     """
 
-    def __init__(self, network: Network, coordinator: str, *, on_lost: Callable[[errors.ShardyardError], None]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        coordinator: str,
+        *,
+        on_lost: Callable[[errors.ShardyardError], None],
+        coordinator_grace_ms: int = COORDINATOR_GRACE_MS,
+    ) -> None:
+        self._grace_ms = coordinator_grace_ms
         self.store = Store()
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost = on_lost
@@ -47,7 +55,9 @@ class Server:
         Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile.
         """
         membership = Membership(MemberRole.SERVER, address)
-        enrolment = Enrolment(self._peer, membership, on_reply=self._hear, on_lost=self._on_lost)
+        enrolment = Enrolment(
+            self._peer, membership, on_reply=self._hear, on_lost=self._on_lost, grace_ms=self._grace_ms
+        )
         enrolment.register(patience_ms=patience_ms, stop=stop)
         self.store.become(enrolment.incarnation, enrolment.term)
         enrolment.start()
@@ -86,7 +96,12 @@ def serve(
         lost.append(error)
         stop.set()
 
-    server = Server(GrpcNetwork(), coordinator, on_lost=on_lost)
+    server = Server(
+        GrpcNetwork(),
+        coordinator,
+        on_lost=on_lost,
+        coordinator_grace_ms=settings.membership.coordinator_grace_ms,
+    )
     listener = Listener(bind, [server.service()])
     listener.start()
     try:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
@@ -40,6 +41,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
+KNOCK_MS = 250
+"""How long a call waits for a peer to be there again that did not answer the one before."""
 DEADLINES_MS = 250
 """How often streams are looked at: an answer is called overdue by so much too late."""
 
@@ -54,6 +57,7 @@ class GrpcPeer:
         self._deadlines = deadlines
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
         self._stubs: dict[str, Any] = {}
+        self._is_cut = False
 
     @property
     def name(self) -> str:
@@ -76,6 +80,7 @@ class GrpcPeer:
     def open(self, method: Method[Any, Any], *, timeout_ms: int) -> GrpcStream:
         metadata = ((REQUEST_ID_KEY, next_request_id()),)
         try:
+            self._knock()
             call = (
                 DirectCall(self._channel, method.path, metadata)
                 if TRIED
@@ -107,6 +112,7 @@ class GrpcPeer:
 
     def _begin(self, method: Method[Any, Any], sent: object, timeout_ms: int) -> Any:
         try:
+            self._knock()
             return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
         except ValueError as error:  # gRPC's word for a channel that was closed
             raise self._closed(str(error)) from None
@@ -115,7 +121,23 @@ class GrpcPeer:
         return self._unavailable(f"{self.name} does not answer ({why})")
 
     def _failure(self, method: Method[Any, Any], error: grpc.RpcError) -> errors.ShardyardError:
-        return from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
+        found = from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
+        self._is_cut = self._is_cut or isinstance(found, self._unavailable)
+        return found
+
+    def _knock(self) -> None:
+        """Polls for a moment where the last call found nobody. Where grpc polls in the threads that wait, a connection
+        is made only while one does, and a call on a channel that is not connected fails at once: without this, a peer
+        that was started again might never be found. Raises ValueError for a channel that was closed."""
+        if not (TRIED and self._is_cut):
+            return
+        core: Any = self._channel._channel  # type: ignore[attr-defined]
+        until = time.time() + KNOCK_MS / 1000
+        state = core.check_connectivity_state(True)
+        while state != cygrpc.ConnectivityState.ready and time.time() < until:
+            core.watch_connectivity_state(state, until)
+            state = core.check_connectivity_state(True)
+        self._is_cut = state != cygrpc.ConnectivityState.ready
 
     def _stub(self, method: Method[Any, Any]) -> Any:
         stub = self._stubs.get(method.path)

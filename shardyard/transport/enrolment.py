@@ -1,8 +1,9 @@
 """Being a member of a yard: register, then heartbeats from a thread of its own, until leaving or being lost.
 
 Owns: the incarnation, the heartbeat thread, the decision that the coordinator is lost. Invariants: `on_reply` is called
-one at a time, from the heartbeat thread or whoever calls `beat`, never after `leave`; `on_lost` at most once. Must not
-know: what a role does with it.
+one at a time, from the heartbeat thread or whoever calls `beat`, never after `leave`; `on_lost` at most once; a
+coordinator that is started again from its journal, in a higher term, finds its members as they were. Must not know:
+what a role does with it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from importlib.metadata import version
 from shardyard.ground import errors
 from shardyard.ground.limits import PROTOCOL
 from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.runtime.settings import COORDINATOR_GRACE_MS
 from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.peers import Peer
 from shardyard.wire import convert, methods
@@ -26,7 +28,8 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 
 log = logging.getLogger("shardyard.enrolment")
 
-REGISTER_RETRY_MS = 250
+RETRY_MS = 250
+LEAVE_MS = 1_000
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Enrolment:
     """A member's standing with the coordinator.
 
     `report` fills a heartbeat with what the role measured; `on_reply` takes the coordinator's answer; `on_lost` is told
-    when the member was fenced (StaleIncarnation) or the coordinator is gone for `lost_after_ms` (CoordinatorLost).
+    when the member was fenced (StaleIncarnation) or the coordinator is gone for `grace_ms` (CoordinatorLost). Until
+    then the member goes on, and the log says what it waits for: at once, and again like every wait.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Enrolment:
         on_lost: Callable[[errors.ShardyardError], None],
         report: Callable[[wire.HeartbeatRequest], None] | None = None,
         deadline_ms: int = 3_000,
-        lost_after_ms: int = 4_000,
+        grace_ms: int = COORDINATOR_GRACE_MS,
     ) -> None:
         self._peer = peer
         self._membership = membership
@@ -63,7 +67,7 @@ class Enrolment:
         self._on_lost = on_lost
         self._report = report
         self._deadline_ms = deadline_ms
-        self._lost_after_ms = lost_after_ms
+        self._grace_ms = grace_ms
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._beat = threading.Lock()
@@ -99,7 +103,7 @@ class Enrolment:
                 except (errors.Unavailable, errors.NotReady) as error:
                     last = f" ({error.what})"
                     wait.tick()
-                    if time.monotonic() >= give_up or (stop or self._stop).wait(REGISTER_RETRY_MS / 1000):
+                    if time.monotonic() >= give_up or (stop or self._stop).wait(RETRY_MS / 1000):
                         raise
                     if self._stop.is_set():
                         raise
@@ -129,39 +133,70 @@ class Enrolment:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
-    def leave(self, error: str = "") -> None:
-        """Stops, and tells the coordinator, if it answers within a second."""
+    def leave(self, error: str = "", *, patience_ms: int = 0) -> None:
+        """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
+        `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death."""
         self.stop()
         request = wire.LeaveRequest(caller=convert.caller_to_wire(self.caller), error=error[:1000])
-        try:
-            self._peer.call(methods.LEAVE, request, timeout_ms=1_000)
-        except errors.ShardyardError as refused:
-            log.debug("left without a word: %s", refused)
+        give_up = time.monotonic() + patience_ms / 1000
+        with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:
+            while True:
+                try:
+                    self._peer.call(methods.LEAVE, request, timeout_ms=LEAVE_MS)
+                    return
+                except errors.ShardyardError as refused:
+                    silent = isinstance(refused, errors.Unavailable | errors.NotReady)
+                    if not silent or time.monotonic() >= give_up:
+                        log.debug("left without a word: %s", refused)
+                        return
+                wait.tick()
+                time.sleep(RETRY_MS / 1000)
+
+    @property
+    def _me(self) -> str:
+        return f"{self._membership.role.value} {self.incarnation}"
 
     def _run(self) -> None:
-        heard = time.monotonic()
-        while not self._stop.wait(self._heartbeat_ms / 1000):
-            try:
-                self.beat()
-                heard = time.monotonic()
-            except (errors.Unavailable, errors.NotReady) as error:
-                silent_ms = (time.monotonic() - heard) * 1000
-                if silent_ms >= self._lost_after_ms:
-                    self._lose(
-                        errors.CoordinatorLost(
-                            f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s",
-                            why=f"{errors.CoordinatorLost.why}; the last try said: {error.what}",
-                        )
-                    )
+        try:
+            while not self._pause():
+                begun = time.monotonic()
+                try:
+                    self.beat()
+                except (errors.Unavailable, errors.NotReady) as error:
+                    self._outlast(begun, error)
+        except errors.ShardyardError as error:
+            self._lose(error)
+        except Exception as error:
+            # a defect in what the role reports or does with the answer must not look like a dead coordinator
+            log.exception("a heartbeat failed")
+            self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
+
+    def _pause(self) -> bool:
+        """Until the next heartbeat is due. True when there shall be none."""
+        return self._stop.wait(self._heartbeat_ms / 1000)
+
+    def _outlast(self, begun: float, error: errors.ShardyardError) -> None:
+        """Heartbeats until the coordinator answers again. Raises what it answers, or CoordinatorLost."""
+        me, said = self._me, error.what
+        log.warning(
+            "%s waits for the coordinator (%s), and goes on without it for up to %g s", me, said, self._grace_ms / 1000
+        )
+        with ExplainedWait(lambda: f"{self._peer.name} to answer {me} ({said})", logger=log) as wait:
+            while not self._pause():
+                try:
+                    self.beat()
+                except (errors.Unavailable, errors.NotReady) as again:
+                    said = again.what
+                else:
+                    log.info("%s answers %s again, in term %d", self._peer.name, me, self.term)
                     return
-            except errors.ShardyardError as error:
-                self._lose(error)
-                return
-            except Exception as error:
-                # a defect in what the role reports or does with the answer must not look like a dead coordinator
-                log.exception("a heartbeat failed")
-                self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
-                return
+                silent_ms = (time.monotonic() - begun) * 1000
+                if silent_ms >= self._grace_ms:
+                    raise errors.CoordinatorLost(
+                        f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s",
+                        why=f"{errors.CoordinatorLost.why}; the last try said: {said}",
+                    )
+                wait.tick()
 
     def _lose(self, error: errors.ShardyardError) -> None:
         if not self._stop.is_set():

@@ -18,12 +18,14 @@ from shardyard_ps_server.process import serve
 
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__workers_expected": 2}
 ERROR_S_MAX = 10.0
+GRACE_MS = 4_000
+IMPATIENT = {"membership.coordinator_grace_ms": GRACE_MS}
 SLOW = ("--pause-ms", "20", "--epochs", "50")
 
 
 @pytest.fixture
 def yard(tmp_path: Path) -> Iterator[LocalCluster]:
-    with running_yard(tmp_path / "yard") as cluster:
+    with running_yard(tmp_path / "yard", settings=IMPATIENT) as cluster:
         yield cluster
 
 
@@ -49,7 +51,9 @@ def pid_of(yard: LocalCluster, role: str) -> int:
 def test_promise_7_the_loss_of_a_process_is_named_within_ten_seconds(
     yard: LocalCluster, probes: Probes, role: str, stop: signal.Signals, error: str, mode: str
 ) -> None:
-    settings = SYNC if mode == "sync" else {"job__workers_expected": 2}
+    settings = (SYNC if mode == "sync" else {"job__workers_expected": 2}) | {
+        "membership__coordinator_grace_ms": GRACE_MS
+    }
     started = [probes.start("model", *SLOW, coordinator=yard.coordinator, **settings) for _ in range(2)]
     for script, _ in started:
         script.wait_for("computed 3")

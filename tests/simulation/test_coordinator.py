@@ -1,14 +1,17 @@
 """The machine under random faults, held against a deliberately dumb book-keeper.
 
 Safety first, under faults: joins, deaths, pauses (the paused wake up as zombies), clean leaves, exits reported by an
-agent, leases given back, fences that come late or not at all. Then the faults stop, and progress is required. A failing
-seed is a parameter of the test and can be run alone.
+agent, leases given back, fences that come late or not at all; and, where asked for, the coordinator's death, after
+which another goes on from its records. Then the faults stop, and progress is required. A failing seed is a parameter of
+the test and can be run alone.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +36,10 @@ from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, L
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from restoring import Lockstep
 
 SEEDS = range(60)
 FAULT_ACTIONS = 400
@@ -110,8 +117,9 @@ class Books:
 class Yard:
     def __init__(self, seed: int, mode: UpdateMode) -> None:
         self.random = random.Random(seed)
+        self.restarts = random.Random(seed)
         self.now_ms = 10_000
-        self.machine = Machine(term=Term(3), lease_ms=LEASE_MS, now_ms=self.now_ms)
+        self.machines = Lockstep(term=Term(3), lease_ms=LEASE_MS, now_ms=self.now_ms)
         self.books = Books()
         self.trace: list[str] = []
         self.pending: list[effects.FenceOnServers] = []
@@ -140,10 +148,14 @@ class Yard:
 
     # ---- the machine, its effects, the trace
 
+    @property
+    def machine(self) -> Machine:
+        return self.machines.machine
+
     def handle(self, event: events.Event) -> object:
         """The machine's reply to an event, if it has one."""
         try:
-            found = self.machine.handle(event, self.now_ms)
+            found = self.machines.handle(event, self.now_ms)
         except ShardyardError as error:
             self.trace.append(f"{event} ! {error.what}")
             raise
@@ -187,6 +199,14 @@ class Yard:
                 self.refused[number].update(fence.workers)
         self.books.fenced.update(fence.workers)
         self.handle(events.WorkersFenced(fence.job, fence.workers))
+
+    def restart(self) -> None:
+        """The coordinator dies, with the calls that were under way, and another goes on."""
+        again, waiting = self.machines.restart(self.now_ms)
+        self.pending = [effect for effect in again if isinstance(effect, effects.FenceOnServers)]
+        assert {worker for fence in self.pending for worker in fence.workers} == waiting
+        assert again == self.pending
+        self.trace.append(f"restarted in term {self.machine.term}")
 
     # ---- members
 
@@ -389,17 +409,23 @@ class Yard:
         return len(owners) == 3 and all(owner in {each.incarnation for each in live} for owner in owners)
 
 
-def run(seed: int, mode: UpdateMode) -> Yard:
+def run(seed: int, mode: UpdateMode, *, restarts: bool = False) -> Yard:
     yard = Yard(seed, mode)
     for _ in range(FAULT_ACTIONS):
         yard.fault()
+        chance = yard.restarts.random() if restarts else 1.0
+        if chance < 0.02:
+            yard.restart()
+        elif chance < 0.03:
+            yard.machines.split(yard.now_ms)
     yard.heal()
     return yard
 
 
+@pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_data_shard_is_done_once_whatever_happens(seed: int) -> None:
-    yard = run(seed, UpdateMode.ASYNC)
+def test_each_data_shard_is_done_once_whatever_happens(seed: int, restarts: bool) -> None:
+    yard = run(seed, UpdateMode.ASYNC, restarts=restarts)
     assert sorted(yard.books.done) == sorted(set(yard.books.done))
     assert len(yard.books.done) == yard.shards
     batches = {
@@ -412,9 +438,10 @@ def test_each_data_shard_is_done_once_whatever_happens(seed: int) -> None:
         assert partition.counted == dict.fromkeys(batches, 1), "a batch was not counted exactly once"
 
 
+@pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_rank_finds_one_living_owner_whatever_happens(seed: int) -> None:
-    yard = run(seed, UpdateMode.SYNC)
+def test_each_rank_finds_one_living_owner_whatever_happens(seed: int, restarts: bool) -> None:
+    yard = run(seed, UpdateMode.SYNC, restarts=restarts)
     counts = [
         sum(owner == each.incarnation for owner, _ in yard.books.owners.values())
         for each in yard.processes
@@ -425,4 +452,4 @@ def test_each_rank_finds_one_living_owner_whatever_happens(seed: int) -> None:
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_one_seed_gives_one_trace(mode: UpdateMode) -> None:
-    assert run(7, mode).trace == run(7, mode).trace
+    assert run(7, mode, restarts=True).trace == run(7, mode, restarts=True).trace

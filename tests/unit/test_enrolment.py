@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardyard.ground import errors
+from shardyard.ground import errors, limits
 from shardyard.ground.limits import PROTOCOL
 from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.enrolment import Enrolment, Membership
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.peers import Context, Peer, Service
@@ -239,7 +240,7 @@ def test_fenced_member_is_told_once(coordinator: FakeCoordinator, make: Callable
 
 def test_short_silence_is_borne(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:
     coordinator.appear()
-    member = make(lost_after_ms=60_000)
+    member = make(grace_ms=60_000)
     member.enrolment.register(patience_ms=0)
     coordinator.refusals["Heartbeat"] = [
         errors.Unavailable("restarts"),
@@ -253,7 +254,7 @@ def test_short_silence_is_borne(coordinator: FakeCoordinator, make: Callable[...
 
 def test_long_silence_is_the_loss_of_the_coordinator(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:
     coordinator.appear()
-    member = make(lost_after_ms=20)
+    member = make(grace_ms=20)
     member.enrolment.register(patience_ms=0)
     member.enrolment.start()
     wait_until(lambda: bool(member.replies), "a heartbeat")
@@ -262,6 +263,66 @@ def test_long_silence_is_the_loss_of_the_coordinator(coordinator: FakeCoordinato
     (error,) = member.lost
     assert type(error) is errors.CoordinatorLost
     assert "coordinator at coordinator:1 has not answered" in error.what
+
+
+def test_member_goes_on_with_a_coordinator_that_is_started_again(
+    coordinator: FakeCoordinator, make: Callable[..., Member], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardyard.enrolment")
+    coordinator.appear()
+    member = make(grace_ms=60_000)
+    member.enrolment.register(patience_ms=0)
+    member.enrolment.start()
+    wait_until(lambda: bool(member.replies), "a heartbeat")
+    coordinator.vanish()
+    wait_until(lambda: "waits for the coordinator" in caplog.text, "the silence to be noticed")
+    told, asked = len(member.replies), len(coordinator.beats)
+    coordinator.term = 7
+    coordinator.appear()
+    wait_until(lambda: len(member.replies) >= told + 3, "heartbeats after the silence")
+    assert member.enrolment.caller == Caller(JobId(0), Incarnation(41), Term(7))
+    assert {beat.caller.incarnation for beat in coordinator.beats[asked:]} == {41}
+    assert len(coordinator.registered) == 1
+    assert member.lost == []
+    assert caplog.text.count("worker 41 waits for the coordinator (coordinator at coordinator:1 does not answer") == 1
+    assert caplog.text.count("goes on without it for up to 60 s") == 1
+    wait_until(lambda: "answers worker 41 again, in term 7" in caplog.text, "the end of the wait to be told")
+
+
+def test_long_wait_for_the_coordinator_is_explained_again_and_again(
+    coordinator: FakeCoordinator,
+    make: Callable[..., Member],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 5)
+    coordinator.appear()
+    member = make(grace_ms=60_000)
+    member.enrolment.register(patience_ms=0)
+    member.enrolment.start()
+    coordinator.vanish()
+    wait_until(
+        lambda: caplog.text.count("waiting for coordinator at coordinator:1 to answer worker 41 (") >= 3,
+        "the wait to be explained three times",
+    )
+
+
+def test_members_are_as_patient_as_the_settings_say(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:
+    assert make().enrolment._grace_ms == MembershipSettings().coordinator_grace_ms == 60_000
+    with pytest.raises(ValueError, match="coordinator_grace_ms"):
+        MembershipSettings(coordinator_grace_ms=0)
+
+
+def test_coordinator_that_comes_back_and_refuses_the_member_is_believed(
+    coordinator: FakeCoordinator, make: Callable[..., Member]
+) -> None:
+    coordinator.appear()
+    member = make(grace_ms=60_000)
+    member.enrolment.register(patience_ms=0)
+    coordinator.refusals["Heartbeat"] = [errors.Unavailable("restarts"), errors.StaleIncarnation("unknown")]
+    member.enrolment.start()
+    wait_until(lambda: bool(member.lost), "the loss")
+    assert [type(error) for error in member.lost] == [errors.StaleIncarnation]
 
 
 def test_leaving_a_silent_coordinator_is_no_error(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:
@@ -273,6 +334,27 @@ def test_leaving_a_silent_coordinator_is_no_error(coordinator: FakeCoordinator, 
     coordinator.vanish()
     member.enrolment.leave()
     assert member.lost == []
+
+
+def test_goodbye_waits_for_a_coordinator_that_is_started_again(
+    coordinator: FakeCoordinator, make: Callable[..., Member]
+) -> None:
+    coordinator.appear()
+    member = make()
+    member.enrolment.register(patience_ms=0)
+    coordinator.vanish()
+    member.enrolment.leave()
+    assert coordinator.left == []
+    thread = threading.Thread(target=member.enrolment.leave, kwargs={"patience_ms": 60_000})
+    thread.start()
+    coordinator.refusals["Leave"] = [errors.NotReady("stopping"), errors.DeadlineExceeded("slow")]
+    coordinator.appear()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    assert [each.caller.incarnation for each in coordinator.left] == [41] * 3
+    coordinator.refusals["Leave"] = [errors.StaleIncarnation("it left")]
+    member.enrolment.leave(patience_ms=60_000)
+    assert len(coordinator.left) == 4, "what is answered is not asked again"
 
 
 def test_member_may_stop_itself_when_it_is_lost(coordinator: FakeCoordinator, make: Callable[..., Member]) -> None:

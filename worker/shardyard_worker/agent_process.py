@@ -44,7 +44,8 @@ REPORT_TIMEOUT_MS: Final = 2_000
 class Standing:
     """The agent's membership. `enrol` and `tend` are for one thread; the rest is safe for several."""
 
-    def __init__(self, peer: Peer, membership: Membership) -> None:
+    def __init__(self, peer: Peer, membership: Membership, *, coordinator_grace_ms: int) -> None:
+        self._grace_ms = coordinator_grace_ms
         self._peer = peer
         self._membership = membership
         self._lost = threading.Event()
@@ -98,7 +99,7 @@ class Standing:
         log.info("enrolled with %s", self._peer.name)
 
     def _new(self) -> Enrolment:
-        return Enrolment(self._peer, self._membership, on_reply=_ignore, on_lost=self._on_lost)
+        return Enrolment(self._peer, self._membership, on_reply=_ignore, on_lost=self._on_lost, grace_ms=self._grace_ms)
 
     def _on_lost(self, error: errors.ShardyardError) -> None:
         log.warning("no member any more, will enrol again: %s", error)
@@ -170,7 +171,8 @@ def serve(
     try:
         listener = Listener(bind, [service.service])
         address = advertise or listener.address
-        standing = Standing(peer, Membership(MemberRole.AGENT, address))
+        grace_ms = settings.membership.coordinator_grace_ms
+        standing = Standing(peer, Membership(MemberRole.AGENT, address), coordinator_grace_ms=grace_ms)
         listener.start()
         standing.enrol(stop)
         if stop.is_set():

@@ -73,6 +73,7 @@ class Session:
             on_reply=self._hear,
             on_lost=self.fail,
             report=self._report,
+            grace_ms=settings.membership.coordinator_grace_ms,
         )
 
     # ---- joining and leaving
@@ -110,7 +111,9 @@ class Session:
             lost = self._failure is not None
         if not lost:
             self._report_last()
-        self._enrolment.leave(error)
+        # a coordinator that is being started again shall hear that this worker is done, not that it died
+        patience_ms = 0 if error or lost else self.settings.worker.retry_budget_ms
+        self._enrolment.leave(error, patience_ms=patience_ms)
         self._peer.close()
 
     def _report_last(self) -> None:
@@ -195,10 +198,10 @@ class Session:
     # ---- calls
 
     def ask(self, method: Method[Request, Response], request: Request) -> Response:
-        """Calls the coordinator, again while it does not answer or is not ready, within the retry budget."""
-        patience = Patience(
-            self.settings.worker.retry_budget_ms, self.check, f"the coordinator to answer {method.name}"
-        )
+        """Calls the coordinator, again while it is not ready, or does not answer: it may be started again. The budget
+        is longer than the grace after which the enrolment calls it lost, which `check` then says."""
+        budget_ms = self.settings.membership.coordinator_grace_ms + self.settings.worker.retry_budget_ms
+        patience = Patience(budget_ms, self.check, f"the coordinator to answer {method.name}")
         return patience.call(lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms))
 
     def _report(self, request: wire.HeartbeatRequest) -> None:

@@ -1,0 +1,119 @@
+"""A job's layout and map as records have them: as they were decided, to the last offset.
+
+Owns: their form. Invariants: what is read is equal to what was written; numbers are held against the bounds of
+shardyard.ground.limits, and blocks against the variables that they are cut from. Must not know: how layouts are
+planned.
+"""
+
+from __future__ import annotations
+
+from shardyard.ground import limits
+from shardyard.ground.types import (
+    Block,
+    DType,
+    Generation,
+    Incarnation,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    PartitionMap,
+    PartitionOwner,
+    VariableKind,
+    VariableSpec,
+)
+from shardyard_coordinator.records import (
+    Body,
+    DamagedRecord,
+    checked_float,
+    checked_items,
+    checked_number,
+    checked_text,
+    require,
+)
+
+
+def to_record(layout: JobLayout) -> dict[str, object]:
+    return {
+        "variables": [[v.name, v.dtype.value, list(v.shape), v.kind.value, v.group] for v in layout.variables],
+        "optimizer": [layout.optimizer.kind, [list(group) for group in layout.optimizer.groups]],
+        "partitions": [
+            [part.payload_bytes, [[b.variable, b.offset, b.length, b.position] for b in part.blocks]]
+            for part in layout.partitions
+        ],
+    }
+
+
+def map_to_record(map_: PartitionMap) -> dict[str, object]:
+    return {"generation": map_.generation, "owners": [[owner.server, owner.address] for owner in map_.owners]}
+
+
+def of_record(body: Body) -> JobLayout:
+    """Raises DamagedRecord."""
+    said = checked_items(body.items("optimizer"), "optimizer", count=2)
+    groups = checked_items(said[1], "the optimizer's groups")
+    optimizer = OptimizerSpec(
+        checked_text(said[0], "the optimizer's kind"),
+        tuple(
+            tuple(checked_float(value, "a setting") for value in checked_items(group, "a parameter group"))
+            for group in groups
+        ),
+    )
+    variables = tuple(_variable_of(each) for each in body.items("variables"))
+    require(len(variables) <= limits.VARIABLES_MAX, f"{len(variables)} variables")
+    parts = body.items("partitions")
+    require(1 <= len(parts) <= limits.PARTITIONS_MAX, f"{len(parts)} partitions")
+    return JobLayout(variables, optimizer, tuple(_partition_of(at, each, variables) for at, each in enumerate(parts)))
+
+
+def map_of_record(body: Body, partitions: int) -> PartitionMap:
+    """Raises DamagedRecord."""
+    owners = checked_items(body.items("owners"), "owners", count=partitions)
+    return PartitionMap(
+        Generation(body.number("generation", least=1)), tuple(_owner_of(at, each) for at, each in enumerate(owners))
+    )
+
+
+def _owner_of(partition: int, item: object) -> PartitionOwner:
+    server, address = checked_items(item, "an owner", count=2)
+    return PartitionOwner(
+        PartitionId(partition),
+        Incarnation(checked_number(server, "an owner's server", least=1)),
+        checked_text(address, "an owner's address"),
+    )
+
+
+def _variable_of(item: object) -> VariableSpec:
+    name, dtype, shape, kind, group = checked_items(item, "a variable", count=5)
+    dimensions = checked_items(shape, "a shape")
+    require(len(dimensions) <= limits.DIMENSIONS_MAX, f"a shape of {len(dimensions)} dimensions")
+    try:
+        known_dtype, known_kind = DType(dtype), VariableKind(kind)
+    except ValueError as error:
+        raise DamagedRecord(f"variable {name!r}: {error}") from error
+    return VariableSpec(
+        checked_text(name, "a variable's name"),
+        known_dtype,
+        tuple(checked_number(each, "a dimension") for each in dimensions),
+        known_kind,
+        checked_number(group, "a variable's group", most=limits.GROUPS_MAX),
+    )
+
+
+def _partition_of(number: int, item: object, variables: tuple[VariableSpec, ...]) -> PartitionLayout:
+    payload_bytes, blocks = checked_items(item, "a partition", count=2)
+    return PartitionLayout(
+        PartitionId(number),
+        checked_number(payload_bytes, "a partition's bytes", most=2 * limits.JOB_BYTES_MAX),
+        tuple(_block_of(each, variables) for each in checked_items(blocks, "a partition's blocks")),
+    )
+
+
+def _block_of(item: object, variables: tuple[VariableSpec, ...]) -> Block:
+    variable, offset, length, position = (
+        checked_number(each, "a block") for each in checked_items(item, "a block", count=4)
+    )
+    require(variable < len(variables), f"a block of variable {variable}; there are {len(variables)}")
+    elements = variables[variable].elements
+    require(offset + length <= elements, f"a block of elements {offset} to {offset + length}; there are {elements}")
+    return Block(variable, offset, length, position)

@@ -1,0 +1,133 @@
+"""What a journal's records are made of, read back with every value checked.
+
+Owns: `Entry`, a record as a component says it; `Body`, the reader of one; what is not recorded, and why. Invariant: a
+value that has another type, or is out of its bounds, is a DamagedRecord that names it, never a wrong state.
+Must not know: what records mean, where they are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Final, Self
+
+Entry = tuple[str, Mapping[str, object]]
+"""A record's kind and body. The body is made of what JSON knows."""
+
+NUMBER_MAX: Final = (1 << 64) - 1
+SUM_MAX: Final = (1 << 128) - 1
+"""Of sums over numbers that peers gave. What was taken from a peer must never make a journal that is refused."""
+
+NOT_RECORDED: Final[Mapping[str, str]] = {
+    "Machine.term": "each opening of the journal has its own, higher one",
+    "Machine._begun_ms": "the time of this life's beginning",
+    "Machine._ticked_ms": "the clock of another process means nothing",
+    "Member.last_seen_ms": "a lease counts as just renewed (rule C4)",
+    "Job._idle_since_ms": "a job without workers waits for its idle time anew: nobody could join meanwhile",
+    "Job._finish_at_ms": "whether it is set is recorded; the time for late workers begins anew",
+    "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
+    "Deployment._retry_at_ms": "what was under way is tried again at once",
+    "_Standing.unowned_since_ms": "an unowned rank waits for its grace time anew",
+}
+"""Fields (by class) that a machine does not get back from its records, and the reason. All others it does; of
+`Deployment.stage`, CREATING and OPENING come back as UNCREATED and COMMITTED: the calls to servers are made again."""
+
+
+class DamagedRecord(Exception):
+    """A record that cannot be what was written. Whoever knows its number says so."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """A record as the journal keeps it. `term`: the coordinator's that wrote it; `time`: seconds since 1970."""
+
+    number: int
+    term: int
+    time: float
+    kind: str
+    body: Mapping[str, object]
+
+
+class Body:
+    """Reads a record's values. Every method raises DamagedRecord."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
+
+    def number(self, name: str, *, least: int = 0, most: int = NUMBER_MAX) -> int:
+        return checked_number(self._get(name), name, least=least, most=most)
+
+    def text(self, name: str) -> str:
+        return checked_text(self._get(name), name)
+
+    def flag(self, name: str) -> bool:
+        value = self._get(name)
+        if not isinstance(value, bool):
+            raise _unexpected(name, "true or false", value)
+        return value
+
+    def items(self, name: str) -> list[object]:
+        return checked_items(self._get(name), name)
+
+    def numbers(self, name: str, *, most: int = NUMBER_MAX) -> list[int]:
+        return [checked_number(each, f"each of {name}", most=most) for each in self.items(name)]
+
+    def texts(self, name: str) -> dict[str, str]:
+        """An object of texts."""
+        return {key: checked_text(value, f"{name}.{key}") for key, value in self._mapping(name).items()}
+
+    def part(self, name: str) -> Self:
+        """An object within."""
+        return type(self)(self._mapping(name))
+
+    def values(self, name: str) -> Mapping[str, object]:
+        """An object that somebody else reads."""
+        return self._mapping(name)
+
+    def is_null(self, name: str) -> bool:
+        return self._get(name) is None
+
+    def _get(self, name: str) -> object:
+        if name not in self._values:
+            raise DamagedRecord(f"{name} is missing")
+        return self._values[name]
+
+    def _mapping(self, name: str) -> dict[str, object]:
+        value = self._get(name)
+        if not isinstance(value, dict):
+            raise _unexpected(name, "an object", value)
+        return value
+
+
+def require(condition: bool, what: str) -> None:
+    """Raises DamagedRecord where a record does not fit those before it."""
+    if not condition:
+        raise DamagedRecord(what)
+
+
+def checked_number(value: object, name: str, *, least: int = 0, most: int = NUMBER_MAX) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _unexpected(name, f"a whole number from {least} to {most}", value)
+    return value
+
+
+def checked_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise _unexpected(name, "a text", value)
+    return value
+
+
+def checked_items(value: object, name: str, *, count: int | None = None) -> list[object]:
+    if not isinstance(value, list) or (count is not None and len(value) != count):
+        raise _unexpected(name, "a list" if count is None else f"a list of {count}", value)
+    return value
+
+
+def checked_float(value: object, name: str) -> float:
+    if not isinstance(value, float | int) or isinstance(value, bool):
+        raise _unexpected(name, "a number", value)
+    return float(value)
+
+
+def _unexpected(name: str, expected: str, got: object) -> DamagedRecord:
+    return DamagedRecord(f"{name}: expected {expected}, got {repr(got)[:80]}")

@@ -1,0 +1,209 @@
+"""Whatever happens to a machine, its records make it anew: random events of every kind, wrong ones among them, held
+against machines from all its records and from its snapshot, at many points.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardyard.ground.errors import ShardyardError
+from shardyard.ground.types import (
+    Caller,
+    DataLease,
+    DType,
+    Incarnation,
+    JobId,
+    MemberRole,
+    OptimizerSpec,
+    Term,
+    UpdateMode,
+    VariableSpec,
+)
+from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
+from shardyard_coordinator import effects, events
+from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from restoring import Lockstep
+
+SEEDS = range(24)
+EVENTS = 500
+EVENTS_A_CUT = 25
+VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, ()))
+SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
+FEEDS = tuple(
+    FeedSpec(samples=45, fingerprint="f", batch_size=5, epochs=epochs, shuffle=True, drop_last=False)
+    for epochs in (1, 2)
+)
+SETTINGS = {
+    name: JobSettings(
+        name=name,
+        partitions=3,
+        workers_expected=2,
+        rank_grace_ms=300,
+        idle_ms=2_000,
+        consistency=ConsistencySettings(mode=mode, logical_ranks=3),
+        data=DataSettings(batches_per_data_shard=2),
+    )
+    for name, mode in (("a", UpdateMode.ASYNC), ("s", UpdateMode.SYNC))
+}
+ALL_KINDS = {
+    "data_closed",
+    "data_leased",
+    "feed_closed",
+    "feed_opened",
+    "initializer_chosen",
+    "job_ended",
+    "job_forgotten",
+    "job_started",
+    "member_registered",
+    "member_removed",
+    "partitions_created",
+    "partitions_opened",
+    "rank_given",
+    "variables_committed",
+    "variables_registered",
+    "worker_admitted",
+    "worker_freed",
+    "worker_gone",
+    "worker_joined",
+}
+SNAPSHOT_KINDS = {"feed_progress", "member_former", "token_given", "workers_gone"}
+
+
+class Fuzz:
+    """Events by chance, with what is needed to make most of them fit."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now_ms = 1_000
+        self.machines = Lockstep(term=Term(2), lease_ms=1_000, now_ms=self.now_ms)
+        self.kinds: set[str] = set()
+        self.members: dict[Incarnation, MemberRole] = {}
+        self.jobs: dict[Incarnation, JobId] = {}
+        self.leases: dict[Incarnation, DataLease] = {}
+        self.fences: list[effects.FenceOnServers] = []
+
+    def handle(self, event: events.Event) -> object:
+        try:
+            found = self.machines.handle(event, self.now_ms)
+        except ShardyardError as error:
+            return error
+        self.kinds |= {effect.kind for effect in found if isinstance(effect, effects.Persist)}
+        self.fences += [effect for effect in found if isinstance(effect, effects.FenceOnServers)]
+        reply: object = next((effect.answer for effect in found if isinstance(effect, effects.Reply)), None)
+        if any(isinstance(effect, effects.ReadLedger) for effect in found):
+            assert isinstance(event, events.LeaseReturned)
+            reply = self.handle(events.LedgerRead(event, self.random.choice((0, 1, 2, 2, 40))))
+        return reply
+
+    def step(self) -> None:
+        chance = self.random.random()
+        if chance < 0.08:
+            self._register()
+        elif chance < 0.25:
+            self._pass_time()
+        elif chance < 0.31:
+            self._end_of_someone()
+        elif chance < 0.36 and self.fences:
+            fence = self.fences.pop(self.random.randrange(len(self.fences)))
+            self.handle(events.WorkersFenced(fence.job, fence.workers))
+        elif chance < 0.45:
+            self._join()
+        elif self.jobs:
+            self._work(self.random.choice(sorted(self.jobs)))
+
+    def _register(self) -> None:
+        roles = [MemberRole.WORKER, MemberRole.WORKER, MemberRole.AGENT]
+        if self.random.random() < 0.1 or MemberRole.SERVER not in self.members.values():
+            roles = [MemberRole.SERVER]
+        role = self.random.choice(roles)
+        address = "" if role is MemberRole.WORKER else f"{role.value}:{self.random.randrange(3)}"
+        agent = Incarnation(9) if role is MemberRole.WORKER else None
+        registration = Registration(role, address, 1, "0", "box", self.random.randrange(5), agent, 1)
+        answer = self.handle(events.MemberRegistered(registration))
+        assert isinstance(answer, effects.Registered)
+        self.members[answer.incarnation] = role
+
+    def _pass_time(self) -> None:
+        self.now_ms += self.random.choice((0, 50, 200, 200, 400))
+        silent = self.random.random() < 0.1
+        for member in sorted(self.members):
+            if not silent or self.random.random() < 0.7:
+                report = Report(self.random.randrange(9), self.random.randrange(99), (("loss", 0.5),))
+                self.handle(events.HeartbeatReceived(member, report))
+        if silent:
+            self.now_ms += 450
+            self.handle(events.Ticked())
+            self.now_ms += 450
+        self.handle(events.Ticked())
+
+    def _end_of_someone(self) -> None:
+        member = self.random.choice(sorted(self.members)) if self.members else Incarnation(5)
+        if self.members.get(member) is MemberRole.SERVER and self.random.random() < 0.8:
+            return
+        if self.random.random() < 0.5:
+            self.handle(events.ExitReported(member, self.random.randrange(5), -9))
+        else:
+            self.handle(events.MemberLeft(member, self.random.choice(("", "", "ValueError: é"))))
+
+    def _join(self) -> None:
+        workers = [each for each, role in sorted(self.members.items()) if role is MemberRole.WORKER]
+        if workers:
+            worker, settings = self.random.choice(workers), self.random.choice(list(SETTINGS.values()))
+            answer = self.handle(events.JobJoined(worker, settings.name, settings))
+            if isinstance(answer, effects.Joined):
+                self.jobs[worker] = answer.job
+
+    def _work(self, worker: Incarnation) -> None:
+        job = self.jobs[worker]
+        caller, feed = Caller(job, worker), self.random.choice((0, 0, 1))
+        lease = self.leases.get(worker)
+        event = self.random.choice(
+            (
+                events.VariablesRegistered(caller, VARIABLES[: self.random.choice((1, 2, 2, 2))], SGD),
+                events.PartitionsCreated(job),
+                events.PartitionsRefused(job),
+                events.VariablesCommitted(caller),
+                events.PartitionsOpened(job),
+                events.OpeningFailed(job),
+                events.FeedOpened(caller, feed, FEEDS[feed]),
+                events.LeaseRequested(caller, feed),
+                events.LeaseRequested(caller, feed),
+                events.LeaseReturned(caller, feed, None, 0)
+                if lease is None
+                else events.LeaseReturned(caller, lease.source.feed, lease.source, lease.token),
+            )
+        )
+        answer = self.handle(event)
+        if isinstance(answer, DataLease):
+            self.leases[worker] = answer
+
+    def run(self) -> None:
+        for number in range(1, EVENTS + 1):
+            self.step()
+            if number % EVENTS_A_CUT == 0:
+                self.machines.split(self.now_ms)
+        self.machines.check(self.now_ms)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_machines_from_records_are_equal_and_go_on_alike(seed: int) -> None:
+    Fuzz(seed).run()
+
+
+def test_the_events_by_chance_write_records_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardyard_coordinator.machine.JOBS_ENDED_MAX", 2)
+    written: set[str] = set()
+    for seed in range(12):
+        fuzz = Fuzz(seed)
+        fuzz.run()
+        written |= fuzz.kinds | {each.kind for each in fuzz.machines.persisted}
+    assert written == ALL_KINDS | SNAPSHOT_KINDS
