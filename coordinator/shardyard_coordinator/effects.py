@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator.checkpoints import Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.placement import Server
 
@@ -102,6 +103,18 @@ class ReadLedger:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeCheckpoint:
+    """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any."""
+
+    subject: Subject
+    map: PartitionMap
+    draft: Draft
+    url: str
+    base: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
 class DropJob:
     job: JobId
     server: Server
@@ -176,5 +189,14 @@ class Reply:
 
 
 Effect = (
-    Persist | Tell | CreatePartitions | OpenPartitions | FenceOnServers | ReadLedger | DropJob | ForgetServer | Reply
+    Persist
+    | Tell
+    | CreatePartitions
+    | OpenPartitions
+    | FenceOnServers
+    | ReadLedger
+    | TakeCheckpoint
+    | DropJob
+    | ForgetServer
+    | Reply
 )

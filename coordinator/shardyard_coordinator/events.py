@@ -138,6 +138,25 @@ class OpeningFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointTaken:
+    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step."""
+
+    job: JobId
+    draft: int
+    number: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """Nothing was committed; another is begun later."""
+
+    job: JobId
+    draft: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersFenced:
     """Every server that answers in time refuses the workers now; their work may go to others."""
 
@@ -169,6 +188,8 @@ Event = (
     | PartitionsRefused
     | PartitionsOpened
     | OpeningFailed
+    | CheckpointTaken
+    | CheckpointFailed
     | WorkersFenced
     | LedgerRead
 )

@@ -28,6 +28,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import data_ledger, deployment
+from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedSpec, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
@@ -41,9 +42,10 @@ from shardyard_coordinator.effects import (
     ReadLedger,
     Reply,
     Standing,
+    TakeCheckpoint,
     Tell,
 )
-from shardyard_coordinator.events import LeaseReturned
+from shardyard_coordinator.events import CheckpointTaken, LeaseReturned
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
 from shardyard_coordinator.ranks import RankBook, RankGiven
@@ -66,7 +68,9 @@ that starts late, or is restarted, finds its work done, where it would else begi
 
 
 class Job:
-    def __init__(self, job: JobId, settings: JobSettings, now_ms: int) -> None:
+    """`checkpoints`: where its checkpoints are if it leaves that to the coordinator."""
+
+    def __init__(self, job: JobId, settings: JobSettings, now_ms: int, checkpoints: str | None = None) -> None:
         self.id = job
         self.settings = settings
         self.state = JobState.STARTING
@@ -76,6 +80,7 @@ class Job:
         self.fencing: list[Incarnation] = []
         self.deployment = Deployment(job, settings)
         self.progress = Progress(now_ms)
+        self.checkpoints = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, checkpoints), now_ms)
         self.ranks: RankBook | None = None
         self.feeds: DataLedger | StepLedger
         self._token = 0
@@ -205,7 +210,45 @@ class Job:
                 )
             )
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
-        return [*self._rank_records(given), *self.deployment.reopen(now_ms)]
+        return [*self._rank_records(given), *self.deployment.reopen(now_ms), *self._begin_checkpoint(now_ms)]
+
+    # ---- checkpoints
+
+    def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
+        record = self.checkpoints.commit(taken.draft, taken.step, taken.number)
+        if record is None or self.state.ended:
+            return []
+        return [*self._records([record]), Tell(f"{self.title}: checkpoint {taken.number} of step {taken.step:,}")]
+
+    def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
+        if not self.checkpoints.fail(draft, now_ms) or self.state.ended:
+            return []
+        return [Tell(f"{self.title}: checkpoint {draft} was not taken: {why}", warning=True)]
+
+    def _begin_checkpoint(self, now_ms: int) -> list[Effect]:
+        deployed = self.deployment
+        if deployed.stage is not Stage.OPEN or not self.checkpoints.is_due(now_ms, self.progress.step):
+            return []
+        assert deployed.layout is not None
+        assert deployed.map is not None
+        assert self.checkpoints.url is not None
+        # before any partition is cut (rule A9)
+        ledger = {"entries": [[kind, body] for kind, body in self.feeds.entries()], "token": self._token}
+        draft, record = self.checkpoints.begin(now_ms, self.progress.step, ledger, Token(0))
+        subject = Subject(
+            job=self.id,
+            name=self.settings.name,
+            seed=self.settings.seed,
+            settings=self.settings.model_dump(mode="json"),
+            mode=self.settings.consistency.mode,
+            logical_ranks=self.settings.logical_rank_count,
+            layout=deployed.layout,
+        )
+        keep, base = self.settings.checkpoint.keep, self.checkpoints.base
+        return [
+            *self._records([record]),
+            TakeCheckpoint(subject, deployed.map, draft, self.checkpoints.url, base, keep),
+        ]
 
     # ---- variables
 
@@ -367,6 +410,7 @@ class Job:
             *self.deployment.entries(),
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
+            *self.checkpoints.entries(),
             *([("token_given", {"token": self._token})] if self._token else []),
             *([self._ended] if self.state.ended else []),
         ]
@@ -398,6 +442,8 @@ class Job:
                 self.deployment.restore(kind, body)
                 if self.deployment.stage is Stage.OPEN and not self.state.ended:
                     self.state = JobState.RUNNING
+            case "checkpoint_begun" | "checkpoint_committed":
+                self.checkpoints.restore(kind, body)
             case "job_ended":
                 self._restore_end(body)
             case _:

@@ -39,7 +39,10 @@ JOBS_ENDED_MAX: Final = 32
 
 
 class Machine:
-    def __init__(self, *, term: Term, lease_ms: int, now_ms: int) -> None:
+    """`checkpoints`: the URL of checkpoints of jobs that leave it to the coordinator; None: they have none."""
+
+    def __init__(self, *, term: Term, lease_ms: int, now_ms: int, checkpoints: str | None = None) -> None:
+        self._checkpoints = checkpoints
         self._lease_ms = lease_ms
         self._members = Membership(term=term, lease_ms=lease_ms)
         self._jobs: dict[JobId, Job] = {}
@@ -49,11 +52,13 @@ class Machine:
         self.term = term
 
     @classmethod
-    def restore(cls, records: Iterable[Record], *, term: Term, lease_ms: int, now_ms: int) -> Self:
+    def restore(
+        cls, records: Iterable[Record], *, term: Term, lease_ms: int, now_ms: int, checkpoints: str | None = None
+    ) -> Self:
         """The machine that wrote the records, in a new term: every lease counts as just renewed (rule C4), and calls
         to servers that were under way are due again; see `resume`. Raises ConfigurationError for a record that cannot
         be read or does not fit those before it."""
-        machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms)
+        machine = cls(term=term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints)
         for record in records:
             try:
                 machine._restore(record.kind, Body(record.body), now_ms)
@@ -137,6 +142,10 @@ class Machine:
                 return self._jobs[job].end_opening(opened=True, now_ms=now_ms)
             case events.OpeningFailed(job) if job in self._jobs:
                 return self._jobs[job].end_opening(opened=False, now_ms=now_ms)
+            case events.CheckpointTaken(job) if job in self._jobs:
+                return self._jobs[job].end_checkpoint(event)
+            case events.CheckpointFailed(job, draft, why) if job in self._jobs:
+                return self._jobs[job].fail_checkpoint(draft, why, now_ms)
             case events.WorkersFenced(job, workers) if job in self._jobs:
                 return self._jobs[job].free(workers, now_ms)
             case _:
@@ -266,7 +275,7 @@ class Machine:
         return job, [record, Tell(f"{job.title} was started by {worker.title}")]
 
     def _add_job(self, number: JobId, settings: JobSettings, now_ms: int) -> Job:
-        self._jobs[number] = job = Job(number, settings, now_ms)
+        self._jobs[number] = job = Job(number, settings, now_ms, self._checkpoints)
         self._next_job = max(self._next_job, number + 1)
         return job
 

@@ -22,6 +22,9 @@ from shardyard_coordinator.shell import Coordinator
 
 log = logging.getLogger("shardyard.coordinator")
 
+CHECKPOINTS = "checkpoints"
+"""The folder in the state folder that takes jobs' checkpoints, unless job.checkpoint.url says where."""
+
 
 def serve(
     *,
@@ -42,7 +45,11 @@ def serve(
     journal = Journal(state)
     try:
         coordinator = Coordinator(
-            network=GrpcNetwork(), journal=journal, clock=SystemClock(), membership=settings.membership
+            network=GrpcNetwork(),
+            journal=journal,
+            clock=SystemClock(),
+            membership=settings.membership,
+            checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
         )
         _serve(coordinator, journal, bind=bind, advertise=advertise, stop=stop, ready=ready)
     finally:

@@ -26,6 +26,12 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Job._idle_since_ms": "a job without workers waits for its idle time anew: nobody could join meanwhile",
     "Job._finish_at_ms": "whether it is set is recorded; the time for late workers begins anew",
     "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
+    "CheckpointBook._begun_ms": "the time to the next checkpoint begins anew",
+    "CheckpointBook._begun_step": "so do the steps to it",
+    "CheckpointBook._retry_at_ms": "one that failed is tried again at once",
+    "CheckpointBook._failures": "and as if for the first time",
+    "CheckpointBook._wanted": "who waited asks again",
+    "CheckpointBook.draft": "it was this process that would have written the manifest",
     "Deployment._retry_at_ms": "what was under way is tried again at once",
     "_Standing.unowned_since_ms": "an unowned rank waits for its grace time anew",
 }

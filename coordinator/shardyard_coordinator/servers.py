@@ -10,8 +10,21 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
+from shardyard.checkpoints.convert import entry_to_wire
+from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.ground.errors import NotFound, NotReady, Refused, ServerUnavailable, Unavailable
-from shardyard.ground.types import Caller, Incarnation, JobId, SourceKey, Term, Token
+from shardyard.ground.types import (
+    Caller,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    PartitionId,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+)
 from shardyard.transport.peers import Network, Peer
 from shardyard.wire import convert, methods
 from shardyard.wire.methods import Method
@@ -22,6 +35,8 @@ from shardyard_coordinator.placement import Server
 
 CALL_MS: Final = 10_000
 """Deadline of a call that a worker waits for."""
+SAVE_MS: Final = 600_000
+"""Deadline of a call that writes or reads partitions: so long that only a dead storage reaches it."""
 DROP_MS: Final = 2_000
 FENCE_MS: Final = 1_500
 """Deadline of a Fence: a dead worker's work waits for it. Tokens keep the books right without it (rule A5)."""
@@ -52,6 +67,57 @@ class Servers:
     def open(self, effect: effects.OpenPartitions) -> None:
         request = wire.OpenPartitionsRequest(caller=self._caller(effect.job), generation=effect.generation)
         self._call(effect.server, methods.OPEN_PARTITIONS, request, CALL_MS)
+
+    def give(
+        self,
+        job: JobId,
+        server: Server,
+        *,
+        generation: Generation,
+        layout: JobLayout,
+        partitions: Sequence[PartitionId],
+        mode: UpdateMode,
+        logical_ranks: int,
+        folder: str,
+        restored: Sequence[PartitionEntry],
+    ) -> None:
+        """Partitions under a map, some of them with what a checkpoint in `folder` has of them."""
+        request = wire.CreatePartitionsRequest(
+            caller=self._caller(job),
+            generation=generation,
+            layout=convert.layout_to_wire(layout),
+            partitions=partitions,
+            mode=convert.mode_to_wire(mode),
+            logical_ranks=logical_ranks,
+            server=server.incarnation,
+            restore=wire.Restore(url=folder, partitions=[entry_to_wire(entry) for entry in restored]),
+        )
+        self._call(server, methods.CREATE_PARTITIONS, request, SAVE_MS)
+
+    def save(
+        self,
+        job: JobId,
+        server: Server,
+        *,
+        generation: Generation,
+        folder: str,
+        number: int,
+        step: int | None,
+        base: int,
+        wait_ms: int,
+    ) -> wire.SaveCheckpointReply:
+        """A server's partitions into a checkpoint."""
+        request = wire.SaveCheckpointRequest(
+            caller=self._caller(job),
+            server=server.incarnation,
+            generation=generation,
+            url=folder,
+            number=number,
+            step=step,
+            base=base,
+            wait_ms=wait_ms,
+        )
+        return self._call(server, methods.SAVE_CHECKPOINT, request, SAVE_MS)
 
     def fence(self, job: JobId, server: Server, workers: Iterable[Incarnation]) -> None:
         request = wire.FenceRequest(caller=self._caller(job), incarnations=workers)

@@ -24,6 +24,7 @@ from shardyard.transport.peers import Context, Network, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, standing
+from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
@@ -44,7 +45,8 @@ A = TypeVar("A")
 
 class Coordinator:
     """Serves `service` from `start` until `stop`, going on from the journal's records. The journal stays the caller's
-    to close, after `stop`. Raises ConfigurationError for a journal that cannot be read."""
+    to close, after `stop`. `checkpoints`: the URL of checkpoints of jobs that leave it to the coordinator. Raises
+    ConfigurationError for a journal that cannot be read."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class Coordinator:
         journal: Journal,
         clock: Clock,
         membership: MembershipSettings,
+        checkpoints: str | None = None,
         tick_ms: int = TICK_MS,
     ) -> None:
         self._tick_ms = tick_ms
@@ -60,8 +63,9 @@ class Coordinator:
         self._clock = clock
         self._membership = membership
         self._lock = threading.Lock()
-        self._machine = _restore(journal, lease_ms=membership.lease_ms, now_ms=clock.now_ms())
+        self._machine = _restore(journal, lease_ms=membership.lease_ms, now_ms=clock.now_ms(), checkpoints=checkpoints)
         self._servers = Servers(network, journal.term)
+        self._archive = Archive(self._servers)
         self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
@@ -220,6 +224,8 @@ class Coordinator:
                 self._later(self._fence, effect)
             case effects.DropJob():
                 self._later(self._drop, effect)
+            case effects.TakeCheckpoint():
+                self._later(self._take_checkpoint, effect)
             case effects.ForgetServer(server):
                 self._later(self._servers.forget, server)
             case _:
@@ -282,6 +288,22 @@ class Coordinator:
         except ShardyardError as error:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
+    def _take_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
+        job, draft = wanted.subject.job, wanted.draft
+        why = "a defect of the coordinator; its log has more"
+        try:
+            number, step = self._archive.take(
+                wanted.subject, wanted.map, draft, url=wanted.url, base=wanted.base, keep=wanted.keep
+            )
+        except ShardyardError as error:
+            why = error.what
+        else:
+            self._handle(events.CheckpointTaken(job, draft.number, number, step))
+            return
+        finally:
+            # nothing happens where it was taken
+            self._handle(events.CheckpointFailed(job, draft.number, why))
+
     def _later(self, work: Callable[[A], None], about: A) -> None:
         try:
             self._callers.submit(work, about).add_done_callback(_log_failure)
@@ -290,10 +312,10 @@ class Coordinator:
             log.debug("not done any more: %s", error)
 
 
-def _restore(journal: Journal, *, lease_ms: int, now_ms: int) -> Machine:
+def _restore(journal: Journal, *, lease_ms: int, now_ms: int, checkpoints: str | None) -> Machine:
     records = journal.records()
     try:
-        machine = Machine.restore(records, term=journal.term, lease_ms=lease_ms, now_ms=now_ms)
+        machine = Machine.restore(records, term=journal.term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints)
     except ConfigurationError as error:
         raise ConfigurationError(
             f"the journal {journal.name}: {error.what}",

@@ -23,7 +23,7 @@ from shardyard.checkpoints.partition_file import BlockSource, BlockState, Partit
 from shardyard.checkpoints.storage import Storage
 from shardyard.checkpoints.tensors import bytes_of
 from shardyard.ground.errors import CheckpointDamaged, NotReady
-from shardyard.ground.types import DType, JobLayout, PartitionId, Version
+from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Version
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.partition import Partition
 
@@ -64,7 +64,8 @@ class _Written:
 class Saver:
     """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Incarnation) -> None:
+        self._server = server
         self._written: dict[PartitionId, dict[int, _Written]] = {}
 
     def save(self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage) -> list[Saved]:
@@ -89,7 +90,7 @@ class Saver:
             blocks = self._changed(cut, order.base)
             head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
             sources = [self._source(partition, cut, index) for index in blocks]
-            path = partition_path(order.number, partition.id)
+            path = partition_path(order.number, partition.id, self._server)
             written = storage.write(path, partition_file.pieces(head, sources))
         finally:
             cut.release()

@@ -239,7 +239,7 @@ class Store:
             if hosted is None:
                 total = sum(layout.partitions[p].payload_bytes for p in owned)
                 regions = Regions(total, shareable=self._shareable)
-                hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver())
+                hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver(self.incarnation))
                 try:
                     self._make(hosted, owned)
                 except TooLarge:

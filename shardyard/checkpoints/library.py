@@ -1,7 +1,7 @@
 """All checkpoints below one URL: listed, read, checked, committed, pruned.
 
     <URL>/<job>/<number, 12 digits>/manifest.json             written last
-    <URL>/<job>/<number, 12 digits>/partition-0003.safetensors
+    <URL>/<job>/<number, 12 digits>/partition-0003-<server>.safetensors
     <URL>/<job>/<number, 12 digits>/worker-<name>.safetensors
 
 Owns: which folder is a checkpoint: the one that has a manifest. Invariants: a manifest is written when all that it

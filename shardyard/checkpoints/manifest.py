@@ -25,7 +25,7 @@ from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.storage import Written
 from shardyard.ground import limits
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, TooLarge
-from shardyard.ground.types import JobId, JobLayout, PartitionId, Token, UpdateMode, Version
+from shardyard.ground.types import Incarnation, JobId, JobLayout, PartitionId, Token, UpdateMode, Version
 
 FORMAT: Final = "shardyard-checkpoint"
 FORMAT_VERSION: Final = 1
@@ -35,12 +35,17 @@ CHECKPOINT_NUMBER_MAX: Final = 10**12 - 1
 FILES_PER_PARTITION_MAX: Final = 4_096
 
 JOB_NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
-FILE_NAME: Final = re.compile(r"(?:partition-[0-9]{4}|worker-[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.safetensors")
+FILE_NAME: Final = re.compile(
+    r"(?:partition-[0-9]{4}-[0-9a-f]{1,16}|worker-[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.safetensors"
+)
 _WORKER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE_PATH: Final = re.compile(rf"([0-9]{{12}})/({FILE_NAME.pattern})")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _TEXT: Final = re.compile(r"[ -~]{1,64}")
 _MODE: Final = re.compile("|".join(mode.value for mode in UpdateMode))
+
+NOBODY: Final = Incarnation(0)
+"""Wrote what no server wrote."""
 
 _PREFIX: Final = b'{"manifest":'
 _MIDDLE: Final = b',"sha256":"'
@@ -53,9 +58,10 @@ def folder_name(number: int) -> str:
     return f"{number:012d}"
 
 
-def partition_path(number: int, partition: PartitionId) -> str:
-    """Of a partition's file in checkpoint `number`, from the job's folder."""
-    return f"{folder_name(number)}/partition-{partition:04d}.safetensors"
+def partition_path(number: int, partition: PartitionId, server: Incarnation = NOBODY) -> str:
+    """Of a partition's file in checkpoint `number`, from the job's folder. It names the server that wrote it, so that
+    one that wakes up late cannot write over another one's."""
+    return f"{folder_name(number)}/partition-{partition:04d}-{int(server):x}.safetensors"
 
 
 def feedback_path(number: int, worker: str) -> str:
@@ -296,7 +302,7 @@ def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEn
 def _partition_file(node: Node, number: int, partition: PartitionId) -> PartitionFile:
     fields = node.fields(("path", "nbytes", "sha256", "blocks"))
     file = _file(fields, number)
-    if file.path != partition_path(file.number, partition):
+    if not file.path.startswith(f"{folder_name(file.number)}/partition-{partition:04d}-"):
         fields["path"].refuse(f"a file of partition {partition}")
     blocks = fields["blocks"].numbers(limits.BLOCKS_MAX)
     if any(a >= b for a, b in itertools.pairwise(blocks)):

@@ -419,11 +419,11 @@ FEEDBACK = {"worker": "a", "path": "000000000007/worker-a.safetensors", "nbytes"
         (lambda m: m["partitions"][0]["files"][0].update(path="../x"), "a file of a checkpoint"),
         (lambda m: m["partitions"][0]["files"][0].update(path="000000000007/manifest.json"), "a file of a checkpoint"),
         (
-            lambda m: m["partitions"][0]["files"][0].update(path="000000000007/partition-0001.safetensors"),
+            lambda m: m["partitions"][0]["files"][0].update(path="000000000007/partition-0001-0.safetensors"),
             "a file of partition 0",
         ),
         (
-            lambda m: m["partitions"][0]["files"][0].update(path="000000000008/partition-0000.safetensors"),
+            lambda m: m["partitions"][0]["files"][0].update(path="000000000008/partition-0000-0.safetensors"),
             "checkpoint 7 or an earlier one",
         ),
         (lambda m: m["partitions"][0]["files"][0].update(nbytes=1 << 60), "nbytes is"),

@@ -221,7 +221,7 @@ def test_manifest_is_written_last(folder: CheckpointLibrary, tmp_path: Path) -> 
             write_whole(folder, 1)
     assert folder.numbers(JOB) == ()
     assert sorted(path.name for path in (tmp_path / JOB / "000000000001").iterdir()) == [
-        f"partition-000{index}.safetensors" for index in range(3)
+        f"partition-000{index}-0.safetensors" for index in range(3)
     ]
 
 
@@ -229,7 +229,7 @@ def test_disk_that_is_full_leaves_the_newest_checkpoint_as_it_was(folder: Checkp
     first = write_whole(folder, 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with failpoints.armed("storage.before_write", failpoints.action_of("error:ENOSPC"), at=3):
-        with pytest.raises(StorageUnavailable, match=r"partition-0000\.safetensors: No space left on device"):
+        with pytest.raises(StorageUnavailable, match=r"partition-0000-0\.safetensors: No space left on device"):
             folder.write_state(JOB, 2, state(LAYOUT, 0, seed=2, number=2))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert folder.load(JOB) == first
@@ -349,9 +349,9 @@ def test_prune_keeps_the_newest_and_what_they_need(folder: CheckpointLibrary, tm
     # 3 and 4 take partitions of 1, but nothing of 2
     assert folder.storage.list_folders(JOB) == tuple(manifests.folder_name(number) for number in (1, 3, 4, 5))
     assert list(folder.storage.list_files(f"{JOB}/{manifests.folder_name(1)}")) == [
-        f"partition-000{index}.safetensors" for index in range(3)
+        f"partition-000{index}-0.safetensors" for index in range(3)
     ]
-    assert list(folder.storage.list_files(f"{JOB}/{manifests.folder_name(5)}")) == ["partition-0000.safetensors"]
+    assert list(folder.storage.list_files(f"{JOB}/{manifests.folder_name(5)}")) == ["partition-0000-0.safetensors"]
     assert folder.prune(JOB, 2).files == 0
 
 

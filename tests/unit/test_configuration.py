@@ -443,7 +443,7 @@ def test_documentation_names_every_variable() -> None:
         assert f"`{name}`" in page
 
 
-@pytest.mark.parametrize("name", ["local", "sync", "async", "compose", "compression"])
+@pytest.mark.parametrize("name", ["local", "sync", "async", "compose", "compression", "checkpoints"])
 def test_example_is_valid(name: str) -> None:
     loaded = load(ROOT / "configs" / f"{name}.yaml")
     assert loaded.settings.job.name == name
@@ -456,5 +456,6 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert loaded["async"].job.consistency.mode is UpdateMode.ASYNC
     assert (loaded["local"].yard.servers, loaded["local"].yard.workers) == (2, 2)
     assert loaded["compression"].job.compression.push_rules.kinds == {"none", "topk"}
+    assert (loaded["checkpoints"].job.checkpoint.every_steps, loaded["checkpoints"].job.checkpoint.keep) == (1_000, 5)
     assert loaded["compose"].coordinator == "coordinator:7070"
     assert loaded["compose"].yard.bind == "0.0.0.0"

@@ -1,0 +1,199 @@
+"""Checkpoints of jobs, carried out: servers write and read partitions, this process writes the manifests.
+
+Owns: the order of things. Invariants: a manifest is written when all servers have said that their files are durable; a
+checkpoint is of one moment of a synchronous job (rule B7), and of an asynchronous one each partition with its own
+ledger (rule A9); what is restored was checked. Must not know: when, and why, a job is written down.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Final, TypeVar
+
+from shardyard.checkpoints.convert import file_from_wire
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
+from shardyard.checkpoints.storage import open_storage
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotReady, ShardyardError
+from shardyard.ground.types import PartitionId, PartitionMap, UpdateMode, Version
+from shardyard.wire import convert
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_coordinator.checkpoints import Draft, Subject
+from shardyard_coordinator.placement import Server
+from shardyard_coordinator.servers import Servers
+
+R = TypeVar("R")
+
+log = logging.getLogger("shardyard.coordinator")
+
+STEP_WAIT_MS: Final = 2_000
+"""How long a step that was named ahead is waited for, before the one that stands is taken."""
+STEPS_AHEAD: Final = 2
+STEPS_AHEAD_MAX: Final = 1 << 20
+TRIES: Final = 12
+FILES_PER_ENTRY_MAX: Final = 64
+"""A partition whose state lies in more files than this is written whole."""
+
+
+class Archive:
+    """Safe for several threads, for one job at a time each."""
+
+    def __init__(self, servers: Servers, *, now: Callable[[], datetime.datetime] | None = None) -> None:
+        self._servers = servers
+        self._now = now or (lambda: datetime.datetime.now(datetime.UTC))
+
+    def take(
+        self, subject: Subject, map_: PartitionMap, draft: Draft, *, url: str, base: int, keep: int
+    ) -> tuple[int, int]:
+        """Writes a checkpoint and prunes those before; its number, the draft's or the next one that is free, and the
+        step that it is of. `base`: the number of this run's newest committed one, 0 without any. Raises NotReady,
+        StorageUnavailable, CheckpointDamaged."""
+        library = CheckpointLibrary(open_storage(url))
+        draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
+        former = library.load(subject.name, base) if base else None
+        folder = f"{url.rstrip('/')}/{subject.name}"
+        whole = former is None or any(len(entry.files) > FILES_PER_ENTRY_MAX for entry in former.partitions)
+        saved = self._save(subject, map_, draft, folder, 0 if whole else base)
+        entries = []
+        for partition in range(len(subject.layout.partitions)):
+            version, file = saved[PartitionId(partition)]
+            entries.append(_entry(subject, former, PartitionId(partition), version, file))
+        step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
+        library.commit(
+            Manifest(
+                number=draft.number,
+                job_name=subject.name,
+                job=subject.job,
+                seed=subject.seed,
+                settings=subject.settings,
+                mode=subject.mode,
+                step=step,
+                created=self._now().isoformat(timespec="seconds"),
+                layout=subject.layout,
+                partitions=tuple(entries),
+                data_ledger=draft.data_ledger,
+                token_floor=draft.floor,
+            )
+        )
+        try:
+            library.prune(subject.name, keep)
+        except ShardyardError as error:  # the checkpoint counts all the same
+            log.warning("old checkpoints of job %r were not deleted: %s", subject.name, error.what)
+        return draft.number, step
+
+    def restore(
+        self,
+        subject: Subject,
+        map_: PartitionMap,
+        *,
+        url: str,
+        number: int,
+        life: int,
+        partitions: Collection[PartitionId],
+    ) -> None:
+        """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint has them, in
+        that life. The same again does nothing. Raises NotReady, CheckpointDamaged, CheckpointNotFound,
+        StorageUnavailable."""
+        manifest = CheckpointLibrary(open_storage(url)).load(subject.name, number)
+        if manifest.layout != subject.layout:
+            raise CheckpointDamaged(f"checkpoint {number} of job {subject.name!r} is of another layout")
+        found = {
+            entry.partition: PartitionEntry(entry.partition, Version(life, entry.version.number), entry.files)
+            for entry in manifest.partitions
+            if entry.partition in partitions
+        }
+        folder = f"{url.rstrip('/')}/{subject.name}"
+
+        def give(server: Server, owned: Sequence[PartitionId]) -> None:
+            restored = [found[partition] for partition in owned if partition in found]
+            self._servers.give(
+                subject.job,
+                server,
+                generation=map_.generation,
+                layout=subject.layout,
+                partitions=owned,
+                mode=subject.mode,
+                logical_ranks=subject.logical_ranks,
+                folder=folder,
+                restored=restored,
+            )
+
+        self._everywhere(map_, give)
+
+    # ---- inside
+
+    def _save(
+        self, subject: Subject, map_: PartitionMap, draft: Draft, folder: str, base: int
+    ) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+        """What each partition was written as."""
+        if subject.mode is not UpdateMode.SYNC:
+            return self._save_at(subject, map_, draft, folder, base, None)
+        step, ahead = draft.step + STEPS_AHEAD, STEPS_AHEAD
+        for _ in range(TRIES):
+            try:
+                return self._save_at(subject, map_, draft, folder, base, step)
+            except InvalidRequest as error:
+                if "newest" not in error.facts:
+                    raise
+                # it has passed: the workers are quicker than was thought
+                ahead = min(4 * ahead, STEPS_AHEAD_MAX)
+                step = int(error.facts["newest"]) + ahead
+            except NotReady:
+                if step == draft.step:
+                    raise
+                # nobody takes steps now: the one that stands
+                step = draft.step
+        raise NotReady(
+            f"checkpoint {draft.number} of job {subject.name!r}: no step could be named ahead of the workers"
+        )
+
+    def _save_at(
+        self, subject: Subject, map_: PartitionMap, draft: Draft, folder: str, base: int, step: int | None
+    ) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+        def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
+            reply = self._servers.save(
+                subject.job,
+                server,
+                generation=map_.generation,
+                folder=folder,
+                number=draft.number,
+                step=step,
+                base=base,
+                wait_ms=STEP_WAIT_MS,
+            )
+            if sorted(each.partition for each in reply.partitions) != sorted(owned):
+                raise NotReady(f"server {server.incarnation} has saved other partitions than it was given")
+            return list(reply.partitions)
+
+        found = {}
+        for saved in self._everywhere(map_, save):
+            for each in saved:
+                version = convert.version_from_wire(each.version)
+                found[PartitionId(each.partition)] = version, file_from_wire(each.file)
+        return found
+
+    def _everywhere(self, map_: PartitionMap, ask: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
+        """Asks all servers of a map at once. Raises the first refusal when all have answered."""
+        asked = [
+            partial(ask, Server(server, owned[0].address), [owner.partition for owner in owned])
+            for server, owned in map_.by_server().items()
+        ]
+        with ThreadPoolExecutor(len(asked), "archive") as pool:
+            futures = [pool.submit(each) for each in asked]
+        return [future.result() for future in futures]
+
+
+def _entry(
+    subject: Subject, former: Manifest | None, partition: PartitionId, version: Version, file: PartitionFile
+) -> PartitionEntry:
+    blocks = len(subject.layout.partitions[partition].blocks)
+    if len(file.blocks) == blocks:
+        return PartitionEntry(partition, version, (file,))
+    if former is None:
+        raise NotReady(f"partition {partition} was written without {blocks - len(file.blocks)} of its blocks")
+    return former.partitions[partition].incremental(version, file.file, file.blocks)

@@ -1,0 +1,163 @@
+"""When a job is written down, what the newest checkpoint holds, and what may be forgotten since.
+
+Owns: the number of the next checkpoint, the one under way, the newest committed one. Invariants: one at a time; numbers
+only grow, over restarts too, so that no file is written twice; the data ledger is copied before any partition is cut
+(rule A9); what `committed` says is on the storage. Must not know: servers, storage, what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.ground.types import JobId, JobLayout, Token, UpdateMode
+from shardyard.runtime.settings import CheckpointSettings
+from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
+
+RETRY_MS: Final = 1_000
+RETRY_MS_MAX: Final = 60_000
+AUTO: Final = "auto"
+NEVER: Final = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being taken. `step`: where the job stood when it was begun; `data_ledger`: what was closed
+    then; tokens below `floor` are of leases that have ended."""
+
+    number: int
+    step: int
+    data_ledger: Mapping[str, object]
+    floor: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that counts. `data_ledger`: as its draft's."""
+
+    number: int
+    step: int
+    data_ledger: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is the same in all checkpoints of a job. `settings`: the job's, as JSON."""
+
+    job: JobId
+    name: str
+    seed: int
+    settings: Mapping[str, object]
+    mode: UpdateMode
+    logical_ranks: int
+    layout: JobLayout
+
+
+class CheckpointBook:
+    """Of one job. `url`: where its checkpoints are; None: there are none."""
+
+    def __init__(self, settings: CheckpointSettings, url: str | None, now_ms: int) -> None:
+        self._settings = settings
+        self.url = url
+        self._number = 0
+        self._begun_ms = now_ms
+        self._begun_step = 0
+        self._retry_at_ms = 0
+        self._failures = 0
+        self._wanted = False
+        self.draft: Draft | None = None
+        self.committed: Committed | None = None
+
+    @property
+    def enabled(self) -> bool:
+        return self.url is not None
+
+    @property
+    def base(self) -> int:
+        """The number of the newest committed one, 0 before the first."""
+        return 0 if self.committed is None else self.committed.number
+
+    def want(self) -> None:
+        """Somebody waits for one that begins after now."""
+        self._wanted = True
+
+    def is_due(self, now_ms: int, step: int) -> bool:
+        """Whether one is to be begun. `step`: where the job stands."""
+        if not self.enabled or self.draft is not None or now_ms < self._retry_at_ms:
+            return False
+        settings = self._settings
+        in_time = settings.every_s and now_ms - self._begun_ms >= 1_000 * settings.every_s
+        in_steps = settings.every_steps and step - self._begun_step >= settings.every_steps
+        anything_new = self.committed is None or step != self.committed.step
+        return self._wanted or self.committed is None or bool(in_steps or (in_time and anything_new))
+
+    def begin(self, now_ms: int, step: int, data_ledger: Mapping[str, object], floor: Token) -> tuple[Draft, Entry]:
+        assert self.draft is None
+        self._number += 1
+        self._begun_ms, self._begun_step, self._wanted = now_ms, step, False
+        self.draft = Draft(self._number, step, data_ledger, floor)
+        return self.draft, ("checkpoint_begun", {"number": self._number})
+
+    def fail(self, number: int, now_ms: int) -> bool:
+        """The checkpoint was not written; another will be begun, not too soon. False for one that is not under way."""
+        if self.draft is None or self.draft.number != number:
+            return False
+        self.draft, self._wanted = None, True
+        self._retry_at_ms = now_ms + min(RETRY_MS << min(self._failures, 16), RETRY_MS_MAX)
+        self._failures += 1
+        return True
+
+    def commit(self, number: int, step: int, written_as: int) -> Entry | None:
+        """The manifest of the checkpoint that was begun under this number is written, as number `written_as`, since
+        other runs of the job's name may have left theirs. None for one that is not under way any more."""
+        if self.draft is None or self.draft.number != number:
+            return None
+        draft, self.draft = self.draft, None
+        self._failures = 0
+        self._number = max(self._number, written_as)
+        self.committed = Committed(written_as, step, draft.data_ledger)
+        return self._committed
+
+    def abandon(self) -> None:
+        """What is being written is not of this job's present any more: its partitions were restored meanwhile."""
+        if self.draft is not None:
+            self.draft, self._wanted = None, True
+
+    # ---- records
+
+    @property
+    def _committed(self) -> Entry:
+        assert self.committed is not None
+        return "checkpoint_committed", {
+            "number": self.committed.number,
+            "step": self.committed.step,
+            "data_ledger": self.committed.data_ledger,
+        }
+
+    def entries(self) -> list[Entry]:
+        found: list[Entry] = []
+        if self.committed is not None:
+            found.append(self._committed)
+        if self._number > self.base:
+            found.append(("checkpoint_begun", {"number": self._number}))
+        return found
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Raises DamagedRecord."""
+        number = body.number("number", least=1)
+        if kind == "checkpoint_begun":
+            require(number > self._number, f"checkpoint {number} is begun after {self._number}")
+            self._number = number
+        elif kind == "checkpoint_committed":
+            self._number = max(self._number, number)
+            self.committed = Committed(number, body.number("step"), body.values("data_ledger"))
+        else:
+            raise DamagedRecord("its kind is unknown to this release")
+
+
+def url_of(settings: CheckpointSettings, default: str | None) -> str | None:
+    """Where a job's checkpoints are. `default`: of jobs that leave it to the coordinator."""
+    if settings.url == NEVER:
+        return None
+    return default if settings.url == AUTO else settings.url

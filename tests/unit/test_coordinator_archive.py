@@ -1,0 +1,314 @@
+"""Checkpoints of a job, taken and given back by the coordinator with several servers; and when one is due."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.storage import open_storage
+from shardyard.ground.errors import CheckpointNotFound, NotReady
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DataShardSource,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    PartitionMap,
+    PartitionOwner,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+)
+from shardyard.runtime.settings import CheckpointSettings
+from shardyard.transport.in_process import InProcessNetwork
+from shardyard_coordinator import archive as module
+from shardyard_coordinator.archive import Archive
+from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
+from shardyard_coordinator.records import Body
+from shardyard_coordinator.servers import Servers
+from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.store import Store
+from shardyard_ps_server.versions import aligned_empty
+
+JOB, FIRST, SECOND = JobId(1), Generation(1), Generation(2)
+RATE = (make_group("adam", {"lr": 0.5}),)
+SHARD = DataShardSource(0, 0, 0)
+PARTITIONS = [PartitionId(number) for number in range(4)]
+LAYOUT = JobLayout(
+    tuple(VariableSpec(f"v{number}", DType.FLOAT64, (8,)) for number in range(8)),
+    OptimizerSpec("adam", RATE),
+    tuple(PartitionLayout(p, 128, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in PARTITIONS),
+)
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+
+
+class Yard:
+    """Servers 1 to 3; the job's partitions lie on the first two, by turns."""
+
+    def __init__(self, mode: UpdateMode) -> None:
+        network = InProcessNetwork()
+        self.mode = mode
+        self.stores: dict[Incarnation, Store] = {}
+        for number in (1, 2, 3):
+            store = self.stores[Incarnation(number)] = Store()
+            store.become(Incarnation(number), Term(5))
+            network.listen(f"server:{number}", [Servicer(store).service()])
+        self.map = self.map_of([1, 2, 1, 2], FIRST)
+        self.generation = FIRST
+        for server, owners in self.map.by_server().items():
+            owned = [owner.partition for owner in owners]
+            self.stores[server].create(JOB, FIRST, LAYOUT, owned, mode, 2)
+            self.stores[server].open(JOB, FIRST)
+        self.lease()
+        self.servers = Servers(network, Term(5))
+        self.archive = Archive(self.servers, now=lambda: NOW)
+        self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
+
+    @staticmethod
+    def map_of(servers: list[int], generation: Generation) -> PartitionMap:
+        owners = (PartitionOwner(p, Incarnation(s), f"server:{s}") for p, s in zip(PARTITIONS, servers, strict=True))
+        return PartitionMap(generation, tuple(owners))
+
+    @property
+    def sources(self) -> list[Source]:
+        return [SHARD] if self.mode is UpdateMode.ASYNC else [RankSource(Rank(rank)) for rank in range(2)]
+
+    def lease(self) -> None:
+        for server in self.map.by_server():
+            hosted = self.stores[server].hosted()[0]
+            self.stores[server].open_sources(hosted, [(SourceKey(source), Token(1)) for source in self.sources])
+
+    def push(self, sequence: int, *, only: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        """`only`: partitions with gradients."""
+        for source in self.sources:
+            for server, owners in self.map.by_server().items():
+                parts = tuple(PushPart(o.partition, 128 if o.partition in only else 0) for o in owners)
+                name = PushName(SourceKey(source), Token(1), sequence, sequence)
+                caller = Caller(JOB, Incarnation(10))
+                order = PushOrder(caller, server, self.map.generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
+                payload = aligned_empty(order.payload_bytes)
+                payload.view(np.float64)[:] = np.random.default_rng(sequence).normal(size=len(payload) // 8)
+                store = self.stores[server]
+                store.push(store.admit_push(order), order, payload)
+
+    def values(self) -> dict[int, bytes]:
+        found = {}
+        for server, owners in self.map.by_server().items():
+            owned = tuple(owner.partition for owner in owners)
+            caller = Caller(JOB, Incarnation(10))
+            wish = PullWish(caller, server, self.map.generation, owned, 0, exactly=False)
+            _, held = self.stores[server].hold(self.stores[server].admit_pull(wish), wish)
+            found |= {partition.id: buffer.tobytes() for partition, buffer in held.buffers}
+            held.release()
+        return dict(sorted(found.items()))
+
+    def take(self, folder: Path, number: int, *, step: int = 0, base: int = 0, keep: int = 3) -> int:
+        """The step that was written. The number is the one that was asked for."""
+        draft = Draft(number, step, {"feeds": number}, Token(1))
+        taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep)
+        assert taken[0] == number
+        return taken[1]
+
+    def restore(self, folder: Path, number: int, servers: list[int], partitions: set[int], life: int = 2) -> None:
+        self.map = self.map_of(servers, Generation(self.map.generation + 1))
+        wanted = {PartitionId(partition) for partition in partitions}
+        for _ in range(2):  # the same again does nothing
+            self.archive.restore(self.subject, self.map, url=str(folder), number=number, life=life, partitions=wanted)
+        self.lease()
+
+
+@pytest.fixture
+def yard(request: pytest.FixtureRequest) -> Iterator[Yard]:
+    found = Yard(getattr(request, "param", UpdateMode.ASYNC))
+    yield found
+    found.servers.close()
+
+
+def test_checkpoint_has_all_partitions_and_what_the_job_is(yard: Yard, tmp_path: Path) -> None:
+    yard.push(0)
+    assert yard.take(tmp_path, 1, step=17) == 17
+    library = CheckpointLibrary(open_storage(str(tmp_path)))
+    manifest = library.load("ads")
+    assert (manifest.number, manifest.step, manifest.seed, manifest.layout) == (1, 17, 7, LAYOUT)
+    assert (manifest.created, manifest.settings, manifest.data_ledger) == (
+        NOW.isoformat(),
+        {"name": "ads"},
+        {"feeds": 1},
+    )
+    assert [entry.version.number for entry in manifest.partitions] == [1] * 4
+    assert list(library.verify("ads")) == []
+
+
+def test_later_checkpoints_have_what_has_changed_and_old_ones_go(yard: Yard, tmp_path: Path) -> None:
+    for number in range(1, 6):
+        yard.push(number - 1, only=(0,))
+        yard.take(tmp_path, number, base=number - 1, keep=2)
+    library = CheckpointLibrary(open_storage(str(tmp_path)))
+    assert library.numbers("ads") == (4, 5)
+    manifest = library.load("ads")
+    assert [[file.file.number for file in entry.files if file.blocks] for entry in manifest.partitions] == [
+        [5],
+        [1],
+        [1],
+        [1],
+    ]
+    assert list(library.verify("ads")) == []
+    before = yard.values()
+    yard.restore(tmp_path, 5, [3, 3, 3, 3], {0, 1, 2, 3})
+    assert yard.values() == before
+
+
+def test_partitions_of_a_dead_server_go_to_the_living_and_a_new_one(yard: Yard, tmp_path: Path) -> None:
+    yard.push(0)
+    yard.take(tmp_path, 1)
+    saved = yard.values()
+    yard.push(1)
+    later = yard.values()
+    yard.restore(tmp_path, 1, [1, 3, 1, 1], {1, 3})
+    assert yard.values() == {0: later[0], 1: saved[1], 2: later[2], 3: saved[3]}
+
+
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_synchronous_checkpoint_is_of_one_step_while_steps_are_taken(yard: Yard, tmp_path: Path) -> None:
+    done = threading.Event()
+    seen: dict[int, dict[int, bytes]] = {}
+
+    def train() -> None:
+        for step in range(20_000):
+            seen[step] = yard.values()
+            if done.is_set():
+                return
+            yard.push(step)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        taken = [yard.take(tmp_path, number, step=0, base=number - 1) for number in (1, 2, 3)]
+    finally:
+        done.set()
+        thread.join()
+    assert taken == sorted(taken)
+    for number, step in enumerate(taken, start=1):
+        entries = CheckpointLibrary(open_storage(str(tmp_path))).load("ads", number).partitions
+        assert {entry.version.number for entry in entries} == {step}
+        yard.restore(tmp_path, number, [1, 2, 1, 2], {0, 1, 2, 3}, life=1 + number)
+        assert yard.values() == seen[step]
+
+
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_job_that_takes_no_steps_is_written_as_it_stands(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEP_WAIT_MS", 20)
+    yard.push(0)
+    assert yard.take(tmp_path, 1, step=1) == 1
+
+
+def test_nothing_is_committed_where_a_server_does_not_answer(yard: Yard, tmp_path: Path) -> None:
+    yard.map = yard.map_of([1, 9, 1, 9], FIRST)
+    with pytest.raises(NotReady, match="server 9"):
+        yard.take(tmp_path, 1)
+    assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == ()
+    with pytest.raises(CheckpointNotFound):
+        yard.restore(tmp_path, 1, [1, 1, 1, 1], {1, 3})
+    yard.map = yard.map_of([1, 2, 1, 2], FIRST)
+    yard.take(tmp_path, 2)
+
+
+def test_run_of_a_name_that_has_checkpoints_goes_on_after_them(yard: Yard, tmp_path: Path) -> None:
+    yard.take(tmp_path, 1)
+    yard.take(tmp_path, 2)
+    draft = Draft(1, 0, {}, Token(1))
+    assert yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=2)[0] == 3
+    assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (2, 3)
+
+
+# ---- when
+
+
+def book(**settings: object) -> CheckpointBook:
+    given = CheckpointSettings.model_validate(settings)
+    return CheckpointBook(given, url_of(given, "/somewhere"), 0)
+
+
+def committed(found: CheckpointBook, now_ms: int = 0, step: int = 0) -> CheckpointBook:
+    draft, _ = found.begin(now_ms, step, {}, Token(0))
+    assert found.commit(draft.number, step, draft.number) is not None
+    return found
+
+
+def test_first_checkpoint_is_due_at_once_and_one_at_a_time() -> None:
+    found = book()
+    assert found.is_due(0, 0)
+    draft, record = found.begin(0, 0, {}, Token(3))
+    assert (draft.number, draft.floor, record) == (1, 3, ("checkpoint_begun", {"number": 1}))
+    assert not found.is_due(10**9, 10**9)
+    found.want()
+    assert not found.is_due(10**9, 10**9)
+
+
+def test_checkpoints_are_due_by_time_by_steps_and_on_command() -> None:
+    found = committed(book(every_s=60, every_steps=100))
+    assert not found.is_due(59_999, 99)
+    assert found.is_due(60_000, 1)
+    assert not found.is_due(60_000, 0)  # nothing new
+    assert found.is_due(1, 100)
+    found.want()
+    assert found.is_due(1, 0)
+    assert not committed(book(every_s=0)).is_due(10**9, 10**9)
+    assert not book(url="never").is_due(10**9, 10**9)
+
+
+def test_checkpoint_that_failed_is_tried_again_under_another_number_and_not_too_soon() -> None:
+    found = committed(book())
+    draft, _ = found.begin(0, 5, {}, Token(0))
+    assert found.fail(draft.number, 1_000)
+    assert not found.fail(draft.number, 1_000)
+    assert found.commit(draft.number, 5, 9) is None
+    assert not found.is_due(1_000 + RETRY_MS - 1, 5)
+    assert found.is_due(1_000 + RETRY_MS, 5)
+    assert found.begin(3_000, 5, {}, Token(0))[0].number == 3
+    assert found.base == 1
+
+
+def test_checkpoint_of_a_past_that_was_taken_back_does_not_count() -> None:
+    found = committed(book())
+    draft, _ = found.begin(0, 5, {}, Token(0))
+    found.abandon()
+    assert found.commit(draft.number, 5, 9) is None
+    assert (found.base, found.is_due(0, 5)) == (1, True)
+
+
+def test_records_bring_back_the_newest_checkpoint_and_the_next_number() -> None:
+    found = committed(book(), step=4)
+    found.begin(1, 9, {}, Token(0))
+    for entries in (found.entries(), [("checkpoint_begun", {"number": 1}), *found.entries()]):
+        again = book()
+        for kind, body in entries:
+            again.restore(kind, Body(body))
+        assert (again.committed, again.draft) == (found.committed, None)
+        assert again.entries() == found.entries()
+        assert again.begin(0, 9, {}, Token(0))[0].number == 3
