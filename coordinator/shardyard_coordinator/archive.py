@@ -133,20 +133,21 @@ class Archive:
         """What each partition was written as."""
         if subject.mode is not UpdateMode.SYNC:
             return self._save_at(subject, map_, draft, folder, base, None)
-        step, ahead = draft.step + STEPS_AHEAD, STEPS_AHEAD
+        step, ahead = draft.step, 0
         for _ in range(TRIES):
             try:
                 return self._save_at(subject, map_, draft, folder, base, step)
             except InvalidRequest as error:
                 if "newest" not in error.facts:
                     raise
-                # it has passed: the workers are quicker than was thought
-                ahead = min(4 * ahead, STEPS_AHEAD_MAX)
+                # it has passed: the one that stands now, and if workers are taking steps, one ahead of them
                 step = int(error.facts["newest"]) + ahead
+                ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
-                if step == draft.step:
+                if ahead == 0:
                     raise
-                # nobody takes steps now: the one that stands
+                # nobody takes steps any more
+                ahead = 0
                 step = draft.step
         raise NotReady(
             f"checkpoint {draft.number} of job {subject.name!r}: no step could be named ahead of the workers"

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
 from shardyard.ground.types import DataLease, DataShardSource, Incarnation, Token
-from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, require
+from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, checked_items, checked_text, require
 
 FEEDS_MAX: Final = 100_000
 """Calls of job.batches in one job."""
@@ -300,6 +300,28 @@ class DataLedger:
             leases += [data_leased(shards.source(number), worker, token) for number, worker, token in held]
         return [*opened, *leases]
 
+    @property
+    def closed(self) -> int:
+        """Data shards that are done, over all feeds."""
+        return sum(each.done for each in self._feeds)
+
+    def reopen(self, kept: Mapping[str, object]) -> None:
+        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again:
+        partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
+        then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=self._next_token)
+        for item in Body(kept).items("entries"):
+            kind, body = checked_items(item, "an entry", count=2)
+            assert isinstance(body, Mapping)
+            then.restore(checked_text(kind, "an entry"), Body(body))
+        for shards in self._feeds:
+            before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
+            begun = 0 if before is None else before.begun
+            undone = {*range(begun, shards.begun), *(() if before is None else (*before.returned, *before.held))}
+            again = sorted(undone - set(shards.returned) - set(shards.held))
+            shards.returned = sorted([*shards.returned, *again])
+            sources = {shards.source(number) for number in again}
+            self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
+
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
         if kind == "feed_opened":
@@ -423,6 +445,18 @@ class StepLedger:
             if each.done:
                 entries.append(feed_closed(feed))
         return entries
+
+    @property
+    def closed(self) -> int:
+        return sum(each.done for each in self._feeds)
+
+    def end(self, feed: int) -> int:
+        """The step after a feed's last. Raises NotFound."""
+        return self._require(feed).end
+
+    def reopen(self, kept: Mapping[str, object]) -> None:
+        """Feeds are not told to be done before a checkpoint has all of their steps, so none is to be gone through
+        again."""
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""

@@ -209,6 +209,12 @@ class Deployment:
             "map": layouts.map_to_record(self.map),
         }
 
+    @property
+    def moved(self) -> Entry:
+        """The record of a map that was not the first."""
+        assert self.map is not None
+        return "partitions_moved", {"map": layouts.map_to_record(self.map)}
+
     def entries(self) -> list[Entry]:
         """Records that make this deployment anew, but for `suspend`."""
         if self.layout is None:
@@ -238,6 +244,9 @@ class Deployment:
                 self._registered = sorted({*self._registered, Incarnation(body.number("worker", least=1))})
             case "initializer_chosen":
                 self.initializer = Incarnation(body.number("worker", least=1))
+            case "partitions_moved":
+                assert self.layout is not None
+                self.map = layouts.map_of_record(body.part("map"), len(self.layout.partitions))
             case "partitions_created":
                 require(self.stage is Stage.UNCREATED, "partitions are created twice")
                 self.stage = Stage.CREATED

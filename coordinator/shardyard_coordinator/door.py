@@ -152,6 +152,7 @@ def heartbeat_reply(standing: Standing, term: Term) -> wire.HeartbeatReply:
         chief=standing.chief,
         workers=standing.workers,
         fenced=standing.fenced,
+        recovering=standing.recovering,
         initializer=standing.initializer,
     )
 

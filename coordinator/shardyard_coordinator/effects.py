@@ -115,6 +115,18 @@ class TakeCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class RestorePartitions:
+    """Then PartitionsRestored or RestoreFailed. `number`: of the checkpoint."""
+
+    subject: Subject
+    map: PartitionMap
+    url: str
+    number: int
+    life: int
+    partitions: frozenset[PartitionId]
+
+
+@dataclass(frozen=True, slots=True)
 class DropJob:
     job: JobId
     server: Server
@@ -152,6 +164,7 @@ class Standing:
     workers: int = 0
     fenced: tuple[Incarnation, ...] = ()
     initializer: bool = False
+    recovering: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +209,7 @@ Effect = (
     | FenceOnServers
     | ReadLedger
     | TakeCheckpoint
+    | RestorePartitions
     | DropJob
     | ForgetServer
     | Reply

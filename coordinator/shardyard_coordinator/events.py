@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
+    Generation,
     Incarnation,
     JobId,
     OptimizerSpec,
@@ -157,6 +159,21 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionsRestored:
+    """All servers of the map of that generation have their partitions."""
+
+    job: JobId
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed:
+    job: JobId
+    generation: Generation
+    failure: ShardyardError
+
+
+@dataclass(frozen=True, slots=True)
 class WorkersFenced:
     """Every server that answers in time refuses the workers now; their work may go to others."""
 
@@ -190,6 +207,8 @@ Event = (
     | OpeningFailed
     | CheckpointTaken
     | CheckpointFailed
+    | PartitionsRestored
+    | RestoreFailed
     | WorkersFenced
     | LedgerRead
 )

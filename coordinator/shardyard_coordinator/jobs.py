@@ -16,9 +16,11 @@ from shardyard.ground import errors
 from shardyard.ground.types import (
     DataLease,
     DataShardSource,
+    Generation,
     Incarnation,
     JobId,
     OptimizerSpec,
+    PartitionMap,
     RankLease,
     RankSource,
     SourceKey,
@@ -29,7 +31,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import data_ledger, deployment
 from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
-from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedSpec, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
     Done,
@@ -41,6 +43,7 @@ from shardyard_coordinator.effects import (
     Persist,
     ReadLedger,
     Reply,
+    RestorePartitions,
     Standing,
     TakeCheckpoint,
     Tell,
@@ -59,6 +62,7 @@ from shardyard_coordinator.records import (
     checked_text,
     require,
 )
+from shardyard_coordinator.recovery import Recovery
 
 FENCED_MAX: Final = 1_024
 """So many fenced workers are named to servers again and again, the latest."""
@@ -80,6 +84,8 @@ class Job:
         self.fencing: list[Incarnation] = []
         self.deployment = Deployment(job, settings)
         self.progress = Progress(now_ms)
+        self.recovery = Recovery()
+        self._step_seen = 0
         self.checkpoints = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, checkpoints), now_ms)
         self.ranks: RankBook | None = None
         self.feeds: DataLedger | StepLedger
@@ -178,11 +184,22 @@ class Job:
             return [record, *self._end(JobState.FINISHED)]
         return [record, *self.free((worker,), now_ms), *self._fence(worker)]
 
-    def lose_server(self, server: Server, how: str) -> list[Effect]:
-        """A server is gone, and with it the partitions that it had, if any."""
-        lost = [] if self.deployment.map is None else self.deployment.map.by_server().get(server.incarnation, ())
+    def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
+        """A server is gone, and with it the partitions that it had, or was to have, if any."""
+        maps = [self.deployment.map, None if self.recovery.attempt is None else self.recovery.attempt.map]
+        found = {
+            owner.partition: owner for each in maps if each for owner in each.by_server().get(server.incarnation, ())
+        }
+        lost = [found[partition] for partition in sorted(found)]
         if self.state.ended or not lost:
             return []
+        committed = self.checkpoints.committed
+        if self.deployment.stage is Stage.OPEN and committed is not None:
+            self.checkpoints.abandon()
+            record = self.recovery.lose([owner.partition for owner in lost], now_ms)
+            what = "the job goes back" if self.ranks is not None else "its partitions go back"
+            told = f"{self.title}: server {server.incarnation} {how}; {what} to checkpoint {committed.number}"
+            return [*self._records([record]), Tell(f"{told} of step {committed.step:,}", warning=True)]
         numbers = ", ".join(str(owner.partition) for owner in lost)
         failure = errors.ServerLost(
             f"server {server.incarnation} at {server.address} {how}; {self.title} had "
@@ -195,7 +212,8 @@ class Job:
         self.failure = failure
         return self._end(JobState.FAILED, gone)
 
-    def tick(self, now_ms: int) -> list[Effect]:
+    def tick(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
+        """`servers`: the living."""
         if self.state.ended:
             return []
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
@@ -210,7 +228,57 @@ class Job:
                 )
             )
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
+        if self.recovery.needed:
+            return [*self._rank_records(given), *self._recover(servers, now_ms)]
         return [*self._rank_records(given), *self.deployment.reopen(now_ms), *self._begin_checkpoint(now_ms)]
+
+    # ---- recovery
+
+    def _recover(self, servers: Sequence[Server], now_ms: int) -> list[Effect]:
+        """Begins to restore lost partitions, where there is a server for them."""
+        deployed, checkpoints = self.deployment, self.checkpoints
+        assert deployed.layout is not None
+        assert deployed.map is not None
+        assert checkpoints.committed is not None
+        assert checkpoints.url is not None
+        sizes = [part.payload_bytes for part in deployed.layout.partitions]
+        begun = self.recovery.begin(deployed.map, sizes, servers, whole=self.ranks is not None, now_ms=now_ms)
+        if begun is None:
+            return []
+        attempt, record = begun
+        number = checkpoints.committed.number
+        restore = RestorePartitions(
+            self._subject, attempt.map, checkpoints.url, number, attempt.life, attempt.partitions
+        )
+        return [*self._records([record]), restore]
+
+    def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
+        """All partitions have servers again: the map is the job's."""
+        attempt = self.recovery.end(generation, now_ms, restored=True)
+        if attempt is None or self.state.ended:
+            return []
+        self._go_back(attempt.map)
+        assert self.checkpoints.committed is not None
+        partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
+        return [
+            *self._records([self.deployment.moved]),
+            Tell(f"{self.title}: partitions {partitions} are restored, of step {self.checkpoints.committed.step:,}"),
+        ]
+
+    def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
+        current = self.recovery.attempt
+        if current is None or current.map.generation != generation or self.state.ended:
+            return []
+        self.recovery.end(generation, now_ms, restored=False)
+        if isinstance(failure, errors.CheckpointDamaged | errors.CheckpointNotFound):
+            return self.fail(failure)
+        return [Tell(f"{self.title}: its partitions are not restored yet: {failure.what}", warning=True)]
+
+    def _go_back(self, map_: PartitionMap) -> None:
+        """Under a new map, with what the newest checkpoint has: work that was closed since is open again (rule A11)."""
+        assert self.checkpoints.committed is not None
+        self.deployment.map = map_
+        self.feeds.reopen(self.checkpoints.committed.data_ledger)
 
     # ---- checkpoints
 
@@ -227,28 +295,33 @@ class Job:
 
     def _begin_checkpoint(self, now_ms: int) -> list[Effect]:
         deployed = self.deployment
-        if deployed.stage is not Stage.OPEN or not self.checkpoints.is_due(now_ms, self.progress.step):
+        if deployed.stage is not Stage.OPEN or not self.checkpoints.is_due(now_ms, self._step):
             return []
         assert deployed.layout is not None
         assert deployed.map is not None
         assert self.checkpoints.url is not None
         # before any partition is cut (rule A9)
-        ledger = {"entries": [[kind, body] for kind, body in self.feeds.entries()], "token": self._token}
-        draft, record = self.checkpoints.begin(now_ms, self.progress.step, ledger, Token(0))
-        subject = Subject(
+        entries = [[kind, body] for kind, body in self.feeds.entries()]
+        ledger = {"entries": entries, "closed": self.feeds.closed, "token": self._token}
+        draft, record = self.checkpoints.begin(now_ms, self._step, ledger, Token(0))
+        keep, base = self.settings.checkpoint.keep, self.checkpoints.base
+        return [
+            *self._records([record]),
+            TakeCheckpoint(self._subject, deployed.map, draft, self.checkpoints.url, base, keep),
+        ]
+
+    @property
+    def _subject(self) -> Subject:
+        assert self.deployment.layout is not None
+        return Subject(
             job=self.id,
             name=self.settings.name,
             seed=self.settings.seed,
             settings=self.settings.model_dump(mode="json"),
             mode=self.settings.consistency.mode,
             logical_ranks=self.settings.logical_rank_count,
-            layout=deployed.layout,
+            layout=self.deployment.layout,
         )
-        keep, base = self.settings.checkpoint.keep, self.checkpoints.base
-        return [
-            *self._records([record]),
-            TakeCheckpoint(subject, deployed.map, draft, self.checkpoints.url, base, keep),
-        ]
 
     # ---- variables
 
@@ -320,6 +393,10 @@ class Job:
             )
         before = self._token
         answer = self.feeds.lease(feed, worker)
+        if isinstance(answer, FeedDone) and not self._is_kept:
+            # were it lost now, nobody would be there to compute it again (rule A11)
+            self.checkpoints.want()
+            answer = LeaseWait("a checkpoint that has all of this data")
         leased: list[Entry] = []
         if self._token > before:
             assert isinstance(answer, DataLease), answer
@@ -329,7 +406,7 @@ class Job:
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
         if self._is_closed(returned):
-            return [Reply(LeaseClosed(done=True))]
+            return [Reply(LeaseClosed(done=self._is_kept_to(returned.feed)))]
         if self.deployment.map is None or self.deployment.stage is not Stage.OPEN:
             raise errors.NotReady(f"{self.title} has no variables on the servers yet, so no work is counted")
         keys: tuple[SourceKey, ...]
@@ -345,8 +422,9 @@ class Job:
         if isinstance(self.feeds, StepLedger):
             known = self.feeds.is_closed(returned.feed)
             done = self.feeds.close(returned.feed, next_sequence=next_sequence)
+            self._step_seen = max(self._step_seen, next_sequence)
             closed = [data_ledger.feed_closed(returned.feed)] if done and not known else []
-            return [*self._records(closed), Reply(LeaseClosed(done))]
+            return [*self._records(closed), Reply(LeaseClosed(done and self._is_kept_to(returned.feed)))]
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
             return [Reply(LeaseClosed(done=True))]
@@ -369,6 +447,7 @@ class Job:
             chief=self.chief == worker,
             workers=len(self.workers),
             initializer=self.deployment.initializer == worker and self.deployment.stage is Stage.CREATED,
+            recovering=self.recovery.needed,
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
@@ -411,6 +490,7 @@ class Job:
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
             *self.checkpoints.entries(),
+            *self.recovery.entries(),
             *([("token_given", {"token": self._token})] if self._token else []),
             *([self._ended] if self.state.ended else []),
         ]
@@ -444,6 +524,14 @@ class Job:
                     self.state = JobState.RUNNING
             case "checkpoint_begun" | "checkpoint_committed":
                 self.checkpoints.restore(kind, body)
+            case "partitions_lost" | "recovery_begun":
+                self.recovery.restore(kind, body, now_ms)
+            case "partitions_moved":
+                require(self.checkpoints.committed is not None, "partitions are restored without a checkpoint")
+                self.deployment.restore(kind, body)
+                assert self.deployment.map is not None
+                self.recovery.restored()
+                self._go_back(self.deployment.map)
             case "job_ended":
                 self._restore_end(body)
             case _:
@@ -546,6 +634,29 @@ class Job:
     def _fence(self, worker: Incarnation) -> list[Effect]:
         servers = self.deployment.servers
         return [FenceOnServers(self.id, servers, (worker,))] if servers else []
+
+    @property
+    def _step(self) -> int:
+        """Where the job stands, as far as is known here."""
+        return max(self.progress.step, self._step_seen)
+
+    @property
+    def _is_kept(self) -> bool:
+        """Whether the newest checkpoint has all data that is closed, if there are checkpoints."""
+        if not self.checkpoints.enabled:
+            return True
+        committed = self.checkpoints.committed
+        return committed is not None and committed.data_ledger.get("closed") == self.feeds.closed
+
+    def _is_kept_to(self, feed: int) -> bool:
+        """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
+        if not isinstance(self.feeds, StepLedger) or not self.checkpoints.enabled:
+            return True
+        committed = self.checkpoints.committed
+        if committed is not None and committed.step >= self.feeds.end(feed):
+            return True
+        self.checkpoints.want()
+        return False
 
     def _is_closed(self, returned: LeaseReturned) -> bool:
         source = returned.data_shard

@@ -146,6 +146,10 @@ class Machine:
                 return self._jobs[job].end_checkpoint(event)
             case events.CheckpointFailed(job, draft, why) if job in self._jobs:
                 return self._jobs[job].fail_checkpoint(draft, why, now_ms)
+            case events.PartitionsRestored(job, generation) if job in self._jobs:
+                return self._jobs[job].end_recovery(generation, now_ms)
+            case events.RestoreFailed(job, generation, failure) if job in self._jobs:
+                return self._jobs[job].fail_recovery(generation, failure, now_ms)
             case events.WorkersFenced(job, workers) if job in self._jobs:
                 return self._jobs[job].free(workers, now_ms)
             case _:
@@ -202,8 +206,9 @@ class Machine:
             effects.append(Tell(f"nothing was decided for {gap_ms / 1000:.1f} s; all leases are longer by that", True))
         for member, how in self._members.expired(now_ms):
             effects += self._lose(member, how, now_ms)
+        servers = [_server(member) for member in self._members.servers()]
         for job in self.jobs:
-            effects += job.tick(now_ms)
+            effects += job.tick(now_ms, servers)
         return effects
 
     def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:
@@ -211,7 +216,7 @@ class Machine:
         effects = self._remove(member, how)
         if member.role is MemberRole.SERVER:
             for job in self.jobs:
-                effects += job.lose_server(_server(member), how)
+                effects += job.lose_server(_server(member), how, now_ms)
             effects.append(ForgetServer(member.incarnation))
         job_of_worker = self._jobs.get(member.job) if member.job is not None else None
         if job_of_worker is not None:

@@ -226,6 +226,8 @@ class Coordinator:
                 self._later(self._drop, effect)
             case effects.TakeCheckpoint():
                 self._later(self._take_checkpoint, effect)
+            case effects.RestorePartitions():
+                self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
                 self._later(self._servers.forget, server)
             case _:
@@ -303,6 +305,27 @@ class Coordinator:
         finally:
             # nothing happens where it was taken
             self._handle(events.CheckpointFailed(job, draft.number, why))
+
+    def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
+        job, generation = wanted.subject.job, wanted.map.generation
+        failure: ShardyardError = Internal("partitions were not restored")
+        try:
+            self._archive.restore(
+                wanted.subject,
+                wanted.map,
+                url=wanted.url,
+                number=wanted.number,
+                life=wanted.life,
+                partitions=wanted.partitions,
+            )
+        except ShardyardError as error:
+            failure = error
+        else:
+            self._handle(events.PartitionsRestored(job, generation))
+            return
+        finally:
+            # nothing happens where they were
+            self._handle(events.RestoreFailed(job, generation, failure))
 
     def _later(self, work: Callable[[A], None], about: A) -> None:
         try:

@@ -219,7 +219,8 @@ class Store:
         restore: Restore = NO_RESTORE,
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
-        here already stay as they are unless they are restored, in another life. The same order again does nothing.
+        here already stay as they are unless they are restored, in another life; those that are not named under a higher
+        generation are not this server's any more. The same order again does nothing.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, and what loading raises, having changed nothing.
         """
@@ -250,6 +251,7 @@ class Store:
             else:
                 self._make(hosted, [p for p in owned if p not in hosted.partitions])
                 hosted.generation = generation  # first: what comes under the old one is refused before anything changes
+                hosted.partitions = {number: hosted.partitions[number] for number in owned}
             for state in states:
                 hosted.partitions[state.partition].restore(state)
             hosted.open = hosted.open or len(states) == len(hosted.partitions)
@@ -271,7 +273,7 @@ class Store:
         if not hosted.matches(layout, mode, logical_ranks):
             raise InvalidRequest(f"job {hosted.job} is on this server with another layout, mode or number of ranks")
         gone = set(hosted.partitions) - set(owned)
-        if gone:
+        if gone and generation == hosted.generation:
             raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
 
     def _load(

@@ -7,57 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yards import Probes, Script, finish
+from yards import Probes, RoleYard, computed, finish
 
-from shardyard.ground import errors
-from shardyard.transport.channel import GrpcNetwork
-from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
 SERVERS = 2
 EPOCHS = 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
-ROLE = ("-P", "-m", "shardyard_launcher.command_line")
-
-
-class Yard:
-    """A coordinator, and servers, each a process of its own that nobody restarts but the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.state = folder / "state"
-        self.coordinator = self.start_coordinator("127.0.0.1:0")
-        self.coordinator.wait_for("ready ")
-        self.address = next(line for line in self.coordinator.lines if line.startswith("ready ")).split()[1]
-        joining = ["--coordinator", self.address, "--bind", "127.0.0.1:0"]
-        self.servers = [Script([*ROLE, "server", *joining], {}) for _ in range(SERVERS)]
-        for server in self.servers:
-            server.wait_for("ready ")
-
-    def start_coordinator(self, bind: str) -> Script:
-        return Script([*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)], {})
-
-    def kill_coordinator(self) -> None:
-        self.coordinator.kill()
-
-    def restart_coordinator(self) -> None:
-        self.coordinator = self.start_coordinator(self.address)
-        self.coordinator.wait_for("ready ")
-
-    def status(self) -> wire.StatusReply:
-        peer = GrpcNetwork().connect(self.address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-        try:
-            return peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=10_000)
-        finally:
-            peer.close()
-
-    def stop(self) -> None:
-        for script in (*self.servers, self.coordinator):
-            script.kill()
 
 
 @pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
-    begun = Yard(tmp_path)
+def yard(tmp_path: Path) -> Iterator[RoleYard]:
+    begun = RoleYard(tmp_path)
     yield begun
     begun.stop()
 
@@ -68,11 +29,7 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
         yield running
 
 
-def computed(script: Script) -> int:
-    return sum(line.startswith("computed ") for line in script.lines)
-
-
-def train(yard: Yard, probes: Probes, mode: str, *, kills: int, **settings: Any) -> list[dict[str, Any]]:
+def train(yard: RoleYard, probes: Probes, mode: str, *, kills: int, **settings: Any) -> list[dict[str, Any]]:
     """Two workers, and the coordinator killed and started again while they work. What they wrote."""
     options = ("--epochs", str(EPOCHS), "--pause-ms", "30")
     settings |= {"coordinator": yard.address, "job__workers_expected": 2}
@@ -94,7 +51,7 @@ def members_of(status: wire.StatusReply, role: wire.Role) -> list[int]:
     return [member.incarnation for member in status.members if member.role == role]
 
 
-def test_training_goes_on_over_a_restart_and_counts_each_sample_once(yard: Yard, probes: Probes) -> None:
+def test_training_goes_on_over_a_restart_and_counts_each_sample_once(yard: RoleYard, probes: Probes) -> None:
     before = yard.status()
     results = train(yard, probes, "count", kills=3, job__data__batches_per_data_shard=17)
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
@@ -110,7 +67,7 @@ def test_training_goes_on_over_a_restart_and_counts_each_sample_once(yard: Yard,
     assert "going on from" in yard.coordinator.output
 
 
-def test_synchronous_training_gives_the_same_bits_over_a_restart(yard: Yard, probes: Probes) -> None:
+def test_synchronous_training_gives_the_same_bits_over_a_restart(yard: RoleYard, probes: Probes) -> None:
     undisturbed = train(yard, probes, "model", kills=0, job="one", **SYNC)
     disturbed = train(yard, probes, "model", kills=1, job="two", **SYNC)
     assert yard.status().term == 2
@@ -119,7 +76,7 @@ def test_synchronous_training_gives_the_same_bits_over_a_restart(yard: Yard, pro
     assert [result["step"] for result in disturbed] == [result["step"] for result in undisturbed]
 
 
-def test_members_say_what_they_wait_for_while_there_is_no_coordinator(yard: Yard) -> None:
+def test_members_say_what_they_wait_for_while_there_is_no_coordinator(yard: RoleYard) -> None:
     yard.kill_coordinator()
     for server in yard.servers:
         server.wait_for(f"waits for the coordinator (coordinator at {yard.address} does not answer")
@@ -130,7 +87,7 @@ def test_members_say_what_they_wait_for_while_there_is_no_coordinator(yard: Yard
     assert len(members_of(yard.status(), wire.ROLE_SERVER)) == SERVERS
 
 
-def test_second_coordinator_on_a_state_folder_is_refused_while_the_first_lives(yard: Yard) -> None:
+def test_second_coordinator_on_a_state_folder_is_refused_while_the_first_lives(yard: RoleYard) -> None:
     second = yard.start_coordinator("127.0.0.1:0")
     assert second.wait() != 0
     assert f"is in use by process {yard.coordinator.process.pid}" in second.output

@@ -51,8 +51,10 @@ def pid_of(yard: LocalCluster, role: str) -> int:
 def test_promise_7_the_loss_of_a_process_is_named_within_ten_seconds(
     yard: LocalCluster, probes: Probes, role: str, stop: signal.Signals, error: str, mode: str
 ) -> None:
+    """Of a server: without checkpoints, from which the job would go on."""
     settings = (SYNC if mode == "sync" else {"job__workers_expected": 2}) | {
-        "membership__coordinator_grace_ms": GRACE_MS
+        "membership__coordinator_grace_ms": GRACE_MS,
+        "job__checkpoint__url": "never",
     }
     started = [probes.start("model", *SLOW, coordinator=yard.coordinator, **settings) for _ in range(2)]
     for script, _ in started:

@@ -13,7 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardyard.ground import errors
 from shardyard.runtime import configuration
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.cluster import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -123,3 +127,56 @@ def finish(script: Script, out: Path) -> dict[str, Any]:
     assert script.wait() == 0, script.output
     result: dict[str, Any] = json.loads(out.read_text())
     return result
+
+
+ROLE = ("-P", "-m", "shardyard_launcher.command_line")
+
+
+class RoleYard:
+    """A coordinator, and servers, each a process of its own that nobody restarts but the test."""
+
+    def __init__(self, folder: Path, *, servers: int = 2) -> None:
+        self.state = folder / "state"
+        self.coordinator = self.start_coordinator("127.0.0.1:0")
+        self.coordinator.wait_for("ready ")
+        self.address = next(line for line in self.coordinator.lines if line.startswith("ready ")).split()[1]
+        self.servers = [self.start_server("127.0.0.1:0") for _ in range(servers)]
+        for server in self.servers:
+            server.wait_for("ready ")
+
+    def start_coordinator(self, bind: str) -> Script:
+        return Script([*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)], {})
+
+    def start_server(self, bind: str) -> Script:
+        return Script([*ROLE, "server", "--coordinator", self.address, "--bind", bind], {})
+
+    def kill_server(self, index: int) -> None:
+        self.servers[index].kill()
+
+    def restart_server(self, index: int) -> None:
+        """At the same address."""
+        address = next(line for line in self.servers[index].lines if line.startswith("ready ")).split()[1]
+        self.servers[index] = self.start_server(address)
+        self.servers[index].wait_for("ready ")
+
+    def kill_coordinator(self) -> None:
+        self.coordinator.kill()
+
+    def restart_coordinator(self) -> None:
+        self.coordinator = self.start_coordinator(self.address)
+        self.coordinator.wait_for("ready ")
+
+    def status(self) -> wire.StatusReply:
+        peer = GrpcNetwork().connect(self.address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        try:
+            return peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=10_000)
+        finally:
+            peer.close()
+
+    def stop(self) -> None:
+        for script in (*self.servers, self.coordinator):
+            script.kill()
+
+
+def computed(script: Script) -> int:
+    return sum(line.startswith("computed ") for line in script.lines)

@@ -50,6 +50,8 @@ def _look(value: object, name: str) -> object:
         case dict():
             found = [(key, _look(each, "")) for key, each in value.items()]
             return sorted(found) if name in UNORDERED else found  # type: ignore[type-var]
+        case frozenset():
+            return sorted(value)
         case list() | tuple():
             return [_look(each, "") for each in value]
     if callable(value):

@@ -18,6 +18,7 @@ from shardyard.ground.errors import (
     CheckpointNotFound,
     InvalidRequest,
     MalformedPayload,
+    NotFound,
     NotReady,
     SequenceGap,
     ShardyardError,
@@ -277,6 +278,23 @@ def test_whole_job_goes_back_in_place(tmp_path: Path) -> None:
         step(2)
     step(1, NEXT)
     assert values(store, generation=NEXT) == later
+
+
+def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_path: Path) -> None:
+    """As where a recovery was given up, and another one gives them to somebody else."""
+    store = leased(server())
+    push(store, 0)
+    saved = save(store, tmp_path, 1)
+    with pytest.raises(InvalidRequest, match="without partition 1"):
+        store.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2)
+    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2)
+    assert sorted(store.hosted()[0].partitions) == OWNED[:1]
+    with pytest.raises(NotFound):
+        values(store, generation=NEXT)
+    # and back again
+    after = Generation(6)
+    store.create(JOB, after, LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore(str(tmp_path), entries(saved, life=3)[1:]))
+    assert [store.hosted()[0].partitions[p].describe()[0] for p in OWNED] == [Version(1, 1), Version(3, 1)]
 
 
 def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:

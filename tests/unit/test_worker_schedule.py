@@ -60,6 +60,16 @@ def test_one_who_joins_late_has_the_rate_of_the_job() -> None:
     assert schedule.get_last_lr() == [plain.param_groups[0]["lr"]]
 
 
+def test_job_that_goes_back_has_the_rate_of_the_earlier_step() -> None:
+    plain, clock = optimizer(), Clock()
+    schedule = JobScheduler(CosineAnnealingLR(plain, T_max=20), plain, clock)
+    expected = rates_of_torch(10)
+    for step in (7, 3, 9, 0, 5):
+        clock.step = step
+        schedule.follow()
+        assert plain.param_groups[0]["lr"] == expected[step], step
+
+
 def test_composed_schedulers_follow() -> None:
     plain, clock = optimizer(), Clock(3)
     parts = [StepLR(plain, 1, 0.5), StepLR(plain, 1, 0.1)]

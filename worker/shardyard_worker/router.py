@@ -45,6 +45,7 @@ from shardyard_worker.session import Session
 
 log = logging.getLogger("shardyard.worker")
 
+_MOVED = (errors.StaleGeneration, errors.StaleIncarnation)
 _NOBODY: frozenset[PartitionId] = frozenset()
 R = TypeVar("R")
 Describe = Callable[[], str]
@@ -335,7 +336,7 @@ class Router:
                     if result is not None:
                         results.append(result)
         if refusals:
-            raise next((each for each in refusals if isinstance(each, errors.StaleGeneration)), refusals[0])
+            raise next((each for each in refusals if isinstance(each, _MOVED)), refusals[0])
         return results
 
     def _begin(self, make: Make, line: Line) -> PushOrder | None:
@@ -394,14 +395,16 @@ class Router:
         will have in a moment."""
         self._session.refresh()
         self._check()
-        if isinstance(error, errors.StaleGeneration) or self._session.recovering:
+        # a server that was started again knows nothing of the job, and the coordinator may not know of it yet
+        moved = isinstance(error, _MOVED)
+        if moved or self._session.recovering:
             with ExplainedWait(lambda: f"a partition map after generation {self._map.generation}", logger=log) as wait:
                 while True:
                     wait.tick()
                     self.pause(LOOK_AGAIN_MS)
                     self._session.refresh()
                     self._check()
-                    if not isinstance(error, errors.StaleGeneration) and not self._session.recovering:
+                    if not moved and not self._session.recovering:
                         return
 
     def _ask_all(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:

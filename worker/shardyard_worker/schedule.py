@@ -7,6 +7,7 @@ is called.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,8 @@ class JobScheduler:
                 todo="build the scheduler on the optimizer that is given to job.prepare with it",
             )
         self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._first = copy.deepcopy(scheduler.state_dict()), copy.deepcopy(_rates(optimizer))
         self._step = step
         self._at = 0
         self.follow()
@@ -43,7 +46,13 @@ class JobScheduler:
         self.follow()
 
     def follow(self) -> None:
-        """Brings the rates to the job's step."""
+        """Brings the rates to the job's step, which may be an earlier one: a job can go back to a checkpoint."""
+        if self._at > self._step():
+            state, rates = copy.deepcopy(self._first)
+            self._scheduler.load_state_dict(state)
+            for group, first in zip(self._optimizer.param_groups, rates, strict=True):
+                group.update(first)
+            self._at = 0
         with warnings.catch_warnings():
             # the optimizer that steps is not the one that the scheduler was built on
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
@@ -56,3 +65,8 @@ class JobScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._scheduler.state_dict())
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What schedulers change, of each parameter group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -148,15 +148,26 @@ class AsyncStrategy(Strategy):
             self._land(flight.name, flight.sending, partial(self._await_flight, flight))
 
     def _push(self, shipment: Shipment) -> Answer:
-        return self._training.reach(lambda router: router.push_pull(shipment, NEWEST))
+        while True:
+            try:
+                return self._training.router.push_pull(shipment, NEWEST)
+            except MapChanged:
+                self._go_over(shipment.name)
 
     def _await_flight(self, flight: _Flight) -> Answer:
         try:
             return flight.answer.result()
         except MapChanged:
             # gone over to from this thread, which fills the buckets
-            self._training.follow_map()
+            self._go_over(flight.name)
             return self._push(flight.shipment)
+
+    def _go_over(self, name: PushName) -> None:
+        """To the newest map. Partitions that were restored do not know of leases that were opened since (rule A5).
+        Raises StaleToken."""
+        self._training.follow_map()
+        if not isinstance(name.key.source, WorkerSource):
+            self._training.reach(lambda router: router.open_sources([(name.key, name.token)]))
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         self.drain()

@@ -1,0 +1,86 @@
+"""Servers that die in mid-run: the job goes on from its checkpoint, each sample counts once, the bits are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yards import Probes, RoleYard, Script, computed, finish
+
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+EPOCHS = 3
+SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[RoleYard]:
+    begun = RoleYard(tmp_path)
+    yield begun
+    begun.stop()
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Iterator[Probes]:
+    with Probes(tmp_path) as running:
+        yield running
+
+
+def begin(yard: RoleYard, probes: Probes, mode: str, **settings: Any) -> list[tuple[Script, Path]]:
+    """Two workers, with a checkpoint every few steps."""
+    options = ("--epochs", str(EPOCHS), "--pause-ms", "30")
+    settings |= {"coordinator": yard.address, "job__workers_expected": 2, "job__checkpoint__every_steps": 7}
+    started = [probes.start(mode, *options, **settings) for _ in range(2)]
+    for script, _ in started:
+        script.wait_for("computed 4")
+    return started
+
+
+def wait_for_more(started: list[tuple[Script, Path]]) -> None:
+    before = [computed(script) for script, _ in started]
+    for (script, _), count in zip(started, before, strict=True):
+        script.wait_for(f"computed {count + 3}")
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, returns: bool) -> None:
+    """The partitions go to the server that is started again, or to the other one."""
+    started = begin(yard, probes, "count", job__data__batches_per_data_shard=5, job__partitions=4)
+    yard.coordinator.wait_for("checkpoint 2 of step")
+    for index in (0, 1) if returns else (1,):
+        yard.kill_server(index)
+        if returns:
+            yard.restart_server(index)
+        wait_for_more(started)
+    results = [finish(script, out) for script, out in started]
+    assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
+    (job,) = yard.status().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    assert "are restored, of step" in yard.coordinator.output
+
+
+def test_promise_6_synchronous_bits_are_the_same_when_a_server_dies(yard: RoleYard, probes: Probes) -> None:
+    undisturbed = [finish(script, out) for script, out in begin(yard, probes, "model", job="one", **SYNC)]
+    started = begin(yard, probes, "model", job="two", **SYNC)
+    yard.kill_server(0)
+    yard.restart_server(0)
+    disturbed = [finish(script, out) for script, out in started]
+    assert "the job goes back to checkpoint" in yard.coordinator.output
+    digests = {result["digest"] for result in (*undisturbed, *disturbed)}
+    assert len(digests) == 1
+    assert [result["step"] for result in disturbed] == [result["step"] for result in undisturbed]
+
+
+def test_all_servers_and_the_coordinator_dead_at_once(yard: RoleYard, probes: Probes) -> None:
+    started = begin(yard, probes, "count", job__data__batches_per_data_shard=5, job__partitions=4)
+    yard.coordinator.wait_for("checkpoint 2 of step")
+    yard.kill_coordinator()
+    for index in range(2):
+        yard.kill_server(index)
+    yard.restart_coordinator()
+    for index in range(2):
+        yard.restart_server(index)
+    results = [finish(script, out) for script, out in started]
+    assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
