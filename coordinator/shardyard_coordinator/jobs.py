@@ -642,18 +642,14 @@ class Job:
 
     @property
     def _is_kept(self) -> bool:
-        """Whether the newest checkpoint has all data that is closed, if there are checkpoints."""
-        if not self.checkpoints.enabled:
-            return True
+        """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it."""
         committed = self.checkpoints.committed
-        return committed is not None and committed.data_ledger.get("closed") == self.feeds.closed
+        return committed is None or committed.data_ledger.get("closed") == self.feeds.closed
 
     def _is_kept_to(self, feed: int) -> bool:
         """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
-        if not isinstance(self.feeds, StepLedger) or not self.checkpoints.enabled:
-            return True
         committed = self.checkpoints.committed
-        if committed is not None and committed.step >= self.feeds.end(feed):
+        if not isinstance(self.feeds, StepLedger) or committed is None or committed.step >= self.feeds.end(feed):
             return True
         self.checkpoints.want()
         return False
