@@ -81,7 +81,8 @@ class Archive:
             )
         )
         try:
-            library.prune(subject.name, keep)
+            # the job's newest until it has heard of this one, whatever others of its name are there
+            library.prune(subject.name, keep, also=[base] if base else [])
         except ShardyardError as error:  # the checkpoint counts all the same
             log.warning("old checkpoints of job %r were not deleted: %s", subject.name, error.what)
         return draft.number, step

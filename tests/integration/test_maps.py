@@ -13,6 +13,7 @@ from alone import SYNC_2, Connect, Counted
 
 import shardyard as sy
 from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.ground import errors
 from shardyard.ground.types import Caller, Generation, Incarnation, PartitionMap, PartitionOwner, UpdateMode, Version
 from shardyard.runtime import configuration
 from shardyard_launcher.local import COORDINATOR, LocalYard
@@ -131,6 +132,20 @@ def test_promise_1_push_is_sent_again_to_the_new_owner_and_counts_once(tmp_path:
             computed += 1
         assert counted.counts == [1.0] * SAMPLES
         assert computed == SAMPLES // BATCH  # nothing was lost, and nothing computed again
+
+
+def test_pushes_without_leased_data_that_a_restore_has_taken_back_are_told(tmp_path: Path) -> None:
+    """Nobody computes them again, so going on in silence would lose them and all that follow."""
+    with yard_of(tmp_path, {}) as (yard, job):
+        job.register({name: torch.zeros(8) for name in "abcd"}, lr=1.0)
+        ones = {name: torch.ones(8) for name in "abcd"}
+        job.push(ones)
+        yard.save()
+        job.push(ones)
+        yard.lose()
+        for _ in range(2):
+            with pytest.raises(errors.SequenceGap):
+                job.push(ones)
 
 
 def train(job: sy.Job, at: Callable[[int], None]) -> tuple[dict[str, torch.Tensor], int]:

@@ -246,6 +246,14 @@ def test_run_of_a_name_that_has_checkpoints_goes_on_after_them(yard: Yard, tmp_p
     assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (2, 3)
 
 
+def test_checkpoint_that_the_job_stands_on_is_kept_though_others_are_newer(yard: Yard, tmp_path: Path) -> None:
+    """As where the job has not heard of those that were committed after it, since a server died meanwhile."""
+    yard.take(tmp_path, 1)
+    for number in (2, 3, 4):
+        yard.take(tmp_path, number, base=1, keep=2)
+    assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (1, 3, 4)
+
+
 # ---- when
 
 

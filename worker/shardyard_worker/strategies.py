@@ -186,6 +186,9 @@ class AsyncStrategy(Strategy):
         try:
             answer = answered()
         except (errors.StaleToken, errors.SequenceGap, errors.StraddlingRange) as error:
+            if isinstance(name.key.source, WorkerSource):
+                # nobody else can have counted it: the servers were restored to before this worker's last pushes
+                raise
             # another worker's now, or counted in part already (rule A12): the lease is gone through again from there
             log.info("%s does not count: %s", name, error.what)
             self._training.not_counted()
