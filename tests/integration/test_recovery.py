@@ -64,6 +64,7 @@ def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, r
 def test_promise_6_synchronous_bits_are_the_same_when_a_server_dies(yard: RoleYard, probes: Probes) -> None:
     undisturbed = [finish(script, out) for script, out in begin(yard, probes, "model", job="one", **SYNC)]
     started = begin(yard, probes, "model", job="two", **SYNC)
+    yard.coordinator.wait_for("job 'two' (1.2): checkpoint ")  # without one it would end
     yard.kill_server(0)
     yard.restart_server(0)
     disturbed = [finish(script, out) for script, out in started]
