@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardyard.ground.types import JobId, JobLayout, Token, UpdateMode
-from shardyard.runtime.settings import CheckpointSettings
+from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
 RETRY_MS: Final = 1_000
 RETRY_MS_MAX: Final = 60_000
-AUTO: Final = "auto"
-NEVER: Final = "never"
 
 
 @dataclass(frozen=True, slots=True)

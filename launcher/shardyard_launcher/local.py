@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 
 from shardyard.ground import errors
+from shardyard.ground.types import Durability
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.settings import Settings
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.shell import Coordinator
 from shardyard_ps_server.process import Server
+from shardyard_ps_server.wal_files import LogRoot
 from shardyard_worker import job as worker
 
 log = logging.getLogger("shardyard.local")
@@ -34,8 +36,9 @@ class LocalYard:
         self._coordinator.start()
         self.network.listen(COORDINATOR, [self._coordinator.service])
         self._servers: list[Server] = []
+        logs = LogRoot(settings.yard.wal_folder) if settings.job.durability is Durability.WAL else None
         for index in range(settings.yard.servers):
-            server = Server(self.network, COORDINATOR, on_lost=_log_loss)
+            server = Server(self.network, COORDINATOR, on_lost=_log_loss, logs=logs)
             address = f"in-process:server-{index}"
             self.network.listen(address, [server.service()])
             server.register(address, patience_ms=settings.worker.retry_budget_ms)

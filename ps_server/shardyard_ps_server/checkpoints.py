@@ -36,12 +36,16 @@ REMEMBERED = 3
 @dataclass(frozen=True)
 class SaveOrder:
     """`step`: the version of a synchronous job that is saved; None: what is there. `base`: the number of a committed
-    checkpoint, of whose blocks those that are the same are left out; 0: none. `wait_ms`: for the step."""
+    checkpoint, of whose blocks those that are the same are left out; 0: none. `wait_ms`: for the step. With a log,
+    `oldest` is the oldest checkpoint that may still be restored, and `logs` are the gone servers whose logs that needs.
+    """
 
     number: int
     step: int | None
     base: int
     wait_ms: int
+    oldest: int = 0
+    logs: frozenset[Incarnation] = frozenset()
 
 
 @dataclass(frozen=True)

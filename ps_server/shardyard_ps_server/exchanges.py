@@ -248,6 +248,7 @@ def takes_a_moment(order: PushOrder, hosted: HostedJob) -> bool:
     pull = order.pull
     return (
         hosted.mode is UpdateMode.ASYNC
+        and hosted.wal is None
         and hosted.nbytes <= AT_ONCE_BYTES_MAX
         and order.rest is None
         and (pull is None or not (pull.number or pull.coding))

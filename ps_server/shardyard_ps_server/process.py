@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from shardyard.ground import errors
 from shardyard.ground.types import MemberRole
@@ -22,6 +23,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server import optimizers
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.wal_files import LogRoot
 
 log = logging.getLogger("shardyard.server")
 
@@ -29,7 +31,8 @@ log = logging.getLogger("shardyard.server")
 class Server:
     """A server's role without a process: used by `serve` and by the in-process yard.
 
-    `on_lost` is told when the coordinator is gone or has declared this server dead.
+    `on_lost` is told when the coordinator is gone or has declared this server dead, or when a log cannot be written.
+    `logs`: the folder of logs; None: it takes no jobs that need one.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class Server:
         *,
         on_lost: Callable[[errors.ShardyardError], None],
         coordinator_grace_ms: int = COORDINATOR_GRACE_MS,
+        logs: LogRoot | None = None,
     ) -> None:
         self._grace_ms = coordinator_grace_ms
-        self.store = Store()
+        self._logs = logs
+        self.store = Store(logs=logs, on_log_failure=on_lost)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost = on_lost
         self._enrolment: Enrolment | None = None
@@ -52,9 +57,10 @@ class Server:
     def register(self, address: str, *, patience_ms: int, stop: threading.Event | None = None) -> None:
         """Registers the address at which workers reach this server, and begins to send heartbeats.
 
-        Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile.
+        Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile, and what the folder of logs
+        raises.
         """
-        membership = Membership(MemberRole.SERVER, address)
+        membership = Membership(MemberRole.SERVER, address, logs="" if self._logs is None else self._logs.id)
         enrolment = Enrolment(
             self._peer, membership, on_reply=self._hear, on_lost=self._on_lost, grace_ms=self._grace_ms
         )
@@ -76,6 +82,17 @@ class Server:
         self.store.fence(reply.fenced)
 
 
+def _logs(folder: Path) -> LogRoot | None:
+    """The folder of logs, if it can be used."""
+    logs = LogRoot(folder.resolve())
+    try:
+        log.debug("logs are kept in %s, which is %s", logs.path, logs.id)
+    except (errors.StorageUnavailable, errors.LogDamaged) as error:
+        log.warning("this server takes no jobs that need a log: %s", error.what)
+        return None
+    return logs
+
+
 def serve(
     *,
     coordinator: str,
@@ -87,7 +104,8 @@ def serve(
 ) -> None:
     """Runs a server until `stop` is set. `ready` is told its address once it can be used.
 
-    Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost.
+    Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost;
+    StorageUnavailable when a log cannot be written.
     """
     tune_malloc()
     lost: list[errors.ShardyardError] = []
@@ -101,6 +119,7 @@ def serve(
         coordinator,
         on_lost=on_lost,
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
+        logs=_logs(settings.yard.wal_folder),
     )
     listener = Listener(bind, [server.service()])
     listener.start()

@@ -67,6 +67,7 @@ class Servicer:
             convert.mode_from_wire(request.mode),
             request.logical_ranks,
             _restore(request.restore),
+            convert.durability_from_wire(request.durability),
         )
         return wire.CreatePartitionsReply()
 
@@ -79,8 +80,15 @@ class Servicer:
     def save_checkpoint(self, request: wire.SaveCheckpointRequest, _: Context) -> wire.SaveCheckpointReply:
         caller = convert.caller_from_wire(request.caller)
         self._store.check_coordinator(caller)
+        if len(request.logs) > limits.MEMBERS_MAX:
+            raise TooLarge(f"{len(request.logs)} logs; at most {limits.MEMBERS_MAX} are taken")
         order = SaveOrder(
-            request.number, request.step if request.HasField("step") else None, request.base, request.wait_ms
+            request.number,
+            request.step if request.HasField("step") else None,
+            request.base,
+            request.wait_ms,
+            request.oldest,
+            frozenset(Incarnation(server) for server in request.logs),
         )
         if order.number > CHECKPOINT_NUMBER_MAX or order.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
             raise InvalidRequest(f"checkpoint {order.number}, waited for for {order.wait_ms} ms")
@@ -210,5 +218,10 @@ class Servicer:
 def _restore(message: wire.Restore) -> Restore:
     if len(message.partitions) > limits.PARTITIONS_MAX:
         raise TooLarge(f"{len(message.partitions)} partitions to be restored; at most {limits.PARTITIONS_MAX}")
+    if message.number > CHECKPOINT_NUMBER_MAX:
+        raise InvalidRequest(f"checkpoint {message.number} to be restored")
+    if any(len(entry.logs) > limits.MEMBERS_MAX for entry in message.partitions):
+        raise TooLarge(f"logs of more than {limits.MEMBERS_MAX} servers for a partition")
     entries = tuple(entry_from_wire(entry) for entry in message.partitions)
-    return Restore(convert.text(message.url, "the URL of checkpoints"), entries)
+    logs = {PartitionId(each.partition): tuple(map(Incarnation, each.logs)) for each in message.partitions if each.logs}
+    return Restore(convert.text(message.url, "the URL of checkpoints"), entries, message.number, logs)

@@ -7,10 +7,12 @@ payload's length was held against the layout. Must not know: protobuf, grpc.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +25,7 @@ from shardyard.ground.errors import (
     NotFound,
     NotReady,
     ShapeMismatch,
+    ShardyardError,
     StaleGeneration,
     StaleIncarnation,
     StaleTerm,
@@ -31,6 +34,7 @@ from shardyard.ground.errors import (
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
+    Durability,
     Generation,
     Incarnation,
     JobId,
@@ -58,15 +62,27 @@ from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
+from shardyard_ps_server.replay import begin_head, open_head, pieces_of, push_head, replay
 from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard_ps_server.wal import OnFailure, Wal
+from shardyard_ps_server.wal_files import LogRoot
+from shardyard_ps_server.wal_records import RecordKind
+
+log = logging.getLogger("shardyard.server")
+
+Work = tuple[Partition, Contribution]
+NO_BYTES = aligned_empty(0)
 
 
 @dataclass(frozen=True)
 class Restore:
-    """What partitions are to begin with: entries of a manifest, and the URL of the job's checkpoints."""
+    """What partitions are to begin with: entries of manifest `number`, and the URL of the job's checkpoints. `logs`:
+    the servers, gone, whose logs say what came after, the first owner first."""
 
     url: str
     entries: tuple[PartitionEntry, ...]
+    number: int = 0
+    logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
 
 
 NO_RESTORE = Restore("", ())
@@ -102,6 +118,7 @@ class HostedJob:
     partitions: dict[PartitionId, Partition]
     regions: Regions
     saver: Saver
+    wal: Wal | None = None
     open: bool = False
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
 
@@ -117,8 +134,23 @@ class HostedJob:
                 facts={"generation": str(self.generation)},
             )
 
-    def matches(self, layout: JobLayout, mode: UpdateMode, logical_ranks: int) -> bool:
-        return (self.layout, self.mode, self.logical_ranks) == (layout, mode, logical_ranks)
+    @property
+    def durability(self) -> Durability:
+        return Durability.CHECKPOINT if self.wal is None else Durability.WAL
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Nothing is recorded, and nothing that was recorded is under way."""
+        if self.wal is None:
+            yield
+            return
+        with self.wal.admission:
+            self.wal.drain()
+            yield
+
+    def matches(self, layout: JobLayout, mode: UpdateMode, logical_ranks: int, durability: Durability) -> bool:
+        mine = (self.layout, self.mode, self.logical_ranks, self.durability)
+        return mine == (layout, mode, logical_ranks, durability)
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -164,12 +196,18 @@ class _Standing:
 class Store:
     """Safe for several threads. Every method raises ShardyardErrors for what it refuses, having changed nothing."""
 
-    def __init__(self, *, shareable: bool = True) -> None:
+    def __init__(
+        self, *, shareable: bool = True, logs: LogRoot | None = None, on_log_failure: OnFailure | None = None
+    ) -> None:
+        """`logs`: where logs are kept; None: jobs that need one are refused. `on_log_failure`: is told when one cannot
+        be written, after which this server must stop."""
         self._lock = threading.Lock()
         self._jobs: dict[JobId, HostedJob] = {}
         self._standing = _Standing()
         self._creating = threading.Lock()
         self._shareable = shareable
+        self._logs = logs
+        self._on_log_failure = on_log_failure or _tell_failure
         self._crew = Crew()
         self.counters = Counters()
 
@@ -180,6 +218,8 @@ class Store:
             jobs, self._jobs = self._jobs, {}
         for hosted in jobs.values():
             hosted.regions.close()
+            if hosted.wal is not None:
+                hosted.wal.close()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -195,9 +235,12 @@ class Store:
         with self._lock:
             fresh = fenced - self._standing.fenced
             self._standing.fenced.update(fresh)
-        for incarnation in sorted(fresh):
-            for hosted in self.hosted():
+        for hosted in self.hosted() if fresh else ():
+            for incarnation in sorted(fresh):
                 self.take_back(hosted, incarnation)
+            if hosted.wal is not None:  # what was recorded before counts, from before this returns
+                with suppress(NotReady):
+                    hosted.wal.drain()
 
     # ---- the coordinator's orders
 
@@ -217,44 +260,95 @@ class Store:
         mode: UpdateMode,
         logical_ranks: int,
         restore: Restore = NO_RESTORE,
+        durability: Durability = Durability.CHECKPOINT,
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
         here already stay as they are unless they are restored, in another life; those that are not named under a higher
         generation are not this server's any more. The same order again does nothing.
 
-        Raises InvalidRequest, StaleGeneration, TooLarge, and what loading raises, having changed nothing.
+        Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
+        having changed nothing.
         """
         if mode is UpdateMode.SYNC and not 1 <= logical_ranks <= limits.LOGICAL_RANKS_MAX:
             raise InvalidRequest(f"{logical_ranks} logical ranks; expected 1 to {limits.LOGICAL_RANKS_MAX}")
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
+        logs = self._logs
+        if durability is Durability.WAL and logs is None:
+            raise InvalidRequest(
+                f"partitions of job {job}, which wants a log, on a server that keeps none",
+                todo="give the server a folder for logs (yard.wal), or set job.durability to checkpoint",
+            )
         with self._creating:
             with self._lock:
                 hosted = self._jobs.get(job)
             if hosted is not None:
-                self._check_again(hosted, generation, layout, owned, mode, logical_ranks)
+                self._check_again(hosted, generation, layout, owned, mode, logical_ranks, durability)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank:
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
             states = self._load(hosted, layout, owned, restore)
-            if hosted is None:
-                total = sum(layout.partitions[p].payload_bytes for p in owned)
-                regions = Regions(total, shareable=self._shareable)
-                hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver(self.incarnation))
-                try:
-                    self._make(hosted, owned)
-                except TooLarge:
-                    regions.close()
-                    raise
-                with self._lock:
-                    self._jobs[job] = hosted
-            else:
-                self._make(hosted, [p for p in owned if p not in hosted.partitions])
-                hosted.generation = generation  # first: what comes under the old one is refused before anything changes
-                hosted.partitions = {number: hosted.partitions[number] for number in owned}
+            if hosted is not None:
+                self._give(hosted, generation, owned, states, restore)
+                return
+            total = sum(layout.partitions[p].payload_bytes for p in owned)
+            regions = Regions(total, shareable=self._shareable)
+            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver(self.incarnation))
+            try:
+                if durability is Durability.WAL:
+                    assert logs is not None
+                    files = logs.log(job, self.incarnation)
+                    hosted.wal = Wal(files, segment=restore.number, on_failure=self._on_log_failure)
+                self._give(hosted, generation, owned, states, restore)
+            except ShardyardError:
+                regions.close()
+                if hosted.wal is not None:
+                    hosted.wal.close(remove=True)
+                raise
+            with self._lock:
+                self._jobs[job] = hosted
+
+    def _give(
+        self,
+        hosted: HostedJob,
+        generation: Generation,
+        owned: Sequence[PartitionId],
+        states: Sequence[PartitionState],
+        restore: Restore,
+    ) -> None:
+        """Makes partitions, and puts in what they begin with; only then are they the job's."""
+        made = self._make(hosted, [p for p in owned if p not in hosted.partitions])
+        partitions = {number: made.get(number) or hosted.partitions[number] for number in owned}
+        if hosted.wal is not None:  # restored ones are nobody's yet: this may take its time, and fail
             for state in states:
-                hosted.partitions[state.partition].restore(state)
+                partitions[state.partition].restore(state)
+            self._replay(hosted.job, {state.partition: partitions[state.partition] for state in states}, restore)
+        with hosted.deciding():
+            if hosted.wal is not None:
+                fresh = [number for number in owned if number in made or number in {each.partition for each in states}]
+                self._begin(hosted.wal, begin_head(generation, fresh))
+            hosted.generation = generation  # first: what comes under the old one is refused before anything changes
+            hosted.partitions = partitions
+            if hosted.wal is None:
+                for state in states:
+                    hosted.partitions[state.partition].restore(state)
             hosted.open = hosted.open or len(states) == len(hosted.partitions)
+
+    def _begin(self, wal: Wal, head: bytes) -> None:
+        ticket = wal.append(RecordKind.BEGIN, head, NO_BYTES)
+        wal.sync(ticket)
+        with wal.turn(ticket):
+            """What comes next in the log is theirs."""
+
+    def _replay(self, job: JobId, restored: Mapping[PartitionId, Partition], restore: Restore) -> None:
+        """Raises StorageUnavailable, LogDamaged."""
+        assert self._logs is not None
+        trails: dict[tuple[Incarnation, ...], dict[PartitionId, Partition]] = {}
+        for number, partition in restored.items():
+            trails.setdefault(restore.logs.get(number, ()), {})[number] = partition
+        for trail, partitions in sorted(trails.items()):
+            for server in trail:
+                replay(self._logs.log(job, server), restore.number, partitions)
 
     def _check_again(
         self,
@@ -264,14 +358,17 @@ class Store:
         owned: Sequence[PartitionId],
         mode: UpdateMode,
         logical_ranks: int,
+        durability: Durability,
     ) -> None:
         if generation < hosted.generation:
             raise StaleGeneration(
                 f"partitions of job {hosted.job} at generation {generation}; this server is at {hosted.generation}",
                 facts={"generation": str(hosted.generation)},
             )
-        if not hosted.matches(layout, mode, logical_ranks):
-            raise InvalidRequest(f"job {hosted.job} is on this server with another layout, mode or number of ranks")
+        if not hosted.matches(layout, mode, logical_ranks, durability):
+            raise InvalidRequest(
+                f"job {hosted.job} is on this server with another layout, mode, number of ranks or durability"
+            )
         gone = set(hosted.partitions) - set(owned)
         if gone and generation == hosted.generation:
             raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
@@ -293,29 +390,40 @@ class Store:
                 states.append(load(storage, layout, entry))
         return states
 
-    def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> None:
+    def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> dict[PartitionId, Partition]:
         try:
-            made = {
+            return {
                 p: Partition(hosted.layout, p, hosted.mode, hosted.logical_ranks, hosted.regions.take) for p in wanted
             }
         except TooLarge as error:
             raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
-        hosted.partitions = {**hosted.partitions, **made}
 
     # ---- checkpoints
 
     def save(
         self, caller: Caller, server: Incarnation, generation: Generation, order: SaveOrder, url: str
     ) -> list[Saved]:
-        """Writes all partitions of a job into a checkpoint. Raises what Saver.save raises."""
+        """Writes all partitions of a job into a checkpoint; with a log, a new segment of it begins before. Raises what
+        Saver.save raises."""
         hosted = self.admit(caller, server, generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
         if (order.step is None) is (hosted.mode is UpdateMode.SYNC):
             how = "without" if order.step is None else "at"
             raise InvalidRequest(f"a checkpoint of job {hosted.job}, which is {hosted.mode.value}, {how} a step")
+        if hosted.wal is not None:
+            with hosted.wal.admission:
+                hosted.wal.rotate(order.number)
+            self._prune(hosted.wal, hosted.job, order)
         partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
         return hosted.saver.save(partitions, order, open_storage(url))
+
+    def _prune(self, wal: Wal, job: JobId, order: SaveOrder) -> None:
+        assert self._logs is not None
+        wal.prune(order.oldest)
+        for other in self._logs.others(job, self.incarnation):
+            if other.server not in order.logs and other.is_fenced:
+                other.remove()
 
     def forget(
         self, caller: Caller, server: Incarnation, generation: Generation, keys: Sequence[SourceKey], floor: Token
@@ -337,6 +445,12 @@ class Store:
             hosted = self._jobs.pop(job, None)
         if hosted is not None:
             hosted.regions.close()
+            if hosted.wal is not None:
+                hosted.wal.close(remove=True)
+                assert self._logs is not None
+                for other in self._logs.others(job, self.incarnation):
+                    if other.is_fenced:
+                        other.remove()
 
     # ---- workers' requests
 
@@ -409,20 +523,31 @@ class Store:
 
     def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> None:
         """Takes admitted first values whose payload is complete: each partition the whole of its values or nothing."""
-        for part, piece in _pieces(order, payload):
+        for part, piece in pieces_of(order, payload):
             hosted.find(part).set_values(piece, lambda: self._check_current(hosted, order))
 
     def push(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> tuple[PartResult, ...]:
         """Applies an admitted push whose payload is complete: each part once, under its partition's lock."""
+        if hosted.wal is not None and order.shared_at is not None:
+            payload = _aligned(payload)  # the log and the update must read the same (rule C5)
         counted = order.kind is PushKind.GRADIENT
-        work: list[tuple[Partition, Contribution]] = []
+        work: list[Work] = []
         coded = any(part.code_bytes for part in order.parts)
-        for part, (partition, piece) in zip(order.parts, _pieces(order, payload), strict=True):
+        for part, (partition, piece) in zip(order.parts, pieces_of(order, payload), strict=True):
             target = hosted.find(partition)
             if coded and not part.code_bytes and len(piece):
                 piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
             work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
+        results = (
+            self._apply(hosted, order, work)
+            if hosted.wal is None
+            else self._record(hosted.wal, hosted, order, payload, work)
+        )
+        self._count(results, len(payload) if order.shared_at is None else 0)
+        return results
+
+    def _apply(self, hosted: HostedJob, order: PushOrder, work: Sequence[Work]) -> tuple[PartResult, ...]:
         if len(work) > 1:
             for target, contribution in work:
                 target.check_push(order.name, contribution)
@@ -430,12 +555,26 @@ class Store:
         def check_current() -> None:
             self._check_current(hosted, order)
 
-        if len(payload) >= CREW_BYTES_MIN:
-            results = tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
-        else:
-            results = tuple([p.push(order.name, c, check_current) for p, c in work])
-        self._count(results, len(payload) if order.shared_at is None else 0)
-        return results
+        if order.payload_bytes >= CREW_BYTES_MIN:
+            return tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
+        return tuple([p.push(order.name, c, check_current) for p, c in work])
+
+    def _record(
+        self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work]
+    ) -> tuple[PartResult, ...]:
+        """As `_apply`, once the push is durable. That it counts is decided when it is appended: from there on nothing
+        but what was appended before can change what becomes of it."""
+        with wal.admission:
+            self._check_current(hosted, order)
+            for target, contribution in work:
+                target.check_push(order.name, contribution)
+            ticket = wal.append(RecordKind.PUSH, push_head(order), payload)
+        wal.sync(ticket)
+        with wal.turn(ticket):
+            works = [partial(p.push, order.name, c, _check_nothing) for p, c in work]
+            if order.payload_bytes >= CREW_BYTES_MIN:
+                return tuple(self._crew.run(works))
+            return tuple([each() for each in works])
 
     def admit_pull(self, wish: PullWish) -> HostedJob:
         hosted = self.admit(wish.caller, wish.server, wish.generation)
@@ -527,10 +666,28 @@ class Store:
         self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
     ) -> list[tuple[SourceKey, list[Watermark]]]:
         """Rule A5. Raises StaleToken, InvalidRequest for a source that the job cannot have, TooLarge."""
-        for key, token in sources:
+        for key, _ in sources:
             hosted.check_leased(key)
+        if hosted.wal is None:
+            self._check_open(hosted, sources)
+            return self._open(hosted, sources)
+        generation = hosted.generation
+        with hosted.wal.admission:
+            hosted.check_generation(generation)
+            self._check_open(hosted, sources)
+            ticket = hosted.wal.append(RecordKind.OPEN, open_head(sources), NO_BYTES)
+        hosted.wal.sync(ticket)
+        with hosted.wal.turn(ticket):
+            return self._open(hosted, sources)
+
+    def _check_open(self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]) -> None:
+        for key, token in sources:
             for number in sorted(hosted.partitions):
                 hosted.partitions[number].check_open(key, token)
+
+    def _open(
+        self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
+    ) -> list[tuple[SourceKey, list[Watermark]]]:
         return [
             (key, [hosted.partitions[p].open_source(key, token) for p in sorted(hosted.partitions)])
             for key, token in sources
@@ -567,14 +724,15 @@ class Store:
                 self.counters.pushes_applied += 1
 
 
+def _check_nothing() -> None:
+    """What may change under a push's feet was checked when it was appended."""
+
+
+def _tell_failure(failure: ShardyardError) -> None:
+    log.error("a log cannot be written: %s", failure)
+
+
 def _aligned(piece: Bytes) -> Bytes:
     copy = aligned_empty(len(piece))
     copy[:] = piece
     return copy
-
-
-def _pieces(order: PushOrder, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:
-    at = 0
-    for part in order.parts:
-        yield part.partition, payload[at : at + part.payload_bytes]
-        at += part.payload_bytes

@@ -16,6 +16,7 @@
     |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
     |-- StorageUnavailable          a disk or an object store refuses, or is not there
     |-- CheckpointDamaged           a file of a checkpoint is not what was written
+    |-- LogDamaged                  a file of a server's log is not what was written
     |-- JobFailed                   the job has ended by an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed
     |-- AddressInUse
@@ -221,6 +222,11 @@ class StorageUnavailable(ShardyardError):
 class CheckpointDamaged(ShardyardError):
     why = "a file of a checkpoint is not what was written, and nothing is restored from bytes that may be wrong"
     todo = "see `shardyard checkpoint verify` for all that is damaged; take another checkpoint, or a copy of the file"
+
+
+class LogDamaged(ShardyardError):
+    why = "a file of a server's log is not what was written, and what was acknowledged cannot be made again from it"
+    todo = "bring back the file, or go back to a checkpoint alone with `shardyard checkpoint restore`"
 
 
 class JobFailed(ShardyardError):

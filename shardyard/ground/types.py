@@ -84,6 +84,16 @@ class UpdateMode(enum.Enum):
     ASYNC = "async"
 
 
+class Durability(enum.Enum):
+    """What outlives a server (docs/reliability.md)."""
+
+    CHECKPOINT = "checkpoint"
+    """Its partitions go back to the newest checkpoint; what was acknowledged since is computed again, or told as
+    lost."""
+    WAL = "wal"
+    """What was acknowledged is in its log, from which its partitions come back as they were."""
+
+
 class MemberRole(enum.Enum):
     SERVER = "server"
     WORKER = "worker"

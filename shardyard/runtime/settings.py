@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 import annotated_types
@@ -28,9 +29,12 @@ from shardyard.ground.compression import (
     parse_push_rules,
 )
 from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import UpdateMode
+from shardyard.ground.types import Durability, UpdateMode
 
 PARTITIONS_AUTO: Final = 8
+AUTO: Final = "auto"
+WAL_FOLDER: Final = "wal"
+NEVER: Final = "never"
 PORT_MAX: Final = 65_535
 HEARTBEATS_PER_LEASE_MIN: Final = 3
 DURATION_MS_MAX: Final = 3_600_000
@@ -137,6 +141,11 @@ class YardSettings(Section):
     state: Folder = Field(
         default=".shardyard", description="The folder for process id files, logs and the coordinator's journal."
     )
+    wal: Folder = Field(
+        default=AUTO,
+        description="The folder for the logs of servers on this machine, which need them when one of them dies"
+        " (job.durability wal); auto: wal, in yard.state.",
+    )
     restarts_max: int = Field(
         default=1, ge=0, le=1_000, description="How often the agent restarts a training process killed by a signal."
     )
@@ -150,6 +159,10 @@ class YardSettings(Section):
     role_restarts_window_ms: int = Field(
         default=60_000, ge=1_000, le=DURATION_MS_MAX, description="The time over which such restarts are counted."
     )
+
+    @property
+    def wal_folder(self) -> Path:
+        return Path(self.state) / WAL_FOLDER if self.wal == AUTO else Path(self.wal)
 
 
 class ConsistencySettings(Section):
@@ -270,6 +283,12 @@ class JobSettings(Section):
     compression: CompressionSettings = Field(
         default_factory=CompressionSettings, description="How gradients and values travel."
     )
+    durability: Durability = Field(
+        default=Durability.CHECKPOINT,
+        strict=False,
+        description="What outlives a server. checkpoint: its partitions go back to the newest checkpoint, and what came"
+        " since is computed again. wal: a push is acknowledged once it is in the server's log, and nothing goes back.",
+    )
     idle_ms: int = Field(
         default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for so long is ended."
     )
@@ -282,6 +301,16 @@ class JobSettings(Section):
     def logical_rank_count(self) -> int:
         ranks = self.consistency.logical_ranks
         return self.workers_expected if ranks == "auto" else ranks
+
+    @model_validator(mode="after")
+    def _a_log_follows_a_checkpoint(self) -> Self:
+        if self.durability is Durability.WAL and self.checkpoint.url == NEVER:
+            raise impossible(
+                ("durability", "checkpoint.url"),
+                "checkpoint.url other than never with durability wal, since a log begins where a checkpoint ends",
+                f"durability {self.durability.value} with checkpoint.url {self.checkpoint.url}",
+            )
+        return self
 
     @model_validator(mode="after")
     def _ranks_within_limit(self) -> Self:
@@ -445,8 +474,8 @@ def _expected(kind: Any, metadata: list[Any]) -> str:
         return _expected(bare, [each for info in inner for each in info.metadata])
     if get_origin(kind) is Literal:
         return _one_of([str(choice) for choice in get_args(kind)])
-    if isinstance(kind, type) and issubclass(kind, UpdateMode):
-        return _one_of([mode.value for mode in kind])
+    if isinstance(kind, type) and issubclass(kind, UpdateMode | Durability):
+        return _one_of([choice.value for choice in kind])
     if kind is int:
         return _whole_number(metadata)
     return " or ".join(_expected(choice, []) for choice in get_args(kind))

@@ -34,12 +34,13 @@ LEAVE_MS = 1_000
 
 @dataclass(frozen=True)
 class Membership:
-    """What a member says of itself when it registers."""
+    """What a member says of itself when it registers. `logs`: names a server's folder of logs, "" where it has none."""
 
     role: MemberRole
     address: str = ""
     agent: Incarnation | None = None
     local_index: int = 0
+    logs: str = ""
 
 
 class Enrolment:
@@ -92,6 +93,7 @@ class Enrolment:
             pid=os.getpid(),
             agent=member.agent or 0,
             local_index=member.local_index,
+            logs=member.logs,
         )
         give_up = time.monotonic() + patience_ms / 1000
         last = ""

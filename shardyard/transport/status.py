@@ -37,6 +37,7 @@ TABLE: tuple[tuple[type[errors.ShardyardError], grpc.StatusCode], ...] = (
     (errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.StorageUnavailable, grpc.StatusCode.UNAVAILABLE),
     (errors.CheckpointDamaged, grpc.StatusCode.DATA_LOSS),
+    (errors.LogDamaged, grpc.StatusCode.DATA_LOSS),
     (errors.JobFailed, grpc.StatusCode.CANCELLED),
     (errors.AddressInUse, grpc.StatusCode.ALREADY_EXISTS),
     (errors.Internal, grpc.StatusCode.INTERNAL),

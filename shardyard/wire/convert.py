@@ -22,6 +22,7 @@ from shardyard.ground.types import (
     DataLease,
     DataShardSource,
     DType,
+    Durability,
     Generation,
     Incarnation,
     JobId,
@@ -78,6 +79,10 @@ _VARIABLE_KINDS: dict[VariableKind, common.VariableKind] = {
 _MODES: dict[UpdateMode, common.UpdateMode] = {
     UpdateMode.SYNC: common.UPDATE_MODE_SYNC,
     UpdateMode.ASYNC: common.UPDATE_MODE_ASYNC,
+}
+_DURABILITIES: dict[Durability, common.Durability] = {
+    Durability.CHECKPOINT: common.DURABILITY_CHECKPOINT,
+    Durability.WAL: common.DURABILITY_WAL,
 }
 _ROLES: dict[MemberRole, coordinator.Role] = {
     MemberRole.SERVER: coordinator.ROLE_SERVER,
@@ -186,6 +191,16 @@ def mode_to_wire(mode: UpdateMode) -> common.UpdateMode:
 
 def mode_from_wire(value: common.UpdateMode) -> UpdateMode:
     return _known(_MODES, value, "the update mode")
+
+
+def durability_to_wire(durability: Durability) -> common.Durability:
+    return _DURABILITIES[durability]
+
+
+def durability_from_wire(value: common.Durability) -> Durability:
+    if value == common.DURABILITY_UNSPECIFIED:
+        return Durability.CHECKPOINT
+    return _known(_DURABILITIES, value, "the durability")
 
 
 def role_to_wire(role: MemberRole) -> coordinator.Role:

@@ -59,6 +59,7 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.StorageUnavailable: UNAVAILABLE,
     errors.CheckpointDamaged: grpc.StatusCode.DATA_LOSS,
+    errors.LogDamaged: grpc.StatusCode.DATA_LOSS,
     errors.JobFailed: CANCELLED,
     errors.ServerLost: CANCELLED,
     errors.CoordinatorLost: CANCELLED,

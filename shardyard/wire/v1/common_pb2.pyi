@@ -23,6 +23,12 @@ class VariableKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VARIABLE_KIND_PARAMETER: _ClassVar[VariableKind]
     VARIABLE_KIND_BUFFER: _ClassVar[VariableKind]
 
+class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DURABILITY_UNSPECIFIED: _ClassVar[Durability]
+    DURABILITY_CHECKPOINT: _ClassVar[Durability]
+    DURABILITY_WAL: _ClassVar[Durability]
+
 class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UPDATE_MODE_UNSPECIFIED: _ClassVar[UpdateMode]
@@ -38,6 +44,9 @@ DTYPE_BOOL: DType
 VARIABLE_KIND_UNSPECIFIED: VariableKind
 VARIABLE_KIND_PARAMETER: VariableKind
 VARIABLE_KIND_BUFFER: VariableKind
+DURABILITY_UNSPECIFIED: Durability
+DURABILITY_CHECKPOINT: Durability
+DURABILITY_WAL: Durability
 UPDATE_MODE_UNSPECIFIED: UpdateMode
 UPDATE_MODE_SYNC: UpdateMode
 UPDATE_MODE_ASYNC: UpdateMode

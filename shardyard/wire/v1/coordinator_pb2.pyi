@@ -33,7 +33,7 @@ JOB_STATE_FINISHED: JobState
 JOB_STATE_FAILED: JobState
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index")
+    __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class RegisterRequest(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     AGENT_FIELD_NUMBER: _ClassVar[int]
     LOCAL_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     address: str
     protocol: int
@@ -50,7 +51,8 @@ class RegisterRequest(_message.Message):
     pid: int
     agent: int
     local_index: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., agent: _Optional[int] = ..., local_index: _Optional[int] = ...) -> None: ...
+    logs: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., agent: _Optional[int] = ..., local_index: _Optional[int] = ..., logs: _Optional[str] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
     __slots__ = ("incarnation", "term", "heartbeat_ms", "lease_ms")

@@ -33,7 +33,7 @@ OUTCOME_RECORDED: Outcome
 OUTCOME_DUPLICATE: Outcome
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class CreatePartitionsRequest(_message.Message):
     LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -50,7 +51,8 @@ class CreatePartitionsRequest(_message.Message):
     logical_ranks: int
     server: int
     restore: Restore
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ...) -> None: ...
+    durability: _common_pb2.Durability
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ...) -> None: ...
 
 class CreatePartitionsReply(_message.Message):
     __slots__ = ()
@@ -69,25 +71,29 @@ class CheckpointFile(_message.Message):
     def __init__(self, path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RestoredPartition(_message.Message):
-    __slots__ = ("partition", "version", "files")
+    __slots__ = ("partition", "version", "files", "logs")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
     partition: int
     version: _common_pb2.Version
     files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
-    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+    logs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., logs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("url", "partitions")
+    __slots__ = ("url", "partitions", "number")
     URL_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     url: str
     partitions: _containers.RepeatedCompositeFieldContainer[RestoredPartition]
-    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "url", "number", "step", "base", "wait_ms")
+    __slots__ = ("caller", "server", "generation", "url", "number", "step", "base", "wait_ms", "oldest", "logs")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +102,8 @@ class SaveCheckpointRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    OLDEST_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -104,7 +112,9 @@ class SaveCheckpointRequest(_message.Message):
     step: int
     base: int
     wait_ms: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    oldest: int
+    logs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ..., oldest: _Optional[int] = ..., logs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SavedPartition(_message.Message):
     __slots__ = ("partition", "version", "file")

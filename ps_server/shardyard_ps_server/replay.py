@@ -1,0 +1,137 @@
+"""What a log records, as messages and back, and how partitions come back from it.
+
+A record holds a push as it was received, with the settings that it was to be applied with, the tokens of sources that
+were opened, or which partitions began anew. Given to the same partitions in the same order it has the same outcome,
+refusals included, so replay gives the same bits (docs/ledger.md, rule C1). What a checkpoint has already is known by
+its name, and passed over.
+
+Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from shardyard.ground.errors import InvalidRequest, NotReady, Refused, SequenceGap, ShardyardError, TooLarge
+from shardyard.ground.types import Generation, PartitionId, PushKind, PushOrder, SourceKey, Token
+from shardyard.wire import convert
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard_ps_server.wal_files import LogFiles
+from shardyard_ps_server.wal_records import Mark, Record, RecordKind, damaged
+
+log = logging.getLogger("shardyard.server")
+
+_RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
+
+
+def push_head(order: PushOrder) -> bytes:
+    """What is recorded of a push beside its payload."""
+    said = replace(order, pull=None, attach=None, shared_at=None, rest=None, detach=False)
+    return convert.push_to_wire(said).SerializeToString()
+
+
+def open_head(sources: Sequence[tuple[SourceKey, Token]]) -> bytes:
+    return wire.OpenSourcesRequest(sources=convert.sources_to_wire(sources)).SerializeToString()
+
+
+def begin_head(generation: Generation, partitions: Sequence[PartitionId]) -> bytes:
+    return wire.CreatePartitionsRequest(generation=generation, partitions=partitions).SerializeToString()
+
+
+def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partition]) -> None:
+    """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says. Raises
+    StorageUnavailable, LogDamaged."""
+    end = files.take_over()
+    begins = _begins(files.records(base, end, payloads=False))
+    counted = 0
+    for record in files.records(base, end):
+        path = files.segment(record.at.segment)
+        present = {number: each for number, each in partitions.items() if begins.get(number, record.at) <= record.at}
+        try:
+            if record.kind is RecordKind.PUSH:
+                counted += _push(record, present)
+            elif record.kind is RecordKind.OPEN:
+                _open(record, present)
+        except TooLarge:
+            raise
+        except (DecodeError, ShardyardError) as error:
+            what = error.what if isinstance(error, ShardyardError) else str(error)
+            raise damaged(path, record.at.offset, f"the record does not fit what came before it: {what}") from error
+    log.info(
+        "partitions %s: %d pushes are done again, from the log of server %s",
+        ", ".join(str(number) for number in sorted(partitions)),
+        counted,
+        files.server,
+    )
+
+
+def pieces_of(order: PushOrder, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:
+    """Each part's piece of a push's payload."""
+    at = 0
+    for part in order.parts:
+        yield part.partition, payload[at : at + part.payload_bytes]
+        at += part.payload_bytes
+
+
+def _begins(records: Iterable[Record]) -> dict[PartitionId, Mark]:
+    """Where each partition began for the last time, where it did."""
+    found: dict[PartitionId, Mark] = {}
+    for record in records:
+        if record.kind is RecordKind.BEGIN:
+            numbers = wire.CreatePartitionsRequest.FromString(record.head).partitions
+            found.update((PartitionId(number), record.at) for number in numbers)
+    return found
+
+
+def _push(record: Record, partitions: Mapping[PartitionId, Partition]) -> bool:
+    order = convert.push_from_header(record.head)
+    if order.kind not in _RECORDED or order.payload_bytes != len(record.payload):
+        raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
+    touched = False
+    for part, (number, piece) in zip(order.parts, pieces_of(order, record.payload), strict=True):
+        partition = partitions.get(number)
+        if partition is None:
+            continue
+        if len(piece):
+            piece = _aligned(piece)
+            if part.code_bytes:
+                partition.check_codes(part)
+        full, present = partition.unpack(part, piece)
+        groups = order.groups if order.kind is PushKind.GRADIENT else None
+        try:
+            partition.push(order.name, Contribution(order.weight, groups, full, present), _check_nothing)
+        except (SequenceGap, TooLarge):
+            raise
+        except (Refused, InvalidRequest, NotReady) as error:
+            # refused when it was received, or, under a token that has ended, contained in the checkpoint
+            log.debug("%s is passed over: %s", order.name, error.what)
+            continue
+        touched = True
+    return touched
+
+
+def _open(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
+    for key, token in convert.sources_from_wire(wire.OpenSourcesRequest.FromString(record.head).sources):
+        for number in sorted(partitions):
+            try:
+                partitions[number].open_source(key, token)
+            except Refused as error:
+                log.debug("%s is not opened again: %s", key.source, error.what)
+
+
+def _aligned(piece: Bytes) -> Bytes:
+    copy = aligned_empty(len(piece))
+    copy[:] = piece
+    return copy
+
+
+def _check_nothing() -> None:
+    """Whoever was refused is not in the log."""

@@ -1,0 +1,277 @@
+"""A server's log of one job: durable, then visible, then acknowledged (docs/ledger.md, rules C1 and C2).
+
+Whoever has something to record appends it, under `admission`, which makes the log's order the only order; then it waits
+until its record is durable; then for its turn. The first who waits writes and syncs for all who have appended,
+so a sync is shared by as many as come while the one before lasts.
+
+    with log.admission:             may it? then:
+        ticket = log.append(...)
+    log.sync(ticket)
+    with log.turn(ticket):          in the order of the log: change what others see
+
+Owns: the segment that is written, tickets and turns. Invariants: a turn comes only to what is durable, in the log's
+order; after a sync, and before anything becomes visible, the fence is looked for; once writing or syncing has failed,
+nothing is durable any more, and `on_failure` is told: a server that cannot know what its disk has must stop. Must not
+know: what records mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from shardyard.ground.errors import Internal, NotReady, ShardyardError, StaleIncarnation, TooLarge
+from shardyard.ground.failpoints import failpoint
+from shardyard_ps_server.versions import Bytes
+from shardyard_ps_server.wal_files import SYNCED, LogFiles, storing, sync_folder
+from shardyard_ps_server.wal_records import (
+    SEGMENT_HEADER_BYTES,
+    Mark,
+    RecordKind,
+    SegmentHead,
+    encode_mark,
+    record_header,
+    segment_header,
+)
+
+log = logging.getLogger("shardyard.server")
+
+PIECES_MAX: Final = 512
+"""Of one system call; Linux takes 1,024."""
+
+OnFailure = Callable[[ShardyardError], None]
+
+
+class Wal:
+    """A new log, whose first segment has number `segment`. Safe for several threads. Raises StorageUnavailable."""
+
+    def __init__(self, files: LogFiles, *, segment: int, on_failure: OnFailure) -> None:
+        self._files = files
+        self._on_failure = on_failure
+        self.admission = threading.Lock()
+        """Held while it is decided whether something is recorded, and while it is appended."""
+        self._changed = threading.Condition()
+        self._failure: ShardyardError | None = None
+        self._writing = False
+        self._queue: list[memoryview] = []
+        self._appended = 0
+        self._durable = 0
+        self._applied = 0
+        self._segment = segment
+        with storing(files.folder):
+            files.folder.mkdir(parents=True, exist_ok=True)
+            self._fd = self._begin(segment, None)
+            try:
+                self._synced_fd = os.open(files.folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except OSError:
+                os.close(self._fd)
+                raise
+            self._note(Mark(segment, SEGMENT_HEADER_BYTES))
+            os.fsync(self._synced_fd)
+            for folder in (files.folder, files.folder.parent, files.folder.parent.parent):
+                sync_folder(folder)
+        self._offset = SEGMENT_HEADER_BYTES
+
+    @property
+    def segment_bytes(self) -> int:
+        """Of the segment that is written: what was recorded since the last checkpoint began."""
+        with self._changed:
+            return self._offset
+
+    # ---- recording
+
+    def append(self, kind: RecordKind, head: bytes, payload: Bytes) -> int:
+        """Under `admission`. The payload must stay as it is until the ticket's turn. Raises NotReady where the log has
+        failed."""
+        checksum = zlib.crc32(payload.data)
+        with self._changed:
+            self._check()
+            header = record_header(kind, head, len(payload), checksum, self._offset)
+            self._queue += [memoryview(header), memoryview(head), *([payload.data] if len(payload) else [])]
+            self._offset += len(header) + len(head) + len(payload)
+            self._appended += 1
+            return self._appended
+
+    def sync(self, ticket: int) -> None:
+        """Returns when the record is durable. Raises NotReady where the log has failed."""
+        with self._changed:
+            while self._durable < ticket:
+                self._check()
+                if self._writing:
+                    self._changed.wait()
+                else:
+                    self._write()
+
+    @contextmanager
+    def turn(self, ticket: int) -> Iterator[None]:
+        """What was recorded before has taken effect. An error that is not the record's own (a ShardyardError) stops the
+        log: others would go on without what it says."""
+        with self._changed:
+            while self._applied < ticket - 1:
+                self._check()
+                self._changed.wait()
+        try:
+            failpoint("wal.before_apply")
+            yield
+        except ShardyardError as error:
+            if isinstance(error, TooLarge):  # there is no memory now; there may be when the log is read
+                self._fail(error)
+                raise
+            self._end_turn(ticket)
+            raise
+        except BaseException as error:
+            self._fail(Internal(f"record {ticket} of a log could not be carried out: {error!r}"))
+            raise
+        self._end_turn(ticket)
+
+    def drain(self) -> None:
+        """Returns when all that was appended has taken effect. Raises NotReady where the log has failed."""
+        with self._changed:
+            ticket = self._appended
+        self.sync(ticket)
+        with self._changed:
+            while self._applied < ticket:
+                self._check()
+                self._changed.wait()
+
+    # ---- segments
+
+    def rotate(self, number: int) -> None:
+        """What is appended from now on, under `admission`, is in segment `number`; all before has taken effect when
+        this returns. A number that is not higher than the present one does nothing. Raises NotReady."""
+        self.drain()
+        with self._changed:
+            if number <= self._segment:
+                return
+            self._check()
+            assert not self._queue, "appended without admission"
+            assert not self._writing, "appended without admission"
+            try:
+                with storing(self._files.folder):
+                    failpoint("wal.before_rotate")
+                    fd = self._begin(number, Mark(self._segment, self._offset))
+                    sync_folder(self._files.folder)
+                    os.close(self._fd)
+                    self._fd, self._segment, self._offset = fd, number, SEGMENT_HEADER_BYTES
+                    self._note(Mark(number, SEGMENT_HEADER_BYTES))
+                    os.fsync(self._synced_fd)  # a mark in an earlier segment would leave this one out
+                    failpoint("wal.after_rotate")
+            except ShardyardError as error:
+                self._fail_here(error)
+                raise self._failed() from error
+
+    def prune(self, oldest: int) -> None:
+        """Deletes the segments that no checkpoint from number `oldest` on needs. What cannot be deleted stays."""
+        numbers = self._files.numbers()
+        first = max((number for number in numbers if number <= oldest), default=0)
+        for number in numbers:
+            if number < first:
+                try:
+                    self._files.segment(number).unlink()
+                except OSError as error:
+                    log.warning("a segment of a log was not deleted: %s", error)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Nothing is recorded any more. `remove`: nobody will read it."""
+        with self._changed:
+            while self._writing:
+                self._changed.wait()
+            if self._fd < 0:
+                return
+            self._failure = self._failure or NotReady("the log is closed")
+            os.close(self._fd)
+            os.close(self._synced_fd)
+            self._fd = self._synced_fd = -1
+            self._changed.notify_all()
+        if remove:
+            self._files.remove()
+
+    # ---- inside
+
+    def _begin(self, number: int, before: Mark | None) -> int:
+        """A new segment's file, with its header, durable but for its name."""
+        path = self._files.segment(number)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, segment_header(SegmentHead(self._files.job, self._files.server, number, before)))
+            os.fsync(fd)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def _write(self) -> None:
+        """With the lock, which is let go meanwhile: makes durable all that was appended."""
+        queue, upto = self._queue, self._appended
+        mark = Mark(self._segment, self._offset)
+        self._queue, self._writing = [], True
+        self._changed.release()
+        failure: ShardyardError | None = None
+        try:
+            with storing(self._files.folder):
+                failpoint("wal.before_write")
+                _write_all(self._fd, queue)
+                failpoint("wal.before_sync")
+                os.fdatasync(self._fd)
+                failpoint("wal.after_sync")
+                self._note(mark)
+            if self._files.is_fenced:
+                failure = StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
+        except ShardyardError as error:
+            failure = error
+        finally:
+            self._changed.acquire()
+            self._writing = False
+        if failure is None:
+            self._durable = upto
+            self._changed.notify_all()
+        else:
+            self._fail_here(failure)
+
+    def _note(self, mark: Mark) -> None:
+        """A lower bound of what is durable: a power cut may take the newest ones with it, a kill does not."""
+        os.pwrite(self._synced_fd, encode_mark(mark), 0)
+
+    def _end_turn(self, ticket: int) -> None:
+        with self._changed:
+            self._applied = ticket
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failed()
+
+    def _failed(self) -> ShardyardError:
+        assert self._failure is not None
+        return NotReady(
+            f"server {self._files.server} stops: {self._failure.what}",
+            why="nothing is acknowledged that is not in its log",
+        )
+
+    def _fail(self, failure: ShardyardError) -> None:
+        with self._changed:
+            self._fail_here(failure)
+
+    def _fail_here(self, failure: ShardyardError) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._on_failure(failure)
+        self._changed.notify_all()
+
+
+def _write_all(fd: int, pieces: Sequence[memoryview]) -> None:
+    left = list(pieces)
+    while left:
+        written = os.writev(fd, left[:PIECES_MAX])
+        done = 0
+        while done < len(left) and written >= len(left[done]):
+            written -= len(left[done])
+            done += 1
+        left = left[done:]
+        if written:
+            left[0] = left[0][written:]

@@ -1,0 +1,840 @@
+"""A server's log: what is acknowledged comes back to the bit, what is damaged is named, what is fenced stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.ground import failpoints
+from shardyard.ground.errors import (
+    InvalidRequest,
+    LogDamaged,
+    NotReady,
+    Refused,
+    SequenceGap,
+    ShardyardError,
+    StaleGeneration,
+    StaleIncarnation,
+    StorageUnavailable,
+    TooLarge,
+)
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DataShardSource,
+    DType,
+    Durability,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    Version,
+)
+from shardyard.transport.same_host import Shared
+from shardyard_ps_server import partition as partitions
+from shardyard_ps_server.checkpoints import Saved, SaveOrder
+from shardyard_ps_server.exchanges import takes_a_moment
+from shardyard_ps_server.replay import open_head, push_head
+from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.versions import aligned_empty
+from shardyard_ps_server.wal import Wal
+from shardyard_ps_server.wal_files import END, FENCED, ID, SYNCED, LogFiles, LogRoot
+from shardyard_ps_server.wal_records import (
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Mark,
+    RecordKind,
+    encode_mark,
+)
+
+JOB, FIRST, SECOND, THIRD = JobId((1 << 32) | 1), Incarnation(3), Incarnation(5), Incarnation(7)
+GENERATION, NEXT = Generation(4), Generation(5)
+SGD = (make_group("sgd", {"lr": 0.3, "momentum": 0.9}),)
+SHARD = DataShardSource(0, 0, 0)
+OWNED = [PartitionId(0), PartitionId(1)]
+LAYOUT = JobLayout(
+    tuple(VariableSpec(name, DType.FLOAT64, (8,)) for name in "abcd"),
+    OptimizerSpec("sgd", SGD),
+    tuple(PartitionLayout(p, 128, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in OWNED),
+)
+WORKER = Incarnation(10)
+COORDINATOR = Caller(JOB, term=Term(2))
+
+
+class Yard:
+    """Servers that share a folder of logs, and a folder of checkpoints."""
+
+    def __init__(self, folder: Path, mode: UpdateMode = UpdateMode.ASYNC) -> None:
+        self.logs = LogRoot(folder / "wal")
+        self.checkpoints = folder / "checkpoints"
+        self.mode = mode
+        self.failures: list[ShardyardError] = []
+        self._stores: list[Store] = []
+
+    def empty(self, incarnation: Incarnation) -> Store:
+        store = Store(logs=self.logs, on_log_failure=self.failures.append)
+        self._stores.append(store)
+        store.become(incarnation, Term(2))
+        return store
+
+    def first(self, incarnation: Incarnation = FIRST) -> Store:
+        """With checkpoint 1, of zeros."""
+        store = self.empty(incarnation)
+        store.create(JOB, GENERATION, LAYOUT, OWNED, self.mode, 2, durability=Durability.WAL)
+        store.open(JOB, GENERATION)
+        leases(store)
+        self.save(store, 1)
+        return store
+
+    def save(self, store: Store, number: int, *, oldest: int = 1, logs: Sequence[Incarnation] = ()) -> list[Saved]:
+        step = None if self.mode is UpdateMode.ASYNC else store.hosted()[0].partitions[OWNED[0]].describe()[0].number
+        order = SaveOrder(number, step, 0, 0, oldest, frozenset(logs))
+        generation = store.hosted()[0].generation
+        return store.save(COORDINATOR, store.incarnation, generation, order, str(self.checkpoints))
+
+    def successor(
+        self,
+        saved: Sequence[Saved],
+        number: int,
+        *trail: Incarnation,
+        incarnation: Incarnation = SECOND,
+        life: int = 2,
+        owned: Sequence[PartitionId] = OWNED,
+        generation: Generation = NEXT,
+        into: Store | None = None,
+    ) -> Store:
+        """A server that goes on where those in `trail` have stopped."""
+        store = into or self.empty(incarnation)
+        entries = tuple(
+            PartitionEntry(each.partition, Version(life, each.version.number), (each.file,))
+            for each in saved
+            if each.partition in owned
+        )
+        restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail))
+        store.create(JOB, generation, LAYOUT, owned, self.mode, 2, restore, Durability.WAL)
+        return store
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[Yard]:
+    made = Yard(tmp_path)
+    yield made
+    made.close()
+
+
+@contextmanager
+def yard_of(folder: Path, mode: UpdateMode) -> Iterator[Yard]:
+    made = Yard(folder, mode)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def leases(store: Store, token: int = 1) -> None:
+    hosted = store.hosted()[0]
+    sources: list[Source] = [SHARD]
+    if hosted.mode is UpdateMode.SYNC:
+        sources = [RankSource(Rank(rank)) for rank in range(2)]
+    store.open_sources(hosted, [(SourceKey(source), Token(token)) for source in sources])
+
+
+def order_of(
+    store: Store,
+    sequence: int,
+    *,
+    source: Source = SHARD,
+    token: int = 1,
+    absent: Sequence[int] = (),
+    worker: Incarnation = WORKER,
+    kind: PushKind = PushKind.GRADIENT,
+) -> PushOrder:
+    hosted = store.hosted()[0]
+    parts = tuple(
+        PushPart(p, 0)
+        if kind is PushKind.EMPTY
+        else PushPart(p, 128 - 64 * len(absent) * (p == 0), tuple(absent) if p == 0 else ())
+        for p in sorted(hosted.partitions)
+    )
+    name = PushName(SourceKey(source), Token(token), sequence, sequence)
+    counted = kind is PushKind.GRADIENT
+    return PushOrder(
+        Caller(JOB, worker),
+        store.incarnation,
+        hosted.generation,
+        name,
+        kind,
+        parts,
+        1.0 if counted else 0.0,
+        SGD if counted else (),
+    )
+
+
+def payload_of(order: PushOrder) -> np.ndarray:
+    """Whole partitions, in their order, of a gradient of its own for each name."""
+    rank = order.name.key.source.rank if isinstance(order.name.key.source, RankSource) else 9
+    gradient = np.random.default_rng([order.name.first, rank]).normal(size=32)
+    payload = aligned_empty(order.payload_bytes)
+    at = 0
+    for part in order.parts:
+        mine = gradient[16 * part.partition : 16 * part.partition + part.payload_bytes // 8]
+        payload[at : at + part.payload_bytes] = mine.view(np.uint8)
+        at += part.payload_bytes
+    return payload
+
+
+def send(store: Store, order: PushOrder) -> set[Outcome]:
+    hosted = store.admit_push(order)
+    return {result.outcome for result in store.push(hosted, order, payload_of(order))}
+
+
+def push(store: Store, sequence: int, **said: object) -> set[Outcome]:
+    return send(store, order_of(store, sequence, **said))  # type: ignore[arg-type]
+
+
+def step(store: Store, number: int) -> None:
+    for rank in range(2):
+        push(store, number, source=RankSource(Rank(rank)))
+
+
+def state(store: Store) -> dict[int, tuple[int, bytes, bytes, tuple[object, ...]]]:
+    """All that a partition is: version, values, optimizer state, ledger."""
+    found = {}
+    for number, each in sorted(store.hosted()[0].partitions.items()):
+        cut = each.cut()
+        cut.complete()
+        slots = b"".join(
+            array.tobytes()
+            for index in range(each.blocks)
+            for name, array in sorted(each.arrays(index, cut).items())
+            if name != "values"
+        )
+        values = b"".join(each.arrays(index, cut)["values"].tobytes() for index in range(each.blocks))
+        marks = tuple(sorted(cut.marks, key=str))
+        found[int(number)] = (cut.version.number, values, slots, marks)
+        cut.release()
+    return found
+
+
+# ---- what was acknowledged comes back
+
+
+def test_promise_1_what_was_acknowledged_comes_back_to_the_bit(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    for sequence in range(5):
+        assert push(first, sequence, absent=[1] if sequence == 3 else []) == {Outcome.APPLIED}
+    assert push(first, 5, kind=PushKind.EMPTY) == {Outcome.APPLIED}
+    assert push(first, 4) == {Outcome.DUPLICATE}
+    before = state(first)
+    second = yard.successor(saved, 2, FIRST)
+    assert state(second) == before
+    assert push(second, 5, kind=PushKind.EMPTY) == {Outcome.DUPLICATE}
+    assert push(second, 6) == {Outcome.APPLIED}
+
+
+def test_what_a_checkpoint_has_is_not_done_again(yard: Yard) -> None:
+    """The cut is taken after the new segment has begun: what comes in between is in both."""
+    first = yard.first()
+    push(first, 0)
+    hosted = first.hosted()[0]
+    cut = hosted.saver.save
+
+    def late(*given: object) -> object:
+        push(first, 1)
+        return cut(*given)  # type: ignore[arg-type]
+
+    hosted.saver.save = late  # type: ignore[assignment]
+    saved = yard.save(first, 2)
+    push(first, 2)
+    assert [each.version.number for each in saved] == [2, 2]
+    before = state(first)
+    assert state(yard.successor(saved, 2, FIRST)) == before
+    assert before[0][0] == 3
+
+
+def test_a_synchronous_step_comes_back_with_the_contributions_that_were_recorded(tmp_path: Path) -> None:
+    with yard_of(tmp_path, UpdateMode.SYNC) as yard:
+        first = yard.first()
+        step(first, 0)
+        saved = yard.save(first, 2)
+        step(first, 1)
+        step(first, 2)
+        assert push(first, 3, source=RankSource(Rank(1))) == {Outcome.RECORDED}
+        second = yard.successor(saved, 2, FIRST)
+        assert push(second, 3, source=RankSource(Rank(1))) == {Outcome.DUPLICATE}
+        assert push(second, 3, source=RankSource(Rank(0))) == {Outcome.APPLIED}
+        with yard_of(tmp_path / "other", UpdateMode.SYNC) as undisturbed:
+            reference = undisturbed.first()
+            for number in range(4):
+                step(reference, number)
+            assert state(reference) == state(second)
+
+
+def test_tokens_come_back(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    leases(first, token=7)
+    second = yard.successor(saved, 2, FIRST)
+    with pytest.raises(Refused, match="which has seen 7"):
+        push(second, 0, token=1)
+    assert push(second, 0, token=7) == {Outcome.APPLIED}
+
+
+def test_a_chain_of_servers_that_died_comes_back(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    second = yard.successor(saved, 2, FIRST)
+    push(second, 1)
+    before = state(second)
+    third = yard.successor(saved, 2, FIRST, SECOND, incarnation=THIRD, life=3, generation=Generation(6))
+    assert state(third) == before
+
+
+def test_an_older_checkpoint_and_a_longer_log_give_the_same(yard: Yard) -> None:
+    first = yard.first()
+    push(first, 0)
+    older = yard.save(first, 2)
+    push(first, 1)
+    newer = yard.save(first, 3)
+    push(first, 2)
+    before = state(first)
+    assert state(yard.successor(older, 2, FIRST)) == before
+    assert state(yard.successor(newer, 3, FIRST, incarnation=THIRD)) == before
+
+
+def test_partitions_of_one_server_go_to_several(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    for sequence in range(3):
+        push(first, sequence)
+    before = state(first)
+    second = yard.successor(saved, 2, FIRST, owned=[OWNED[0]])
+    third = yard.successor(saved, 2, FIRST, incarnation=THIRD, owned=[OWNED[1]])
+    assert state(second) | state(third) == before
+
+
+def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> None:
+    logs: list[Store] = []
+    for incarnation, owned in ((FIRST, [OWNED[0]]), (SECOND, [OWNED[1]])):
+        store = yard.empty(incarnation)
+        store.create(JOB, GENERATION, LAYOUT, owned, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        store.open(JOB, GENERATION)
+        leases(store)
+        logs.append(store)
+    first, second = logs
+    saved = yard.save(first, 1) + yard.save(second, 1)
+    for store in logs:
+        push(store, 0)
+    before = state(first) | state(second)
+    restore = Restore(
+        str(yard.checkpoints),
+        tuple(PartitionEntry(e.partition, Version(2, 0), (e.file,)) for e in saved if e.partition == 0),
+        1,
+        {OWNED[0]: (FIRST,)},
+    )
+    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, Durability.WAL)
+    assert state(second) == before
+    push(second, 1)
+    before = state(second)
+    entries = tuple(PartitionEntry(e.partition, Version(3, 0), (e.file,)) for e in saved)
+    third = yard.empty(THIRD)
+    trails = {OWNED[0]: (FIRST, SECOND), OWNED[1]: (SECOND,)}
+    restore = Restore(str(yard.checkpoints), entries, 1, trails)
+    third.create(JOB, Generation(6), LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, Durability.WAL)
+    assert state(third) == before
+
+
+def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    push(first, 1)
+    yard.successor(saved, 2, into=first)  # as a person wished: without the log
+    assert state(first)[0][0] == 0
+    push(first, 0)
+    before = state(first)
+    assert before[0][0] == 1
+    assert state(yard.successor(saved, 2, FIRST, life=3, generation=Generation(6))) == before
+
+
+def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
+    """A worker may write into its memory while the log is written (rule C5)."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    shared = Shared(4096, read_only=False)
+    order = dataclasses.replace(order_of(first, 0), shared_at=0)
+    payload = shared.bytes[: order.payload_bytes]
+    payload[:] = payload_of(order)
+
+    def scribble(_: str) -> None:
+        payload[:] = 0xFF
+
+    with failpoints.armed("wal.before_apply", scribble):
+        hosted = first.admit_push(order)
+        first.push(hosted, order, payload)
+    shared.close()
+    before = state(first)
+    assert np.isfinite(np.frombuffer(before[0][1])).all()
+    assert state(yard.successor(saved, 2, FIRST)) == before
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("seed", range(6))
+def test_any_prefix_of_a_log_holds_what_was_acknowledged(tmp_path: Path, mode: UpdateMode, seed: int) -> None:
+    """Several threads push under several sources; wherever the server dies, its successor has what it had answered,
+    and the undisturbed run's bits."""
+    rng = random.Random(f"{mode} {seed}")
+    with yard_of(tmp_path, mode) as yard:
+        first = yard.first()
+        saved = yard.save(first, 2)
+        rounds = rng.randint(3, 8)
+        sources: list[Source] = [RankSource(Rank(0)), RankSource(Rank(1))]
+        if mode is UpdateMode.ASYNC:
+            sources = [DataShardSource(0, 0, index) for index in range(4)]
+            first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+        barrier = threading.Barrier(len(sources))
+        errors: list[BaseException] = []
+
+        def work(source: Source) -> None:
+            try:
+                for number in range(rounds):
+                    push(first, number, source=source)
+                    barrier.wait(30)
+            except BaseException as error:  # noqa: BLE001 (told by the test's own thread)
+                errors.append(error)
+                barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(source,)) for source in sources]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+        before = state(first)
+        assert before[0][0] == (rounds if mode is UpdateMode.SYNC else rounds * len(sources))
+        assert state(yard.successor(saved, 2, FIRST)) == before
+
+
+def test_a_sync_is_shared_by_all_who_wait(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = yard.first()
+    sources = [DataShardSource(0, 0, index) for index in range(6)]
+    first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+    syncs = []
+    held, go = threading.Event(), threading.Event()
+    fdatasync = os.fdatasync
+
+    def slow(fd: int) -> None:
+        syncs.append(fd)
+        if len(syncs) == 1:
+            held.set()
+            assert go.wait(30)
+        fdatasync(fd)
+
+    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    threads = [threading.Thread(target=push, args=(first, 0), kwargs={"source": source}) for source in sources]
+    threads[0].start()
+    assert held.wait(30)
+    for thread in threads[1:]:
+        thread.start()
+    wal = first.hosted()[0].wal
+    assert wal is not None
+    deadline = threading.Event()
+    for _ in range(3_000):
+        if wal._appended - wal._durable == len(sources):
+            break
+        deadline.wait(0.01)
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert len(syncs) == 2
+    assert state(first)[0][0] == len(sources)
+
+
+def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = yard.first()
+    held, go = threading.Event(), threading.Event()
+
+    def slow(_: int) -> None:
+        held.set()
+        assert go.wait(30)
+
+    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    thread = threading.Thread(target=push, args=(first, 0))
+    thread.start()
+    assert held.wait(30)
+    wish = PullWish(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
+    result, buffers = first.hold(first.admit_pull(wish), wish)
+    assert [part.version.number for part in result.parts] == [0, 0]
+    buffers.release()
+    ((_, marks),) = first.read_ledger(first.hosted()[0], [(SourceKey(SHARD), Token(0))])
+    assert [mark.next for mark in marks] == [0, 0]
+    go.set()
+    thread.join()
+    assert state(first)[0][0] == 1
+
+
+def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
+    first = yard.first()
+    order = order_of(first, 0)
+    assert not takes_a_moment(order, first.hosted()[0])
+    plain = Store()
+    plain.become(FIRST, Term(2))
+    plain.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    assert takes_a_moment(order, plain.hosted()[0])
+    plain.close()
+
+
+# ---- fences
+
+
+def test_a_server_whose_log_was_taken_over_makes_nothing_visible(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    before = state(first)
+    second = yard.successor(saved, 2, FIRST)
+    with pytest.raises(NotReady, match="taken over"):
+        push(first, 1)
+    assert state(first) == before
+    assert isinstance(yard.failures[0], StaleIncarnation)
+    with pytest.raises(NotReady):
+        push(first, 1)
+    assert push(second, 1) == {Outcome.APPLIED}
+
+
+def test_a_log_ends_for_all_where_its_first_reader_saw_the_end(yard: Yard) -> None:
+    """What a zombie appends later was never acknowledged, and must not come back either."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    second = yard.successor(saved, 2, FIRST)
+    with pytest.raises(NotReady):
+        push(first, 1)
+    push(second, 1, kind=PushKind.EMPTY)
+    before = state(second)
+    third = yard.successor(saved, 2, FIRST, SECOND, incarnation=THIRD, life=3, generation=Generation(6))
+    assert state(third) == before
+
+
+def test_the_fence_is_up_before_the_log_is_read(yard: Yard) -> None:
+    """A push that the owner has synced in between is either read by the successor or never acknowledged."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    outcomes: list[object] = []
+
+    def late(_: str) -> None:
+        try:
+            outcomes.append(push(first, 0))
+        except NotReady:
+            outcomes.append(None)
+
+    with failpoints.armed("wal.after_fence", late):
+        second = yard.successor(saved, 2, FIRST)
+    assert outcomes == [None]
+    assert push(second, 0) in ({Outcome.APPLIED}, {Outcome.DUPLICATE})
+    assert state(second)[0][0] == 1
+
+
+def test_a_fenced_worker_and_an_old_generation_append_nothing(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    order = order_of(first, 0)
+    hosted = first.admit_push(order)
+    first.fence([WORKER])
+    with pytest.raises(StaleIncarnation):
+        first.push(hosted, order, payload_of(order))
+    other = dataclasses.replace(order_of(first, 0), caller=Caller(JOB, Incarnation(11)))
+    hosted = first.admit_push(other)
+    hosted.generation = NEXT
+    with pytest.raises(StaleGeneration):
+        first.push(hosted, other, payload_of(other))
+    assert state(yard.successor(saved, 2, FIRST))[0][0] == 0
+
+
+def test_a_gap_is_refused_and_not_recorded(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    with pytest.raises(SequenceGap):
+        push(first, 3)
+    assert state(yard.successor(saved, 2, FIRST))[0][0] == 0
+
+
+# ---- damage
+
+
+def log_of(yard: Yard, server: Incarnation = FIRST) -> LogFiles:
+    return yard.logs.log(JOB, server)
+
+
+@pytest.fixture
+def crashed(yard: Yard) -> tuple[Yard, list[Saved], dict[int, tuple[int, bytes, bytes, tuple[object, ...]]]]:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    for sequence in range(4):
+        push(first, sequence)
+    return yard, saved, state(first)
+
+
+Crashed = tuple[Yard, list[Saved], dict[int, tuple[int, bytes, bytes, tuple[object, ...]]]]
+
+
+def test_any_bit_that_flipped_is_found_and_named(crashed: Crashed) -> None:
+    yard, saved, before = crashed
+    files = log_of(yard)
+    whole = files.segment(2).read_bytes()
+    synced = (files.folder / SYNCED).read_bytes()
+    rng = random.Random(1)
+    places = [(files.segment(2), whole, at) for at in rng.sample(range(len(whole)), 250)]
+    places += [(files.folder / SYNCED, synced, at) for at in range(len(synced))]
+    for index, (path, data, at) in enumerate(places):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(flipped)
+        for name in (FENCED, END):
+            (files.folder / name).unlink(missing_ok=True)
+        with pytest.raises(LogDamaged, match=str(path)) as caught:
+            yard.successor(saved, 2, FIRST, incarnation=Incarnation(100 + index))
+        assert int(caught.value.facts["offset"]) <= at
+        path.write_bytes(data)
+    (files.folder / END).unlink(missing_ok=True)
+    assert state(yard.successor(saved, 2, FIRST)) == before
+
+
+def test_a_log_that_lost_its_durable_end_is_damaged(crashed: Crashed) -> None:
+    yard, saved, _ = crashed
+    path = log_of(yard).segment(2)
+    whole = path.read_bytes()
+    for index, length in enumerate(random.Random(2).sample(range(len(whole)), 60)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(LogDamaged, match=str(path)):
+            yard.successor(saved, 2, FIRST, incarnation=Incarnation(100 + index))
+
+
+def test_a_torn_tail_is_cut_off(crashed: Crashed) -> None:
+    """As kill -9 leaves it, between a write and its sync: any part of a record that nobody was told of."""
+    yard, saved, before = crashed
+    files = log_of(yard)
+    whole = files.segment(2).read_bytes()
+    record = whole[SEGMENT_HEADER_BYTES : SEGMENT_HEADER_BYTES + (len(whole) - SEGMENT_HEADER_BYTES) // 4]
+    for index, tail in enumerate((record[:1], record[:RECORD_HEADER_BYTES], record[:-1], record, b"\0" * 500)):
+        files.segment(2).write_bytes(whole + tail)
+        (files.folder / END).unlink(missing_ok=True)
+        assert state(yard.successor(saved, 2, FIRST, incarnation=Incarnation(100 + index))) == before
+
+
+def test_what_was_written_and_not_acknowledged_may_count(yard: Yard) -> None:
+    """A server that dies after the sync, before the answer: the worker asks again and is told that it counts."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+
+    def die(_: str) -> None:
+        raise OSError(5, "gone")
+
+    with failpoints.armed("wal.after_sync", die), pytest.raises(NotReady):
+        push(first, 0)
+    second = yard.successor(saved, 2, FIRST)
+    assert push(second, 0) == {Outcome.DUPLICATE}
+    assert state(second)[0][0] == 1
+
+
+@pytest.mark.parametrize("place", ["wal.before_write", "wal.before_sync", "wal.after_sync", "wal.before_apply"])
+def test_a_log_that_fails_stops_its_server(yard: Yard, place: str) -> None:
+    first = yard.first()
+
+    def fail(_: str) -> None:
+        raise OSError(28, "No space left on device", str(place))
+
+    with failpoints.armed(place, fail), pytest.raises((NotReady, OSError)):
+        push(first, 0)
+    assert len(yard.failures) == 1
+    wish = PullWish(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
+    _, buffers = first.hold(first.admit_pull(wish), wish)
+    assert not any(buffer.any() for _, buffer in buffers.buffers)
+    buffers.release()
+    with pytest.raises(NotReady, match="stops"):
+        push(first, 0)
+
+
+def test_a_missing_segment_is_named(crashed: Crashed) -> None:
+    yard, saved, _ = crashed
+    files = log_of(yard)
+    shutil.move(files.segment(2), files.segment(1))
+    with pytest.raises(LogDamaged, match="000000000002"):
+        yard.successor(saved, 2, FIRST)
+
+
+def test_a_segment_of_another_log_is_named(crashed: Crashed, tmp_path: Path) -> None:
+    yard, saved, _ = crashed
+    other = Yard(tmp_path / "other")
+    second = other.first(SECOND)
+    other.save(second, 2)
+    shutil.copy(log_of(other, SECOND).segment(2), log_of(yard).segment(2))
+    (log_of(yard).folder / SYNCED).write_bytes(encode_mark(Mark(2, SEGMENT_HEADER_BYTES)))
+    with pytest.raises(LogDamaged, match="of server 5"):
+        yard.successor(saved, 2, FIRST)
+    other.close()
+
+
+def test_a_log_that_is_elsewhere_is_said_to_be(yard: Yard, tmp_path: Path) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    shutil.move(log_of(yard).folder, tmp_path / "away")
+    with pytest.raises(StorageUnavailable, match="server 3 is not at"):
+        yard.successor(saved, 2, FIRST)
+
+
+def test_a_record_that_does_not_follow_is_damage(crashed: Crashed) -> None:
+    """A whole record in the middle, with good checksums, that names work beyond the next."""
+    yard, saved, _ = crashed
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append)
+    first = yard._stores[0]
+    order = order_of(first, 2)
+    with wal.admission:
+        wal.append(RecordKind.OPEN, open_head([(SourceKey(SHARD), Token(1))]), aligned_empty(0))
+        ticket = wal.append(RecordKind.PUSH, push_head(order), payload_of(order))
+    wal.sync(ticket)
+    wal.close()
+    with pytest.raises(LogDamaged, match="does not fit what came before"):
+        yard.successor(saved, 2, THIRD)
+
+
+# ---- segments and files
+
+
+def test_segments_reach_back_to_the_oldest_checkpoint_that_is_kept(yard: Yard) -> None:
+    first = yard.first()
+    for number in (2, 3, 4):
+        push(first, number - 2)
+        yard.save(first, number)
+    assert log_of(yard).numbers() == [1, 2, 3, 4]
+    yard.save(first, 5, oldest=3)
+    assert log_of(yard).numbers() == [3, 4, 5]
+
+
+def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    second = yard.successor(saved, 2, FIRST)
+    yard.save(second, 3, oldest=2, logs=[FIRST])
+    assert log_of(yard).folder.is_dir()
+    yard.save(second, 4, oldest=3)
+    assert not log_of(yard).folder.is_dir()
+    assert log_of(yard, SECOND).folder.is_dir()
+    second.drop(JOB)
+    assert not list(yard.logs.path.glob("*/*"))
+
+
+def test_a_job_that_ends_leaves_no_log(yard: Yard) -> None:
+    first = yard.first()
+    push(first, 0)
+    first.drop(JOB)
+    assert not list(yard.logs.path.iterdir())
+
+
+def test_servers_of_one_folder_know_each_other(tmp_path: Path) -> None:
+    first, second = LogRoot(tmp_path / "a").id, LogRoot(tmp_path / "a").id
+    assert first == second
+    assert LogRoot(tmp_path / "b").id != first
+    (tmp_path / "a" / ID).write_text("nonsense")
+    with pytest.raises(LogDamaged, match="does not name"):
+        _ = LogRoot(tmp_path / "a").id
+
+
+def test_a_server_without_a_folder_for_logs_refuses(yard: Yard) -> None:
+    store = Store()
+    store.become(FIRST, Term(2))
+    with pytest.raises(InvalidRequest, match=r"yard\.wal"):
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert not store.hosted()
+    store.close()
+
+
+def test_a_log_that_cannot_be_begun_leaves_nothing(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = yard.empty(FIRST)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardyard_ps_server.wal.os.write", full)
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert not store.hosted()
+    assert not yard.failures
+
+
+def test_no_memory_for_what_was_recorded_stops_the_server(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = yard.first()
+
+    def none(*_: object) -> object:
+        raise TooLarge("no memory")
+
+    monkeypatch.setattr(partitions.Versions, "blank", none)
+    with pytest.raises(TooLarge):
+        push(first, 0)
+    assert isinstance(yard.failures[0], TooLarge)
+
+
+@pytest.mark.parametrize("place", ["wal.before_fence", "wal.after_fence", "wal.before_end", "wal.after_end"])
+def test_a_successor_that_dies_while_it_takes_over_is_followed_by_another(yard: Yard, place: str) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    before = state(first)
+
+    def die(_: str) -> None:
+        raise OSError(5, "gone")
+
+    with failpoints.armed(place, die), pytest.raises(StorageUnavailable):
+        yard.successor(saved, 2, FIRST)
+    assert state(yard.successor(saved, 2, FIRST, incarnation=THIRD)) == before
+
+
+@pytest.mark.parametrize("place", ["wal.before_rotate", "wal.after_rotate"])
+def test_a_segment_that_cannot_be_begun_stops_the_server_and_loses_nothing(yard: Yard, place: str) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    before = state(first)
+
+    def fail(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with failpoints.armed(place, fail), pytest.raises(NotReady):
+        yard.save(first, 3)
+    assert len(yard.failures) == 1
+    assert state(yard.successor(saved, 2, FIRST)) == before
