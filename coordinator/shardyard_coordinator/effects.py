@@ -8,7 +8,7 @@ reply). Must not know: how an effect is carried out.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardyard.ground.errors import ShardyardError
@@ -28,6 +28,7 @@ from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.checkpoints import Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.placement import Server
+from shardyard_coordinator.records import Entry
 
 
 class JobState(enum.Enum):
@@ -52,6 +53,11 @@ class Persist:
 
     kind: str
     body: Mapping[str, object]
+
+
+def records_of(job: JobId, entries: Iterable[Entry]) -> list[Persist]:
+    """A job's records."""
+    return [Persist(kind, {"job": job, **body}) for kind, body in entries]
 
 
 @dataclass(frozen=True, slots=True)

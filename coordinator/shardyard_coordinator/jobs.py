@@ -4,7 +4,7 @@ Owns: a job's life (STARTING, RUNNING, FINISHED or FAILED), its living workers, 
 fence it on the servers, then give its work to others. Invariants: an ended job changes no more; no work of a lost
 worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests; each change
 has its record in the same effects, and the records alone make the job anew (but for records.NOT_RECORDED).
-Must not know: members that are not its workers, the network, what time it is.
+Must not know: members that are not its workers, checkpoints' order, the network, what time it is.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     OptimizerSpec,
-    PartitionMap,
     RankLease,
     RankSource,
     SourceKey,
-    Token,
     UpdateMode,
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import data_ledger, deployment
-from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
@@ -43,10 +40,9 @@ from shardyard_coordinator.effects import (
     Persist,
     ReadLedger,
     Reply,
-    RestorePartitions,
     Standing,
-    TakeCheckpoint,
     Tell,
+    records_of,
 )
 from shardyard_coordinator.events import CheckpointTaken, LeaseReturned
 from shardyard_coordinator.placement import Server
@@ -62,7 +58,8 @@ from shardyard_coordinator.records import (
     checked_text,
     require,
 )
-from shardyard_coordinator.recovery import Recovery
+from shardyard_coordinator.safekeeping import Safekeeping, title_of
+from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
 """So many fenced workers are named to servers again and again, the latest."""
@@ -84,12 +81,10 @@ class Job:
         self.fencing: list[Incarnation] = []
         self.deployment = Deployment(job, settings)
         self.progress = Progress(now_ms)
-        self.recovery = Recovery()
         self._step_seen = 0
-        self.checkpoints = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, checkpoints), now_ms)
         self.ranks: RankBook | None = None
         self.feeds: DataLedger | StepLedger
-        self._token = 0
+        self.tokens = Tokens()
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
@@ -100,7 +95,7 @@ class Job:
                 ranks=settings.logical_rank_count,
                 grace_ms=settings.rank_grace_ms,
                 workers_expected=settings.workers_expected,
-                next_token=self._next_token,
+                next_token=self.tokens.next,
                 now_ms=now_ms,
             )
             self.feeds = StepLedger(logical_ranks=settings.logical_rank_count)
@@ -109,12 +104,21 @@ class Job:
             self.feeds = DataLedger(
                 batches_per_data_shard=None if batches == "auto" else batches,
                 workers_expected=settings.workers_expected,
-                next_token=self._next_token,
+                next_token=self.tokens.next,
             )
+        self.keeping = Safekeeping(
+            job,
+            settings,
+            deployment=self.deployment,
+            feeds=self.feeds,
+            tokens=self.tokens,
+            default_url=checkpoints,
+            now_ms=now_ms,
+        )
 
     @property
     def title(self) -> str:
-        return f"job {self.settings.name!r} ({self.id})"
+        return title_of(self.settings, self.id)
 
     @property
     def chief(self) -> Incarnation | None:
@@ -186,20 +190,11 @@ class Job:
 
     def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, or was to have, if any."""
-        maps = [self.deployment.map, None if self.recovery.attempt is None else self.recovery.attempt.map]
-        found = {
-            owner.partition: owner for each in maps if each for owner in each.by_server().get(server.incarnation, ())
-        }
-        lost = [found[partition] for partition in sorted(found)]
+        lost = self.keeping.lost_with(server)
         if self.state.ended or not lost:
             return []
-        committed = self.checkpoints.committed
-        if self.deployment.stage is Stage.OPEN and committed is not None:
-            self.checkpoints.abandon()
-            record = self.recovery.lose([owner.partition for owner in lost], now_ms)
-            what = "the job goes back" if self.ranks is not None else "its partitions go back"
-            told = f"{self.title}: server {server.incarnation} {how}; {what} to checkpoint {committed.number}"
-            return [*self._records([record]), Tell(f"{told} of step {committed.step:,}", warning=True)]
+        if self.keeping.can_go_back:
+            return self.keeping.lose(lost, server, how, now_ms)
         numbers = ", ".join(str(owner.partition) for owner in lost)
         failure = errors.ServerLost(
             f"server {server.incarnation} at {server.address} {how}; {self.title} had "
@@ -228,100 +223,30 @@ class Job:
                 )
             )
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
-        if self.recovery.needed:
-            return [*self._rank_records(given), *self._recover(servers, now_ms)]
-        return [*self._rank_records(given), *self.deployment.reopen(now_ms), *self._begin_checkpoint(now_ms)]
+        return [
+            *self._rank_records(given),
+            *self.deployment.reopen(now_ms),
+            *self.keeping.tick(now_ms, self._step, servers),
+        ]
 
-    # ---- recovery
-
-    def _recover(self, servers: Sequence[Server], now_ms: int) -> list[Effect]:
-        """Begins to restore lost partitions, where there is a server for them."""
-        deployed, checkpoints = self.deployment, self.checkpoints
-        assert deployed.layout is not None
-        assert deployed.map is not None
-        assert checkpoints.committed is not None
-        assert checkpoints.url is not None
-        sizes = [part.payload_bytes for part in deployed.layout.partitions]
-        begun = self.recovery.begin(deployed.map, sizes, servers, whole=self.ranks is not None, now_ms=now_ms)
-        if begun is None:
-            return []
-        attempt, record = begun
-        number = checkpoints.committed.number
-        restore = RestorePartitions(
-            self._subject, attempt.map, checkpoints.url, number, attempt.life, attempt.partitions
-        )
-        return [*self._records([record]), restore]
+    # ---- recovery and checkpoints
 
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
-        """All partitions have servers again: the map is the job's."""
-        attempt = self.recovery.end(generation, now_ms, restored=True)
-        if attempt is None or self.state.ended:
-            return []
-        self._go_back(attempt.map)
-        assert self.checkpoints.committed is not None
-        partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
-        return [
-            *self._records([self.deployment.moved]),
-            Tell(f"{self.title}: partitions {partitions} are restored, of step {self.checkpoints.committed.step:,}"),
-        ]
+        return [] if self.state.ended else self.keeping.end_recovery(generation, now_ms)
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
-        current = self.recovery.attempt
-        if current is None or current.map.generation != generation or self.state.ended:
+        if self.state.ended:
             return []
-        self.recovery.end(generation, now_ms, restored=False)
-        if isinstance(failure, errors.CheckpointDamaged | errors.CheckpointNotFound):
-            return self.fail(failure)
-        return [Tell(f"{self.title}: its partitions are not restored yet: {failure.what}", warning=True)]
-
-    def _go_back(self, map_: PartitionMap) -> None:
-        """Under a new map, with what the newest checkpoint has: work that was closed since is open again (rule A11)."""
-        assert self.checkpoints.committed is not None
-        self.deployment.map = map_
-        self.feeds.reopen(self.checkpoints.committed.data_ledger)
-
-    # ---- checkpoints
+        try:
+            return self.keeping.fail_recovery(generation, failure, now_ms)
+        except errors.ShardyardError as error:
+            return self.fail(error)
 
     def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
-        record = self.checkpoints.commit(taken.draft, taken.step, taken.number)
-        if record is None or self.state.ended:
-            return []
-        return [*self._records([record]), Tell(f"{self.title}: checkpoint {taken.number} of step {taken.step:,}")]
+        return [] if self.state.ended else self.keeping.end_checkpoint(taken)
 
     def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
-        if not self.checkpoints.fail(draft, now_ms) or self.state.ended:
-            return []
-        return [Tell(f"{self.title}: checkpoint {draft} was not taken: {why}", warning=True)]
-
-    def _begin_checkpoint(self, now_ms: int) -> list[Effect]:
-        deployed = self.deployment
-        if deployed.stage is not Stage.OPEN or not self.checkpoints.is_due(now_ms, self._step):
-            return []
-        assert deployed.layout is not None
-        assert deployed.map is not None
-        assert self.checkpoints.url is not None
-        # before any partition is cut (rule A9)
-        entries = [[kind, body] for kind, body in self.feeds.entries()]
-        ledger = {"entries": entries, "closed": self.feeds.closed, "token": self._token}
-        draft, record = self.checkpoints.begin(now_ms, self._step, ledger, Token(0))
-        keep, base = self.settings.checkpoint.keep, self.checkpoints.base
-        return [
-            *self._records([record]),
-            TakeCheckpoint(self._subject, deployed.map, draft, self.checkpoints.url, base, keep),
-        ]
-
-    @property
-    def _subject(self) -> Subject:
-        assert self.deployment.layout is not None
-        return Subject(
-            job=self.id,
-            name=self.settings.name,
-            seed=self.settings.seed,
-            settings=self.settings.model_dump(mode="json"),
-            mode=self.settings.consistency.mode,
-            logical_ranks=self.settings.logical_rank_count,
-            layout=self.deployment.layout,
-        )
+        return [] if self.state.ended else self.keeping.fail_checkpoint(draft, why, now_ms)
 
     # ---- variables
 
@@ -391,14 +316,14 @@ class Job:
                 f"{self.title} is synchronous: it leases logical ranks, not data shards",
                 todo="ask for no lease; the job's ranks come with heartbeats",
             )
-        before = self._token
+        before = self.tokens.latest
         answer = self.feeds.lease(feed, worker)
-        if isinstance(answer, FeedDone) and not self._is_kept:
+        if isinstance(answer, FeedDone) and not self.keeping.has_all_data:
             # were it lost now, nobody would be there to compute it again (rule A11)
-            self.checkpoints.want()
+            self.keeping.book.want()
             answer = LeaseWait("a checkpoint that has all of this data")
         leased: list[Entry] = []
-        if self._token > before:
+        if self.tokens.latest > before:
             assert isinstance(answer, DataLease), answer
             leased.append(data_ledger.data_leased(answer.source, worker, answer.token))
         return [*self._records(leased), Reply(answer)]
@@ -406,7 +331,7 @@ class Job:
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
         if self._is_closed(returned):
-            return [Reply(LeaseClosed(done=self._is_kept_to(returned.feed)))]
+            return [Reply(LeaseClosed(done=self.keeping.has_all_steps_of(returned.feed)))]
         if self.deployment.map is None or self.deployment.stage is not Stage.OPEN:
             raise errors.NotReady(f"{self.title} has no variables on the servers yet, so no work is counted")
         keys: tuple[SourceKey, ...]
@@ -424,7 +349,7 @@ class Job:
             done = self.feeds.close(returned.feed, next_sequence=next_sequence)
             self._step_seen = max(self._step_seen, next_sequence)
             closed = [data_ledger.feed_closed(returned.feed)] if done and not known else []
-            return [*self._records(closed), Reply(LeaseClosed(done and self._is_kept_to(returned.feed)))]
+            return [*self._records(closed), Reply(LeaseClosed(done and self.keeping.has_all_steps_of(returned.feed)))]
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
             return [Reply(LeaseClosed(done=True))]
@@ -447,7 +372,7 @@ class Job:
             chief=self.chief == worker,
             workers=len(self.workers),
             initializer=self.deployment.initializer == worker and self.deployment.stage is Stage.CREATED,
-            recovering=self.recovery.needed,
+            recovering=self.keeping.recovery.needed,
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
@@ -489,9 +414,8 @@ class Job:
             *self.deployment.entries(),
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
-            *self.checkpoints.entries(),
-            *self.recovery.entries(),
-            *([("token_given", {"token": self._token})] if self._token else []),
+            *self.keeping.entries(),
+            *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
             *([self._ended] if self.state.ended else []),
         ]
 
@@ -504,13 +428,13 @@ class Job:
                 require(self.ranks is not None, "a rank of an asynchronous job")
                 assert self.ranks is not None
                 self.ranks.restore(body, now_ms)
-                self._token = max(self._token, body.number("token"))
+                self.tokens.seen(body.number("token"))
             case "token_given":
-                self._token = max(self._token, body.number("token"))
+                self.tokens.seen(body.number("token"))
             case "feed_opened" | "feed_progress" | "data_leased" | "data_closed" | "feed_closed":
                 self.feeds.restore(kind, body)
                 if kind == "data_leased":
-                    self._token = max(self._token, body.number("token"))
+                    self.tokens.seen(body.number("token"))
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -522,16 +446,10 @@ class Job:
                 self.deployment.restore(kind, body)
                 if self.deployment.stage is Stage.OPEN and not self.state.ended:
                     self.state = JobState.RUNNING
-            case "checkpoint_begun" | "checkpoint_committed":
-                self.checkpoints.restore(kind, body)
-            case "partitions_lost" | "recovery_begun":
-                self.recovery.restore(kind, body, now_ms)
-            case "partitions_moved":
-                require(self.checkpoints.committed is not None, "partitions are restored without a checkpoint")
-                self.deployment.restore(kind, body)
-                assert self.deployment.map is not None
-                self.recovery.restored()
-                self._go_back(self.deployment.map)
+            case (
+                "checkpoint_begun" | "checkpoint_committed" | "partitions_lost" | "recovery_begun" | "partitions_moved"
+            ):
+                self.keeping.restore(kind, body, now_ms)
             case "job_ended":
                 self._restore_end(body)
             case _:
@@ -600,10 +518,6 @@ class Job:
 
     # ---- within
 
-    def _next_token(self) -> Token:
-        self._token += 1
-        return Token(self._token)
-
     def _enter(self, worker: Incarnation) -> None:
         self.workers = sorted([*self.workers, worker])
         self._finish_at_ms = None
@@ -640,20 +554,6 @@ class Job:
         """Where the job stands, as far as is known here."""
         return max(self.progress.step, self._step_seen)
 
-    @property
-    def _is_kept(self) -> bool:
-        """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it."""
-        committed = self.checkpoints.committed
-        return committed is None or committed.data_ledger.get("closed") == self.feeds.closed
-
-    def _is_kept_to(self, feed: int) -> bool:
-        """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
-        committed = self.checkpoints.committed
-        if not isinstance(self.feeds, StepLedger) or committed is None or committed.step >= self.feeds.end(feed):
-            return True
-        self.checkpoints.want()
-        return False
-
     def _is_closed(self, returned: LeaseReturned) -> bool:
         source = returned.data_shard
         if isinstance(self.feeds, StepLedger):
@@ -677,7 +577,7 @@ class Job:
         return self._records(each.entry for each in given)
 
     def _records(self, entries: Iterable[Entry]) -> list[Effect]:
-        return [self._persist(kind, **body) for kind, body in entries]
+        return [*records_of(self.id, entries)]
 
     def _persist(self, kind: str, **body: object) -> Persist:
         return Persist(kind, {"job": self.id, **body})

@@ -1,0 +1,218 @@
+"""What a job has on the storage, and its way back to it.
+
+Owns: the order of a job's checkpoints and recoveries: when one is begun, and what it does to map and books when it
+ends. Invariants: the data ledger is copied before any partition is cut (rule A9); single partitions go back to the
+newest committed checkpoint only (rule A8); work that a recovery takes back is open again (rule A11); no checkpoint is
+begun while partitions are lost. Must not know: workers, how a job's life goes on or ends, servers' calls, the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardyard.ground import errors
+from shardyard.ground.types import Generation, JobId, PartitionMap, PartitionOwner, Token, UpdateMode
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
+from shardyard_coordinator.data_ledger import DataLedger, StepLedger
+from shardyard_coordinator.deployment import Deployment, Stage
+from shardyard_coordinator.effects import Effect, RestorePartitions, TakeCheckpoint, Tell, records_of
+from shardyard_coordinator.events import CheckpointTaken
+from shardyard_coordinator.placement import Server
+from shardyard_coordinator.records import Body, Entry, require
+from shardyard_coordinator.recovery import Recovery
+from shardyard_coordinator.tokens import Tokens
+
+
+class Safekeeping:
+    """Of one job, whose parts it is given. `default_url`: where its checkpoints are if it leaves that to the
+    coordinator."""
+
+    def __init__(
+        self,
+        job: JobId,
+        settings: JobSettings,
+        *,
+        deployment: Deployment,
+        feeds: DataLedger | StepLedger,
+        tokens: Tokens,
+        default_url: str | None,
+        now_ms: int,
+    ) -> None:
+        self._job = job
+        self._settings = settings
+        self._deployment = deployment
+        self._feeds = feeds
+        self._tokens = tokens
+        self.book = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms)
+        self.recovery = Recovery()
+
+    def tick(self, now_ms: int, step: int, servers: Sequence[Server]) -> list[Effect]:
+        """`step`: where the job stands; `servers`: the living."""
+        return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step)
+
+    # ---- recovery
+
+    def lost_with(self, server: Server) -> list[PartitionOwner]:
+        """The partitions that a server that is gone had, or was to have."""
+        maps = [self._deployment.map, None if self.recovery.attempt is None else self.recovery.attempt.map]
+        found = {
+            owner.partition: owner for each in maps if each for owner in each.by_server().get(server.incarnation, ())
+        }
+        return [found[partition] for partition in sorted(found)]
+
+    @property
+    def can_go_back(self) -> bool:
+        return self._deployment.stage is Stage.OPEN and self.book.committed is not None
+
+    def lose(self, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
+        """Partitions are gone with their server, where there is a checkpoint to go back to."""
+        committed = self.book.committed
+        assert committed is not None
+        self.book.abandon()
+        record = self.recovery.lose([owner.partition for owner in lost], now_ms)
+        what = "the job goes back" if self._is_whole else "its partitions go back"
+        told = f"{self._title}: server {server.incarnation} {how}; {what} to checkpoint {committed.number}"
+        return [*self._records(record), Tell(f"{told} of step {committed.step:,}", warning=True)]
+
+    def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
+        """All partitions have servers again: the map is the job's."""
+        attempt = self.recovery.end(generation, now_ms, restored=True)
+        if attempt is None:
+            return []
+        self._go_back(attempt.map)
+        assert self.book.committed is not None
+        partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
+        return [
+            *self._records(self._deployment.moved),
+            Tell(f"{self._title}: partitions {partitions} are restored, of step {self.book.committed.step:,}"),
+        ]
+
+    def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
+        """Another attempt follows. Raises the failure where none can succeed."""
+        current = self.recovery.attempt
+        if current is None or current.map.generation != generation:
+            return []
+        self.recovery.end(generation, now_ms, restored=False)
+        if isinstance(failure, errors.CheckpointDamaged | errors.CheckpointNotFound):
+            raise failure
+        return [Tell(f"{self._title}: its partitions are not restored yet: {failure.what}", warning=True)]
+
+    def _recover(self, servers: Sequence[Server], now_ms: int) -> list[Effect]:
+        """Begins to restore lost partitions, where there is a server for them."""
+        deployed = self._deployment
+        assert deployed.layout is not None
+        assert deployed.map is not None
+        assert self.book.committed is not None
+        assert self.book.url is not None
+        sizes = [part.payload_bytes for part in deployed.layout.partitions]
+        begun = self.recovery.begin(deployed.map, sizes, servers, whole=self._is_whole, now_ms=now_ms)
+        if begun is None:
+            return []
+        attempt, record = begun
+        number = self.book.committed.number
+        restore = RestorePartitions(self._subject, attempt.map, self.book.url, number, attempt.life, attempt.partitions)
+        return [*self._records(record), restore]
+
+    def _go_back(self, map_: PartitionMap) -> None:
+        """Under a new map, with what the newest checkpoint has: work that was closed since is open again (rule A11)."""
+        assert self.book.committed is not None
+        self._deployment.map = map_
+        self._feeds.reopen(self.book.committed.data_ledger)
+
+    # ---- checkpoints
+
+    def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
+        record = self.book.commit(taken.draft, taken.step, taken.number)
+        if record is None:
+            return []
+        return [*self._records(record), Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")]
+
+    def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
+        if not self.book.fail(draft, now_ms):
+            return []
+        return [Tell(f"{self._title}: checkpoint {draft} was not taken: {why}", warning=True)]
+
+    @property
+    def has_all_data(self) -> bool:
+        """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it."""
+        committed = self.book.committed
+        return committed is None or committed.data_ledger.get("closed") == self._feeds.closed
+
+    def has_all_steps_of(self, feed: int) -> bool:
+        """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
+        committed = self.book.committed
+        if not isinstance(self._feeds, StepLedger) or committed is None or committed.step >= self._feeds.end(feed):
+            return True
+        self.book.want()
+        return False
+
+    def _begin_checkpoint(self, now_ms: int, step: int) -> list[Effect]:
+        deployed = self._deployment
+        if deployed.stage is not Stage.OPEN or not self.book.is_due(now_ms, step):
+            return []
+        assert deployed.layout is not None
+        assert deployed.map is not None
+        assert self.book.url is not None
+        # before any partition is cut (rule A9)
+        entries = [[kind, body] for kind, body in self._feeds.entries()]
+        ledger = {"entries": entries, "closed": self._feeds.closed, "token": self._tokens.latest}
+        draft, record = self.book.begin(now_ms, step, ledger, Token(0))
+        keep, base = self._settings.checkpoint.keep, self.book.base
+        return [
+            *self._records(record),
+            TakeCheckpoint(self._subject, deployed.map, draft, self.book.url, base, keep),
+        ]
+
+    @property
+    def _subject(self) -> Subject:
+        settings = self._settings
+        assert self._deployment.layout is not None
+        return Subject(
+            job=self._job,
+            name=settings.name,
+            seed=settings.seed,
+            settings=settings.model_dump(mode="json"),
+            mode=settings.consistency.mode,
+            logical_ranks=settings.logical_rank_count,
+            layout=self._deployment.layout,
+        )
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that make this anew, after those of the deployment and the feeds."""
+        return [*self.book.entries(), *self.recovery.entries()]
+
+    def restore(self, kind: str, body: Body, now_ms: int) -> None:
+        """Takes a record of `entries`, or of a map that was not the first. Raises DamagedRecord."""
+        match kind:
+            case "checkpoint_begun" | "checkpoint_committed":
+                self.book.restore(kind, body)
+            case "partitions_moved":
+                require(self.book.committed is not None, "partitions are restored without a checkpoint")
+                self._deployment.restore(kind, body)
+                assert self._deployment.map is not None
+                self.recovery.restored()
+                self._go_back(self._deployment.map)
+            case _:
+                self.recovery.restore(kind, body, now_ms)
+
+    # ---- within
+
+    @property
+    def _is_whole(self) -> bool:
+        """A synchronous job goes back as a whole."""
+        return self._settings.consistency.mode is UpdateMode.SYNC
+
+    @property
+    def _title(self) -> str:
+        return title_of(self._settings, self._job)
+
+    def _records(self, *entries: Entry) -> list[Effect]:
+        return [*records_of(self._job, entries)]
+
+
+def title_of(settings: JobSettings, job: JobId) -> str:
+    """How messages name a job."""
+    return f"job {settings.name!r} ({job})"
