@@ -11,7 +11,7 @@ import datetime
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
@@ -19,11 +19,12 @@ from shardyard.checkpoints.convert import file_from_wire
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotReady, ShardyardError
-from shardyard.ground.types import PartitionId, PartitionMap, UpdateMode, Version
+from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
+from shardyard.ground.types import Incarnation, PartitionId, PartitionMap, UpdateMode, Version
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.checkpoints import Draft, Subject
+from shardyard_coordinator.effects import Base
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.servers import Servers
 
@@ -40,6 +41,19 @@ FILES_PER_ENTRY_MAX: Final = 64
 """A partition whose state lies in more files than this is written whole."""
 
 
+@dataclass(frozen=True)
+class _Ask:
+    """What servers are asked to save. `base`: the checkpoint of which what is the same may be left out, 0: none."""
+
+    subject: Subject
+    map: PartitionMap
+    draft: Draft
+    folder: str
+    base: int
+    oldest: int
+    logs: Collection[Incarnation]
+
+
 class Archive:
     """Safe for several threads, for one job at a time each."""
 
@@ -48,17 +62,27 @@ class Archive:
         self._now = now or (lambda: datetime.datetime.now(datetime.UTC))
 
     def take(
-        self, subject: Subject, map_: PartitionMap, draft: Draft, *, url: str, base: int, keep: int
+        self,
+        subject: Subject,
+        map_: PartitionMap,
+        draft: Draft,
+        *,
+        url: str,
+        base: int,
+        keep: int,
+        oldest: int = 0,
+        logs: Collection[Incarnation] = (),
     ) -> tuple[int, int]:
         """Writes a checkpoint and prunes those before; its number, the draft's or the next one that is free, and the
-        step that it is of. `base`: the number of this run's newest committed one, 0 without any. Raises NotReady,
-        StorageUnavailable, CheckpointDamaged."""
+        step that it is of. `base`: the number of this run's newest committed one, 0 without any; `oldest` and `logs`:
+        as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable, CheckpointDamaged."""
         library = CheckpointLibrary(open_storage(url))
         draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
         former = library.load(subject.name, base) if base else None
         folder = f"{url.rstrip('/')}/{subject.name}"
         whole = former is None or any(len(entry.files) > FILES_PER_ENTRY_MAX for entry in former.partitions)
-        saved = self._save(subject, map_, draft, folder, 0 if whole else base)
+        ask = _Ask(subject, map_, draft, folder, 0 if whole else base, oldest, logs)
+        saved = self._save(ask)
         entries = []
         for partition in range(len(subject.layout.partitions)):
             version, file = saved[PartitionId(partition)]
@@ -93,13 +117,35 @@ class Archive:
         map_: PartitionMap,
         *,
         url: str,
-        number: int,
+        bases: Sequence[Base],
         life: int,
         partitions: Collection[PartitionId],
     ) -> None:
-        """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint has them, in
-        that life. The same again does nothing. Raises NotReady, CheckpointDamaged, CheckpointNotFound,
+        """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint, and the logs
+        after it, have them, in that life. Where the first of `bases` is damaged the next one is tried, which says the
+        same. The same again does nothing. Raises NotReady, CheckpointDamaged, CheckpointNotFound, LogDamaged,
         StorageUnavailable."""
+        for base, rest in zip(bases, range(len(bases) - 1, -1, -1), strict=True):
+            try:
+                self._restore(subject, map_, base, url=url, life=life, partitions=partitions)
+            except (CheckpointDamaged, CheckpointNotFound) as error:
+                if not rest:
+                    raise
+                log.error("checkpoint %d cannot be restored (%s); the one before it is taken", base.number, error.what)
+            else:
+                return
+
+    def _restore(
+        self,
+        subject: Subject,
+        map_: PartitionMap,
+        base: Base,
+        *,
+        url: str,
+        life: int,
+        partitions: Collection[PartitionId],
+    ) -> None:
+        number = base.number
         manifest = CheckpointLibrary(open_storage(url)).load(subject.name, number)
         if manifest.layout != subject.layout:
             raise CheckpointDamaged(f"checkpoint {number} of job {subject.name!r} is of another layout")
@@ -120,7 +166,9 @@ class Archive:
                 partitions=owned,
                 mode=subject.mode,
                 logical_ranks=subject.logical_ranks,
+                durability=subject.durability,
                 folder=folder,
+                base=base,
                 restored=restored,
             )
 
@@ -128,16 +176,15 @@ class Archive:
 
     # ---- inside
 
-    def _save(
-        self, subject: Subject, map_: PartitionMap, draft: Draft, folder: str, base: int
-    ) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+    def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile]]:
         """What each partition was written as."""
-        if subject.mode is not UpdateMode.SYNC:
-            return self._save_at(subject, map_, draft, folder, base, None)
+        if ask.subject.mode is not UpdateMode.SYNC:
+            return self._save_at(ask, None)
+        draft = ask.draft
         step, ahead = draft.step, 0
         for _ in range(TRIES):
             try:
-                return self._save_at(subject, map_, draft, folder, base, step)
+                return self._save_at(ask, step)
             except InvalidRequest as error:
                 if "newest" not in error.facts:
                     raise
@@ -151,29 +198,29 @@ class Archive:
                 ahead = 0
                 step = draft.step
         raise NotReady(
-            f"checkpoint {draft.number} of job {subject.name!r}: no step could be named ahead of the workers"
+            f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )
 
-    def _save_at(
-        self, subject: Subject, map_: PartitionMap, draft: Draft, folder: str, base: int, step: int | None
-    ) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+    def _save_at(self, ask: _Ask, step: int | None) -> dict[PartitionId, tuple[Version, PartitionFile]]:
         def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
             reply = self._servers.save(
-                subject.job,
+                ask.subject.job,
                 server,
-                generation=map_.generation,
-                folder=folder,
-                number=draft.number,
+                generation=ask.map.generation,
+                folder=ask.folder,
+                number=ask.draft.number,
                 step=step,
-                base=base,
+                base=ask.base,
                 wait_ms=STEP_WAIT_MS,
+                oldest=ask.oldest,
+                logs=ask.logs,
             )
             if sorted(each.partition for each in reply.partitions) != sorted(owned):
                 raise NotReady(f"server {server.incarnation} has saved other partitions than it was given")
             return list(reply.partitions)
 
         found = {}
-        for saved in self._everywhere(map_, save):
+        for saved in self._everywhere(ask.map, save):
             for each in saved:
                 version = convert.version_from_wire(each.version)
                 found[PartitionId(each.partition)] = version, file_from_wire(each.file)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardyard.ground.types import JobId, JobLayout, Token, UpdateMode
+from shardyard.ground.types import Durability, JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
@@ -50,6 +50,7 @@ class Subject:
     mode: UpdateMode
     logical_ranks: int
     layout: JobLayout
+    durability: Durability = Durability.CHECKPOINT
 
 
 class CheckpointBook:

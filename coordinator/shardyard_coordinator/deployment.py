@@ -105,6 +105,10 @@ class Deployment:
         self._registered = sorted([*self._registered, worker])
         return [_admitted(worker), *self._choose_initializer()]
 
+    def is_for(self, worker: Incarnation) -> bool:
+        """Whether the worker gives the first values, or may have to."""
+        return worker in (self.initializer, self._committer) or (self.initializer is None and self._committer is None)
+
     def remove(self, worker: Incarnation) -> list[Entry]:
         """The worker is gone and fenced. Another one may have to give the first values."""
         self.forget(worker)
@@ -138,6 +142,7 @@ class Deployment:
                 partitions=tuple(owner.partition for owner in owned),
                 mode=self._settings.consistency.mode,
                 logical_ranks=self._settings.logical_rank_count,
+                durability=self._settings.durability,
             )
             for server, owned in self.map.by_server().items()
         ]

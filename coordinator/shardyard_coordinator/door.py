@@ -51,6 +51,7 @@ def registered(request: wire.RegisterRequest) -> events.MemberRegistered:
             pid=request.pid,
             agent=Incarnation(request.agent) if request.agent else None,
             local_index=request.local_index,
+            logs=convert.text(request.logs, "a folder of logs", NAME_CHARACTERS_MAX),
         )
     )
 

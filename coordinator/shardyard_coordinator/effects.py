@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     DataLease,
+    Durability,
     Generation,
     Incarnation,
     JobId,
@@ -79,6 +80,7 @@ class CreatePartitions:
     partitions: tuple[PartitionId, ...]
     mode: UpdateMode
     logical_ranks: int
+    durability: Durability
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class ReadLedger:
 
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
-    """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any."""
+    """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any. With
+    logs, `oldest` is the oldest one that may be restored, and `logs` are the servers whose logs that needs."""
 
     subject: Subject
     map: PartitionMap
@@ -118,16 +121,27 @@ class TakeCheckpoint:
     url: str
     base: int
     keep: int
+    oldest: int = 0
+    logs: frozenset[Incarnation] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A checkpoint, and for each partition the servers whose logs say what came after it."""
+
+    number: int
+    logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePartitions:
-    """Then PartitionsRestored or RestoreFailed. `number`: of the checkpoint."""
+    """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
+    same."""
 
     subject: Subject
     map: PartitionMap
     url: str
-    number: int
+    bases: tuple[Base, ...]
     life: int
     partitions: frozenset[PartitionId]
 

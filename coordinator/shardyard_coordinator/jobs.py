@@ -258,10 +258,12 @@ class Job:
         servers: Sequence[Server],
     ) -> list[Effect]:
         """Replies, or creates partitions: then ask again."""
+        if not self.deployment.is_for(worker):
+            self._check_begun()
         effects: list[Effect] = []
         if self.deployment.stage is Stage.EMPTY:
             self.deployment.place(variables, optimizer, servers)
-            effects += self._records([self.deployment.registered])
+            effects += self._records([self.deployment.registered, *self.keeping.begin(servers)])
         else:
             self.deployment.check(variables, optimizer)
         effects += self.deployment.create()
@@ -277,9 +279,19 @@ class Job:
         if self.deployment.commit(worker):
             effects += self._records([deployment.committed(worker)])
         effects += self.deployment.open()
+        if self.deployment.stage is Stage.OPEN:
+            self._check_begun()
         if self.deployment.stage is not Stage.OPENING:
             effects.append(Reply(Done()))
         return effects
+
+    def _check_begun(self) -> None:
+        """Raises NotReady where what was acknowledged now could not be brought back."""
+        if not self.keeping.can_begin:
+            raise errors.NotReady(
+                f"{self.title} begins when its first checkpoint is written",
+                why="logs say what came after a checkpoint (job.durability wal)",
+            )
 
     def end_creation(self, *, created: bool) -> list[Effect]:
         if self.state.ended:
@@ -447,7 +459,12 @@ class Job:
                 if self.deployment.stage is Stage.OPEN and not self.state.ended:
                     self.state = JobState.RUNNING
             case (
-                "checkpoint_begun" | "checkpoint_committed" | "partitions_lost" | "recovery_begun" | "partitions_moved"
+                "checkpoint_begun"
+                | "checkpoint_committed"
+                | "logs_begun"
+                | "partitions_lost"
+                | "recovery_begun"
+                | "partitions_moved"
             ):
                 self.keeping.restore(kind, body, now_ms)
             case "job_ended":

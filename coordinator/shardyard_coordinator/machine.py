@@ -348,4 +348,4 @@ def _settings_of(body: Body) -> JobSettings:
 
 
 def _server(member: Member) -> Server:
-    return Server(member.incarnation, member.address)
+    return Server(member.incarnation, member.address, member.registration.logs)

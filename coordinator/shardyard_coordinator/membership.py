@@ -24,7 +24,8 @@ FORMER_MAX: Final = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a process says of itself. `agent` is the incarnation of the agent that started it, if one did."""
+    """What a process says of itself. `agent` is the incarnation of the agent that started it, if one did; `logs` names
+    the folder of a server's logs."""
 
     role: MemberRole
     address: str
@@ -34,6 +35,7 @@ class Registration:
     pid: int
     agent: Incarnation | None = None
     local_index: int = 0
+    logs: str = ""
 
 
 @dataclass(slots=True)
@@ -211,6 +213,7 @@ def registered(member: Member, job: int = 0) -> Entry:
         "pid": said.pid,
         "agent": said.agent or 0,
         "local_index": said.local_index,
+        "logs": said.logs,
         "job": job,
     }
 
@@ -235,4 +238,5 @@ def _registration_of(body: Body) -> Registration:
         pid=body.number("pid"),
         agent=Incarnation(body.number("agent")) or None,
         local_index=body.number("local_index"),
+        logs=body.text("logs"),
     )

@@ -41,10 +41,11 @@ _DTYPES = tuple(DType)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server as placement sees it."""
+    """A server as placement sees it. `logs` names the folder of its logs."""
 
     incarnation: Incarnation
     address: str
+    logs: str = ""
 
 
 @dataclass(frozen=True, slots=True)

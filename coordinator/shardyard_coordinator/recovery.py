@@ -7,8 +7,7 @@ that nobody lost stay where they are. Must not know: servers' calls, checkpoints
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,11 +22,13 @@ RETRY_MS: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A map under which `partitions` begin as a checkpoint has them, in a life."""
+    """A map under which `partitions` begin as a checkpoint has them, in a life. `logs`: of each owner, the folder of
+    its logs."""
 
     map: PartitionMap
     life: int
     partitions: frozenset[PartitionId]
+    logs: Mapping[Incarnation, str]
 
 
 class Recovery:
@@ -39,6 +40,8 @@ class Recovery:
         self._since_ms = 0
         self._retry_at_ms = 0
         self.lost: frozenset[PartitionId] = frozenset()
+        self.waits_for = ""
+        """What an attempt waits for, if it waits for anything but time."""
         self.attempt: Attempt | None = None
 
     @property
@@ -54,20 +57,35 @@ class Recovery:
         return self._lost
 
     def begin(
-        self, map_: PartitionMap, sizes: Sequence[int], servers: Sequence[Server], *, whole: bool, now_ms: int
+        self,
+        map_: PartitionMap,
+        sizes: Sequence[int],
+        servers: Sequence[Server],
+        *,
+        whole: bool,
+        now_ms: int,
+        folders: Mapping[PartitionId, str] | None = None,
     ) -> tuple[Attempt, Entry] | None:
         """An attempt, if it is time for one. `sizes`: of all partitions, in bytes; `servers`: the living; `whole`: all
-        partitions go back to the checkpoint, also those that nobody lost."""
+        partitions go back to the checkpoint, also those that nobody lost; `folders`: where partitions' logs are, which
+        their next owners must reach."""
         if not self.lost or self.attempt is not None or now_ms < self._retry_at_ms:
             return None
-        takers = self._takers(map_, servers, now_ms)
-        if not takers:
+        takers = {
+            partition: self._takers(
+                map_, [each for each in servers if folders is None or each.logs == folders[partition]], now_ms
+            )
+            for partition in sorted(self.lost)
+        }
+        self.waits_for = self._unreached(takers, folders)
+        if self.waits_for:
             return None
         self._life += 1
         self._generation = max(self._generation, map_.generation) + 1
         owners = _give(map_, sizes, self.lost, servers, takers)
         partitions = frozenset(owner.partition for owner in owners) if whole else self.lost
-        self.attempt = Attempt(PartitionMap(Generation(self._generation), owners), self._life, partitions)
+        logs = {server.incarnation: server.logs for server in servers}
+        self.attempt = Attempt(PartitionMap(Generation(self._generation), owners), self._life, partitions, logs)
         return self.attempt, self._begun
 
     def end(self, generation: Generation, now_ms: int, *, restored: bool) -> Attempt | None:
@@ -81,6 +99,16 @@ class Recovery:
             return None
         self.lost = frozenset()
         return attempt
+
+    def _unreached(
+        self, takers: Mapping[PartitionId, Sequence[Server]], folders: Mapping[PartitionId, str] | None
+    ) -> str:
+        waiting = sorted(partition for partition, found in takers.items() if not found)
+        if not waiting:
+            return ""
+        numbers = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
+        where = f" that reaches the logs in folder {folders[waiting[0]]}" if folders is not None else ""
+        return f"a server{where}, for partition{'s' if len(waiting) > 1 else ''} {numbers}"
 
     def _takers(self, map_: PartitionMap, servers: Sequence[Server], now_ms: int) -> list[Server]:
         kept = {owner.server for owner in map_.owners if owner.partition not in self.lost}
@@ -124,21 +152,19 @@ def _give(
     sizes: Sequence[int],
     lost: frozenset[PartitionId],
     servers: Sequence[Server],
-    takers: Sequence[Server],
+    takers: Mapping[PartitionId, Sequence[Server]],
 ) -> tuple[PartitionOwner, ...]:
-    """Each lost partition, the largest first, to the taker with the fewest bytes."""
+    """Each lost partition, the largest first, to that of its takers with the fewest bytes."""
     living = {server.incarnation: server for server in servers}
-    loads: dict[Incarnation, int] = dict.fromkeys((taker.incarnation for taker in takers), 0)
+    loads = dict.fromkeys(sorted({taker.incarnation for found in takers.values() for taker in found}), 0)
     for owner in map_.owners:
         if owner.partition not in lost and owner.server in loads:
             loads[owner.server] += sizes[owner.partition]
-    heap = [(load, server) for server, load in loads.items()]
-    heapq.heapify(heap)
     given: dict[PartitionId, Server] = {}
     for partition in sorted(lost, key=lambda each: (-sizes[each], each)):
-        load, server = heap[0]
+        _, server = min((loads[taker.incarnation], taker.incarnation) for taker in takers[partition])
         given[partition] = living[server]
-        heapq.heapreplace(heap, (load + sizes[partition], server))
+        loads[server] += sizes[partition]
     return tuple(
         PartitionOwner(owner.partition, given[owner.partition].incarnation, given[owner.partition].address)
         if owner.partition in given

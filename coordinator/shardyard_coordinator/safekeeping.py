@@ -8,20 +8,30 @@ begun while partitions are lost. Must not know: workers, how a job's life goes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardyard.ground import errors
-from shardyard.ground.types import Generation, JobId, PartitionMap, PartitionOwner, Token, UpdateMode
+from shardyard.ground.types import (
+    Durability,
+    Generation,
+    JobId,
+    PartitionId,
+    PartitionMap,
+    PartitionOwner,
+    Token,
+    UpdateMode,
+)
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
 from shardyard_coordinator.data_ledger import DataLedger, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
-from shardyard_coordinator.effects import Effect, RestorePartitions, TakeCheckpoint, Tell, records_of
+from shardyard_coordinator.effects import Base, Effect, RestorePartitions, TakeCheckpoint, Tell, records_of
 from shardyard_coordinator.events import CheckpointTaken
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
 from shardyard_coordinator.recovery import Recovery
 from shardyard_coordinator.tokens import Tokens
+from shardyard_coordinator.trails import Owner, Trails
 
 
 class Safekeeping:
@@ -46,10 +56,25 @@ class Safekeeping:
         self._tokens = tokens
         self.book = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms)
         self.recovery = Recovery()
+        self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
 
     def tick(self, now_ms: int, step: int, servers: Sequence[Server]) -> list[Effect]:
         """`step`: where the job stands; `servers`: the living."""
         return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step)
+
+    def begin(self, servers: Sequence[Server]) -> list[Entry]:
+        """The variables have their partitions, on these servers among others."""
+        assert self._deployment.map is not None
+        if self.trails is None:
+            return []
+        logs = {server.incarnation: server.logs for server in servers}
+        owners = self._deployment.map.owners
+        return [self.trails.begin({each.partition: Owner(each.server, 0, logs[each.server]) for each in owners})]
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether work may be acknowledged: with logs there must be a checkpoint that they follow."""
+        return self.trails is None or self.book.committed is not None
 
     # ---- recovery
 
@@ -71,8 +96,10 @@ class Safekeeping:
         assert committed is not None
         self.book.abandon()
         record = self.recovery.lose([owner.partition for owner in lost], now_ms)
-        what = "the job goes back" if self._is_whole else "its partitions go back"
-        told = f"{self._title}: server {server.incarnation} {how}; {what} to checkpoint {committed.number}"
+        what = "the job goes back to" if self._is_whole else "its partitions go back to"
+        if self.trails is not None:
+            what = "its log is read from"
+        told = f"{self._title}: server {server.incarnation} {how}; {what} checkpoint {committed.number}"
         return [*self._records(record), Tell(f"{told} of step {committed.step:,}", warning=True)]
 
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
@@ -80,13 +107,25 @@ class Safekeeping:
         attempt = self.recovery.end(generation, now_ms, restored=True)
         if attempt is None:
             return []
-        self._go_back(attempt.map)
         assert self.book.committed is not None
         partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
-        return [
-            *self._records(self._deployment.moved),
-            Tell(f"{self._title}: partitions {partitions} are restored, of step {self.book.committed.step:,}"),
-        ]
+        told = f"{self._title}: partitions {partitions} are restored"
+        self._go_over(attempt.map)
+        if self.trails is None:
+            return [
+                *self._records(self._deployment.moved),
+                Tell(f"{told}, of step {self.book.committed.step:,}"),
+            ]
+        self.book.want()  # so that the next one to read has little to read
+        since = self.book.committed.number
+        moved = self.trails.move(
+            {
+                owner.partition: Owner(owner.server, since, attempt.logs[owner.server])
+                for owner in attempt.map.owners
+                if owner.partition in attempt.partitions
+            }
+        )
+        return [*self._records(self._deployment.moved, moved), Tell(f"{told}, with all that was acknowledged")]
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
         """Another attempt follows. Raises the failure where none can succeed."""
@@ -94,7 +133,7 @@ class Safekeeping:
         if current is None or current.map.generation != generation:
             return []
         self.recovery.end(generation, now_ms, restored=False)
-        if isinstance(failure, errors.CheckpointDamaged | errors.CheckpointNotFound):
+        if isinstance(failure, errors.CheckpointDamaged | errors.CheckpointNotFound | errors.LogDamaged):
             raise failure
         return [Tell(f"{self._title}: its partitions are not restored yet: {failure.what}", warning=True)]
 
@@ -106,19 +145,36 @@ class Safekeeping:
         assert self.book.committed is not None
         assert self.book.url is not None
         sizes = [part.payload_bytes for part in deployed.layout.partitions]
-        begun = self.recovery.begin(deployed.map, sizes, servers, whole=self._is_whole, now_ms=now_ms)
+        number = self.book.committed.number
+        folders = None
+        if self.trails is not None:
+            folders = {partition: self.trails.folder(partition, number) for partition in self.recovery.lost}
+        begun = self.recovery.begin(deployed.map, sizes, servers, whole=self._is_whole, now_ms=now_ms, folders=folders)
         if begun is None:
             return []
         attempt, record = begun
-        number = self.book.committed.number
-        restore = RestorePartitions(self._subject, attempt.map, self.book.url, number, attempt.life, attempt.partitions)
+        bases = self._bases(attempt.partitions)
+        restore = RestorePartitions(self._subject, attempt.map, self.book.url, bases, attempt.life, attempt.partitions)
         return [*self._records(record), restore]
 
-    def _go_back(self, map_: PartitionMap) -> None:
-        """Under a new map, with what the newest checkpoint has: work that was closed since is open again (rule A11)."""
+    def _bases(self, partitions: Collection[PartitionId]) -> tuple[Base, ...]:
+        """The newest checkpoint; with logs, older ones too."""
+        assert self.book.committed is not None
+        trails = self.trails
+        if trails is None:
+            return (Base(self.book.committed.number),)
+        return tuple(
+            Base(number, {partition: trails.of(partition, number) for partition in sorted(partitions)})
+            for number in reversed(trails.kept)
+        )
+
+    def _go_over(self, map_: PartitionMap) -> None:
+        """To a new map. Without logs restored partitions have what the newest checkpoint has: work that was closed
+        since is open again (rule A11)."""
         assert self.book.committed is not None
         self._deployment.map = map_
-        self._feeds.reopen(self.book.committed.data_ledger)
+        if self.trails is None:
+            self._feeds.reopen(self.book.committed.data_ledger)
 
     # ---- checkpoints
 
@@ -126,6 +182,8 @@ class Safekeeping:
         record = self.book.commit(taken.draft, taken.step, taken.number)
         if record is None:
             return []
+        if self.trails is not None:
+            self.trails.commit(taken.number)
         return [*self._records(record), Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")]
 
     def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
@@ -135,14 +193,20 @@ class Safekeeping:
 
     @property
     def has_all_data(self) -> bool:
-        """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it."""
+        """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it; one
+        with logs does not go back."""
         committed = self.book.committed
-        return committed is None or committed.data_ledger.get("closed") == self._feeds.closed
+        return self.trails is not None or committed is None or committed.data_ledger.get("closed") == self._feeds.closed
 
     def has_all_steps_of(self, feed: int) -> bool:
         """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
         committed = self.book.committed
-        if not isinstance(self._feeds, StepLedger) or committed is None or committed.step >= self._feeds.end(feed):
+        if (
+            self.trails is not None
+            or not isinstance(self._feeds, StepLedger)
+            or committed is None
+            or committed.step >= self._feeds.end(feed)
+        ):
             return True
         self.book.want()
         return False
@@ -161,7 +225,16 @@ class Safekeeping:
         keep, base = self._settings.checkpoint.keep, self.book.base
         return [
             *self._records(record),
-            TakeCheckpoint(self._subject, deployed.map, draft, self.book.url, base, keep),
+            TakeCheckpoint(
+                self._subject,
+                deployed.map,
+                draft,
+                self.book.url,
+                base,
+                keep,
+                0 if self.trails is None else self.trails.oldest,
+                frozenset() if self.trails is None else self.trails.needed,
+            ),
         ]
 
     @property
@@ -175,6 +248,7 @@ class Safekeeping:
             settings=settings.model_dump(mode="json"),
             mode=settings.consistency.mode,
             logical_ranks=settings.logical_rank_count,
+            durability=settings.durability,
             layout=self._deployment.layout,
         )
 
@@ -182,19 +256,29 @@ class Safekeeping:
 
     def entries(self) -> list[Entry]:
         """Records that make this anew, after those of the deployment and the feeds."""
-        return [*self.book.entries(), *self.recovery.entries()]
+        return [
+            *self.book.entries(),
+            *([] if self.trails is None else self.trails.entries()),
+            *self.recovery.entries(),
+        ]
 
     def restore(self, kind: str, body: Body, now_ms: int) -> None:
         """Takes a record of `entries`, or of a map that was not the first. Raises DamagedRecord."""
         match kind:
             case "checkpoint_begun" | "checkpoint_committed":
                 self.book.restore(kind, body)
+                if self.trails is not None and kind == "checkpoint_committed":
+                    self.trails.commit(body.number("number"))
+            case "logs_begun":
+                require(self.trails is not None, "logs of a job that has none")
+                assert self.trails is not None
+                self.trails.restore(body)
             case "partitions_moved":
                 require(self.book.committed is not None, "partitions are restored without a checkpoint")
                 self._deployment.restore(kind, body)
                 assert self._deployment.map is not None
                 self.recovery.restored()
-                self._go_back(self._deployment.map)
+                self._go_over(self._deployment.map)
             case _:
                 self.recovery.restore(kind, body, now_ms)
 
@@ -202,8 +286,8 @@ class Safekeeping:
 
     @property
     def _is_whole(self) -> bool:
-        """A synchronous job goes back as a whole."""
-        return self._settings.consistency.mode is UpdateMode.SYNC
+        """A synchronous job goes back as a whole, unless logs bring back its step."""
+        return self._settings.consistency.mode is UpdateMode.SYNC and self.trails is None
 
     @property
     def _title(self) -> str:

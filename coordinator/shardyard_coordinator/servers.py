@@ -15,6 +15,7 @@ from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.ground.errors import NotFound, NotReady, Refused, ServerUnavailable, Unavailable
 from shardyard.ground.types import (
     Caller,
+    Durability,
     Generation,
     Incarnation,
     JobId,
@@ -61,6 +62,7 @@ class Servers:
             mode=convert.mode_to_wire(effect.mode),
             logical_ranks=effect.logical_ranks,
             server=effect.server.incarnation,
+            durability=convert.durability_to_wire(effect.durability),
         )
         self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS)
 
@@ -78,10 +80,12 @@ class Servers:
         partitions: Sequence[PartitionId],
         mode: UpdateMode,
         logical_ranks: int,
+        durability: Durability,
         folder: str,
+        base: effects.Base,
         restored: Sequence[PartitionEntry],
     ) -> None:
-        """Partitions under a map, some of them with what a checkpoint in `folder` has of them."""
+        """Partitions under a map, some of them with what a checkpoint in `folder`, and logs, have of them."""
         request = wire.CreatePartitionsRequest(
             caller=self._caller(job),
             generation=generation,
@@ -90,7 +94,12 @@ class Servers:
             mode=convert.mode_to_wire(mode),
             logical_ranks=logical_ranks,
             server=server.incarnation,
-            restore=wire.Restore(url=folder, partitions=[entry_to_wire(entry) for entry in restored]),
+            durability=convert.durability_to_wire(durability),
+            restore=wire.Restore(
+                url=folder,
+                partitions=[entry_to_wire(entry, base.logs.get(entry.partition, ())) for entry in restored],
+                number=base.number,
+            ),
         )
         self._call(server, methods.CREATE_PARTITIONS, request, SAVE_MS)
 
@@ -105,6 +114,8 @@ class Servers:
         step: int | None,
         base: int,
         wait_ms: int,
+        oldest: int,
+        logs: Iterable[Incarnation],
     ) -> wire.SaveCheckpointReply:
         """A server's partitions into a checkpoint."""
         request = wire.SaveCheckpointRequest(
@@ -116,6 +127,8 @@ class Servers:
             step=step,
             base=base,
             wait_ms=wait_ms,
+            oldest=oldest,
+            logs=sorted(logs),
         )
         return self._call(server, methods.SAVE_CHECKPOINT, request, SAVE_MS)
 

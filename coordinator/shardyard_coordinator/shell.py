@@ -295,7 +295,14 @@ class Coordinator:
         why = "a defect of the coordinator; its log has more"
         try:
             number, step = self._archive.take(
-                wanted.subject, wanted.map, draft, url=wanted.url, base=wanted.base, keep=wanted.keep
+                wanted.subject,
+                wanted.map,
+                draft,
+                url=wanted.url,
+                base=wanted.base,
+                keep=wanted.keep,
+                oldest=wanted.oldest,
+                logs=wanted.logs,
             )
         except ShardyardError as error:
             why = error.what
@@ -314,7 +321,7 @@ class Coordinator:
                 wanted.subject,
                 wanted.map,
                 url=wanted.url,
-                number=wanted.number,
+                bases=wanted.bases,
                 life=wanted.life,
                 partitions=wanted.partitions,
             )

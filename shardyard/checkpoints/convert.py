@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shardyard.checkpoints.manifest import FILES_PER_PARTITION_MAX, FileRef, PartitionEntry, PartitionFile
 from shardyard.checkpoints.storage import Written, check_path
 from shardyard.ground import limits
 from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.types import PartitionId
+from shardyard.ground.types import Incarnation, PartitionId
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
@@ -30,11 +32,13 @@ def file_from_wire(message: server.CheckpointFile) -> PartitionFile:
     return PartitionFile(FileRef(path, written), tuple(message.blocks))
 
 
-def entry_to_wire(entry: PartitionEntry) -> server.RestoredPartition:
+def entry_to_wire(entry: PartitionEntry, logs: Iterable[Incarnation] = ()) -> server.RestoredPartition:
+    """`logs`: the servers whose logs say what came after the checkpoint."""
     return server.RestoredPartition(
         partition=entry.partition,
         version=convert.version_to_wire(entry.version),
         files=[file_to_wire(file) for file in entry.files],
+        logs=logs,
     )
 
 

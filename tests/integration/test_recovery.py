@@ -44,10 +44,13 @@ def wait_for_more(started: list[tuple[Script, Path]]) -> None:
         script.wait_for(f"computed {count + 3}")
 
 
+@pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 @pytest.mark.parametrize("returns", [True, False])
-def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, returns: bool) -> None:
+def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, returns: bool, durability: str) -> None:
     """The partitions go to the server that is started again, or to the other one."""
-    started = begin(yard, probes, "count", job__data__batches_per_data_shard=5, job__partitions=4)
+    started = begin(
+        yard, probes, "count", job__data__batches_per_data_shard=5, job__partitions=4, job__durability=durability
+    )
     yard.coordinator.wait_for("checkpoint 2 of step")
     for index in (0, 1) if returns else (1,):
         yard.kill_server(index)
@@ -58,24 +61,35 @@ def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, r
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
     (job,) = yard.status().jobs
     assert job.state == wire.JOB_STATE_FINISHED
-    assert "are restored, of step" in yard.coordinator.output
+    told = "with all that was acknowledged" if durability == "wal" else "are restored, of step"
+    assert told in yard.coordinator.output
+    assert not list((yard.state / "wal").glob("*/*"))
 
 
-def test_promise_6_synchronous_bits_are_the_same_when_a_server_dies(yard: RoleYard, probes: Probes) -> None:
+@pytest.mark.parametrize(
+    ("durability", "told"),
+    [("checkpoint", "the job goes back to checkpoint"), ("wal", "its log is read from checkpoint")],
+)
+def test_promise_6_synchronous_bits_are_the_same_when_a_server_dies(
+    yard: RoleYard, probes: Probes, durability: str, told: str
+) -> None:
     undisturbed = [finish(script, out) for script, out in begin(yard, probes, "model", job="one", **SYNC)]
-    started = begin(yard, probes, "model", job="two", **SYNC)
+    started = begin(yard, probes, "model", job="two", job__durability=durability, **SYNC)
     yard.coordinator.wait_for("job 'two' (1.2): checkpoint ")  # without one it would end
     yard.kill_server(0)
     yard.restart_server(0)
     disturbed = [finish(script, out) for script, out in started]
-    assert "the job goes back to checkpoint" in yard.coordinator.output
+    assert told in yard.coordinator.output
     digests = {result["digest"] for result in (*undisturbed, *disturbed)}
     assert len(digests) == 1
     assert [result["step"] for result in disturbed] == [result["step"] for result in undisturbed]
 
 
-def test_all_servers_and_the_coordinator_dead_at_once(yard: RoleYard, probes: Probes) -> None:
-    started = begin(yard, probes, "count", job__data__batches_per_data_shard=5, job__partitions=4)
+@pytest.mark.parametrize("durability", ["checkpoint", "wal"])
+def test_all_servers_and_the_coordinator_dead_at_once(yard: RoleYard, probes: Probes, durability: str) -> None:
+    started = begin(
+        yard, probes, "count", job__data__batches_per_data_shard=5, job__partitions=4, job__durability=durability
+    )
     yard.coordinator.wait_for("checkpoint 2 of step")
     yard.kill_coordinator()
     for index in range(2):

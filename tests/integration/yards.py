@@ -148,7 +148,8 @@ class RoleYard:
         return Script([*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)], {})
 
     def start_server(self, bind: str) -> Script:
-        return Script([*ROLE, "server", "--coordinator", self.address, "--bind", bind], {})
+        own = ["--coordinator", self.address, "--bind", bind, "--set", f"yard.wal={self.state / 'wal'}"]
+        return Script([*ROLE, "server", *own], {})
 
     def kill_server(self, index: int) -> None:
         self.servers[index].kill()

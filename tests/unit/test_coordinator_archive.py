@@ -47,6 +47,7 @@ from shardyard.transport.in_process import InProcessNetwork
 from shardyard_coordinator import archive as module
 from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
+from shardyard_coordinator.effects import Base
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.servers import Servers
 from shardyard_ps_server.servicer import Servicer
@@ -136,7 +137,9 @@ class Yard:
         self.map = self.map_of(servers, Generation(self.map.generation + 1))
         wanted = {PartitionId(partition) for partition in partitions}
         for _ in range(2):  # the same again does nothing
-            self.archive.restore(self.subject, self.map, url=str(folder), number=number, life=life, partitions=wanted)
+            self.archive.restore(
+                self.subject, self.map, url=str(folder), bases=(Base(number),), life=life, partitions=wanted
+            )
         self.lease()
 
 
