@@ -11,7 +11,7 @@ from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import TooLarge
-from shardyard.ground.types import DataLease, Incarnation, SourceKey, Term, Token, Watermark
+from shardyard.ground.types import DataLease, Incarnation, JobId, SourceKey, Term, Token, Watermark
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.status import to_detail
@@ -68,7 +68,10 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         ),
         waiting_for=convert.text(request.waiting_for, "what a worker waits for"),
     )
-    return events.HeartbeatReceived(Incarnation(request.caller.incarnation), report)
+    if len(request.logs) > limits.JOBS_MAX:
+        raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
+    logs = tuple((JobId(each.job), each.length) for each in request.logs)
+    return events.HeartbeatReceived(Incarnation(request.caller.incarnation), report, logs)
 
 
 def left(request: wire.LeaveRequest) -> events.MemberLeft:

@@ -34,8 +34,11 @@ class MemberRegistered:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReceived:
+    """`logs`: of a server, how many bytes its log of a job has since the last checkpoint was begun."""
+
     incarnation: Incarnation
     report: Report
+    logs: tuple[tuple[JobId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,6 +172,10 @@ class Machine:
         member = self._members.require(event.incarnation)
         self._members.renew(member.incarnation, now_ms)
         if member.role is MemberRole.SERVER:
+            for number, nbytes in event.logs:
+                writing = self._jobs.get(number)
+                if writing is not None:
+                    writing.keeping.note_log(nbytes)
             return [Reply(Standing(fenced=self._fenced_on(member.incarnation)))]
         job = self._jobs.get(member.job) if member.job is not None else None
         if job is None:

@@ -191,6 +191,12 @@ class Safekeeping:
             return []
         return [Tell(f"{self._title}: checkpoint {draft} was not taken: {why}", warning=True)]
 
+    def note_log(self, nbytes: int) -> None:
+        """A server's log has grown to so many bytes since the last checkpoint was begun."""
+        most = self._settings.checkpoint.every_log_bytes
+        if self.trails is not None and most and nbytes >= most and self.book.draft is None:
+            self.book.want()
+
     @property
     def has_all_data(self) -> bool:
         """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it; one

@@ -62,7 +62,12 @@ class Server:
         """
         membership = Membership(MemberRole.SERVER, address, logs="" if self._logs is None else self._logs.id)
         enrolment = Enrolment(
-            self._peer, membership, on_reply=self._hear, on_lost=self._on_lost, grace_ms=self._grace_ms
+            self._peer,
+            membership,
+            on_reply=self._hear,
+            on_lost=self._on_lost,
+            report=self._report,
+            grace_ms=self._grace_ms,
         )
         enrolment.register(patience_ms=patience_ms, stop=stop)
         self.store.become(enrolment.incarnation, enrolment.term)
@@ -77,6 +82,11 @@ class Server:
     def close(self) -> None:
         """Forgets all jobs. Nobody may be served any more."""
         self.store.close()
+
+    def _report(self, request: wire.HeartbeatRequest) -> None:
+        for hosted in self.store.hosted():
+            if hosted.wal is not None:
+                request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         self.store.fence(reply.fenced)

@@ -197,6 +197,13 @@ class CheckpointSettings(Section):
     every_steps: int = Field(
         default=0, ge=0, le=1_000_000_000, description="Steps from one checkpoint to the next; 0: any."
     )
+    every_log_bytes: int = Field(
+        default=limits.GIB,
+        ge=0,
+        le=limits.LOG_BYTES_MAX,
+        description="With job.durability wal: bytes in one server's log from one checkpoint to the next, since they are"
+        " read again when it dies; 0: any.",
+    )
     keep: int = Field(default=3, ge=2, le=10_000, description="How many checkpoints are kept, at least two.")
 
 

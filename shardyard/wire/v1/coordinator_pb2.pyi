@@ -74,19 +74,29 @@ class Metric(_message.Message):
     value: float
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
+class LogLength(_message.Message):
+    __slots__ = ("job", "length")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    length: int
+    def __init__(self, job: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for")
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     step: int
     samples: int
     metrics: _containers.RepeatedCompositeFieldContainer[Metric]
     waiting_for: str
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    logs: _containers.RepeatedCompositeFieldContainer[LogLength]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ...) -> None: ...
 
 class RankLease(_message.Message):
     __slots__ = ("rank", "token")

@@ -1,0 +1,362 @@
+"""Jobs whose servers keep logs: whose log brings back what, who may read it, when work begins. With restarts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+
+from shardyard.ground.errors import CheckpointDamaged, LogDamaged, NotReady, ShardyardError, StorageUnavailable
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Caller,
+    DType,
+    Durability,
+    Incarnation,
+    MemberRole,
+    OptimizerSpec,
+    PartitionId,
+    Term,
+    UpdateMode,
+    VariableSpec,
+)
+from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard_coordinator import effects, events
+from shardyard_coordinator.data_ledger import FeedDone, FeedSpec
+from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+from shardyard_coordinator.records import Body, DamagedRecord, Record
+from shardyard_coordinator.recovery import SERVER_GRACE_MS
+from shardyard_coordinator.trails import Owner, Trails
+
+T = TypeVar("T")
+LEASE_MS = 1_000
+SGD = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))
+VARIABLES = tuple(VariableSpec(f"w{number}", DType.FLOAT32, (16,)) for number in range(4))
+HERE, THERE = "folder-a", "folder-b"
+FIRST, SECOND, THIRD = Incarnation(1), Incarnation(2), Incarnation(3)
+P, Q = PartitionId(0), PartitionId(1)
+
+
+def settings(mode: UpdateMode = UpdateMode.ASYNC, **checkpoint: int) -> JobSettings:
+    return JobSettings(
+        partitions=4,
+        block_bytes=64,
+        durability=Durability.WAL,
+        checkpoint=CheckpointSettings(url="/checkpoints", keep=2, **checkpoint),
+        consistency=ConsistencySettings(mode=mode),
+    )
+
+
+class Yard:
+    """A machine with servers, and what it wanted."""
+
+    def __init__(self, *logs: str) -> None:
+        self.now_ms = 0
+        self.machine = Machine(term=Term(1), lease_ms=LEASE_MS, now_ms=0)
+        self.persisted: list[effects.Persist] = []
+        self.effects: list[effects.Effect] = []
+        self._addresses = itertools.count()
+        self.servers = [self.register(where) for where in logs]
+        self.others: list[Incarnation] = []
+
+    def handle(self, event: events.Event) -> object:
+        self.effects = self.machine.handle(event, self.now_ms)
+        self.persisted += [each for each in self.effects if isinstance(each, effects.Persist)]
+        replies = [each.answer for each in self.effects if isinstance(each, effects.Reply)]
+        return replies[0] if replies else None
+
+    def register(self, logs: str, role: MemberRole = MemberRole.SERVER) -> Incarnation:
+        address = f"s:{next(self._addresses)}" if role is MemberRole.SERVER else ""
+        answer = self.handle(
+            events.MemberRegistered(Registration(role, address, 1, "0", "box", 1, logs=logs)),
+        )
+        assert isinstance(answer, effects.Registered)
+        return answer.incarnation
+
+    def restart(self, *, from_snapshot: bool) -> None:
+        written = self.machine.snapshot() if from_snapshot else self.persisted
+        records = [
+            Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))
+            for number, each in enumerate(written, 1)
+        ]
+        self.machine = Machine.restore(records, term=Term(self.machine.term + 1), lease_ms=LEASE_MS, now_ms=self.now_ms)
+        self.persisted = self.machine.snapshot()
+
+    def join(self, given: JobSettings) -> Caller:
+        worker = self.register("", MemberRole.WORKER)
+        answer = self.handle(events.JobJoined(worker, given.name, given))
+        assert isinstance(answer, effects.Joined)
+        self.others.append(worker)
+        return Caller(answer.job, worker)
+
+    def variables(self, caller: Caller) -> object:
+        return self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
+
+    def open(self, given: JobSettings | None = None) -> Caller:
+        """Up to first values on the servers, before any checkpoint."""
+        caller = self.join(given or settings())
+        self.variables(caller)
+        self.handle(events.PartitionsCreated(caller.job))
+        self.handle(events.VariablesCommitted(caller))
+        self.handle(events.PartitionsOpened(caller.job))
+        return caller
+
+    def run(self, given: JobSettings | None = None) -> Caller:
+        caller = self.open(given)
+        self.take(caller, 1)
+        return caller
+
+    def take(self, caller: Caller, number: int) -> effects.TakeCheckpoint:
+        """The checkpoint that is wanted next, written."""
+        wanted = self.until(effects.TakeCheckpoint)
+        self.handle(events.CheckpointTaken(caller.job, wanted.draft.number, number, 0))
+        return wanted
+
+    def until(self, kind: type[T]) -> T:
+        """Time passes until the machine wants that."""
+        for _ in range(1_000):
+            for effect in self.tick():
+                if isinstance(effect, kind):
+                    return effect
+        raise AssertionError(f"no {kind.__name__}")
+
+    def tick(self, *, silent: Sequence[Incarnation] = ()) -> list[effects.Effect]:
+        self.now_ms += 100
+        for member in (*self.servers, *self.others):
+            if member not in silent:
+                self.handle(events.HeartbeatReceived(member, Report()))
+        self.handle(events.Ticked())
+        return self.effects
+
+    def kill(self, server: Incarnation) -> None:
+        self.servers.remove(server)
+        while any(member.incarnation == server for member in self.machine.members):
+            self.tick()
+
+    def owned(self, caller: Caller, server: Incarnation) -> set[PartitionId]:
+        placed = self.variables(caller)
+        assert isinstance(placed, effects.Placed)
+        return {owner.partition for owner in placed.map.owners if owner.server == server}
+
+    def state(self) -> JobState:
+        return self.machine.jobs[-1].state
+
+
+@pytest.fixture(params=[None, False, True], ids=["no-restart", "from-all-records", "from-the-snapshot"])
+def short(request: pytest.FixtureRequest) -> bool | None:
+    found: bool | None = request.param
+    return found
+
+
+def perhaps_restart(yard: Yard, short: bool | None) -> None:
+    if short is not None:
+        yard.restart(from_snapshot=short)
+
+
+# ---- when work begins
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_nobody_works_before_the_first_checkpoint(mode: UpdateMode) -> None:
+    yard = Yard(HERE)
+    caller = yard.open(settings(mode))
+    other = yard.join(settings(mode))
+    with pytest.raises(NotReady, match="first checkpoint"):
+        yard.handle(events.VariablesCommitted(caller))
+    with pytest.raises(NotReady, match="first checkpoint"):
+        yard.variables(other)
+    yard.take(caller, 1)
+    assert isinstance(yard.handle(events.VariablesCommitted(caller)), effects.Done)
+    assert isinstance(yard.variables(other), effects.Placed)
+
+
+def test_the_next_initializer_is_told_before_there_is_a_checkpoint() -> None:
+    yard = Yard(HERE)
+    caller = yard.join(settings())
+    yard.variables(caller)
+    yard.handle(events.PartitionsCreated(caller.job))
+    other = yard.join(settings())
+    with pytest.raises(NotReady, match="first checkpoint"):
+        yard.variables(other)
+    yard.handle(events.MemberLeft(caller.incarnation, ""))
+    yard.others.remove(caller.incarnation)
+    yard.handle(events.WorkersFenced(caller.job, (caller.incarnation,)))
+    placed = yard.variables(other)
+    assert isinstance(placed, effects.Placed)
+    assert placed.initializer
+
+
+def test_partitions_are_created_with_a_log() -> None:
+    yard = Yard(HERE)
+    yard.variables(yard.join(settings()))
+    (wanted,) = [each for each in yard.effects if isinstance(each, effects.CreatePartitions)]
+    assert wanted.durability is Durability.WAL
+
+
+# ---- servers that die
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_only_what_was_lost_is_brought_back_from_the_log(mode: UpdateMode, short: bool | None) -> None:
+    yard = Yard(HERE, HERE)
+    caller = yard.run(settings(mode))
+    lost = yard.owned(caller, yard.servers[1])
+    gone = yard.servers[1]
+    yard.kill(gone)
+    perhaps_restart(yard, short)
+    wanted = yard.until(effects.RestorePartitions)
+    assert wanted.partitions == lost
+    (base,) = wanted.bases
+    assert base.number == 1
+    assert dict(base.logs) == dict.fromkeys(lost, (gone,))
+    yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
+    assert yard.owned(caller, yard.servers[0]) == set(range(4))
+    # another checkpoint, so that the next one to read has little to read
+    taken = yard.until(effects.TakeCheckpoint)
+    assert (taken.oldest, taken.logs) == (1, {gone, yard.servers[0]})
+
+
+def test_a_server_that_cannot_read_the_log_gets_nothing(short: bool | None) -> None:
+    yard = Yard(HERE, THERE)
+    caller = yard.run()
+    lost = yard.owned(caller, yard.servers[0])
+    yard.kill(yard.servers[0])
+    perhaps_restart(yard, short)
+    for _ in range(3 * SERVER_GRACE_MS // 100):
+        assert not [each for each in yard.tick() if isinstance(each, effects.RestorePartitions)]
+    recovery = yard.machine.jobs[-1].keeping.recovery
+    numbers = ", ".join(map(str, sorted(lost)))
+    assert recovery.waits_for == f"a server that reaches the logs in folder {HERE}, for partitions {numbers}"
+    fresh = yard.register(HERE)
+    yard.servers.append(fresh)
+    wanted = yard.until(effects.RestorePartitions)
+    assert not recovery.waits_for or short is not None
+    assert {owner.partition for owner in wanted.map.owners if owner.server == fresh} == lost
+
+
+def test_logs_of_all_who_owned_a_partition_are_read(short: bool | None) -> None:
+    yard = Yard(HERE)
+    caller = yard.run()
+    gone = []
+    for _ in range(2):
+        gone.append(yard.servers[0])
+        yard.kill(yard.servers[0])
+        yard.servers.append(yard.register(HERE))
+        wanted = yard.until(effects.RestorePartitions)
+        assert wanted.bases[0].logs[P] == tuple(gone)
+        yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
+        perhaps_restart(yard, short)
+    # the checkpoint that follows was never written; the next two leave the log of the first behind
+    yard.machine.jobs[-1].keeping.book.want()
+    first = yard.take(caller, 5)
+    assert first.logs == {*gone, *yard.servers}
+    yard.machine.jobs[-1].keeping.book.want()
+    second = yard.take(caller, 6)
+    assert (second.oldest, second.logs) == (1, {*gone, *yard.servers})
+    perhaps_restart(yard, short)
+    yard.machine.jobs[-1].keeping.book.want()
+    third = yard.take(caller, 7)
+    assert (third.oldest, third.logs) == (5, set(yard.servers))
+
+
+def test_older_checkpoints_are_offered_too(short: bool | None) -> None:
+    yard = Yard(HERE)
+    caller = yard.run()
+    book = yard.machine.jobs[-1].keeping.book
+    for number in (2, 3):
+        book.want()
+        yard.take(caller, number)
+    gone = yard.servers[0]
+    yard.kill(gone)
+    perhaps_restart(yard, short)
+    yard.servers.append(yard.register(HERE))
+    wanted = yard.until(effects.RestorePartitions)
+    assert [base.number for base in wanted.bases] == [3, 2]
+    assert all(base.logs[P] == (gone,) for base in wanted.bases)
+
+
+@pytest.mark.parametrize("failure", [LogDamaged("flipped"), CheckpointDamaged("flipped"), StorageUnavailable("gone")])
+def test_damage_ends_the_job_and_an_absent_storage_does_not(failure: ShardyardError) -> None:
+    yard = Yard(HERE)
+    caller = yard.run()
+    yard.kill(yard.servers[0])
+    yard.servers.append(yard.register(HERE))
+    wanted = yard.until(effects.RestorePartitions)
+    yard.handle(events.RestoreFailed(caller.job, wanted.map.generation, failure))
+    if isinstance(failure, StorageUnavailable):
+        again = yard.until(effects.RestorePartitions)
+        assert again.map.generation > wanted.map.generation
+        assert again.bases == wanted.bases
+    else:
+        assert yard.state() is JobState.FAILED
+
+
+def test_closed_data_stays_closed(short: bool | None) -> None:
+    """What was acknowledged comes back, so nothing is computed again, and nobody waits for a checkpoint at the end."""
+    yard = Yard(HERE)
+    caller = yard.run()
+    yard.handle(events.FeedOpened(caller, 0, FeedSpec(4, "f", 2, 1, shuffle=False, drop_last=False)))
+    for _ in range(2):
+        lease = yard.handle(events.LeaseRequested(caller, 0))
+        if isinstance(lease, FeedDone):
+            break
+        returned = events.LeaseReturned(caller, 0, lease.source, lease.token)  # type: ignore[attr-defined]
+        yard.handle(returned)
+        yard.handle(events.LedgerRead(returned, 2))
+    yard.kill(yard.servers[0])
+    perhaps_restart(yard, short)
+    yard.servers.append(yard.register(HERE))
+    wanted = yard.until(effects.RestorePartitions)
+    yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
+    assert isinstance(yard.handle(events.LeaseRequested(caller, 0)), FeedDone)
+
+
+def test_a_long_log_asks_for_a_checkpoint() -> None:
+    yard = Yard(HERE)
+    caller = yard.run(settings(every_log_bytes=1_000, every_s=0))
+
+    def grow(nbytes: int) -> list[effects.Effect]:
+        yard.handle(events.HeartbeatReceived(yard.servers[0], Report(), ((caller.job, nbytes),)))
+        return [each for each in yard.tick() if isinstance(each, effects.TakeCheckpoint)]
+
+    assert not grow(999)
+    assert grow(1_000)
+    assert not grow(2_000)  # one is being taken
+
+
+# ---- trails
+
+
+def test_logs_needed_are_those_since_the_checkpoint() -> None:
+    trails = Trails(keep=2)
+    trails.begin({P: Owner(FIRST, 0, HERE), Q: Owner(SECOND, 0, HERE)})
+    trails.commit(1)
+    trails.commit(4)
+    trails.move({P: Owner(THIRD, 4, HERE)})
+    assert trails.of(P, 4) == (FIRST, THIRD)
+    assert trails.of(P, 1) == (FIRST, THIRD)
+    assert trails.of(Q, 4) == (SECOND,)
+    trails.commit(5)
+    assert trails.of(P, 5) == (THIRD,)
+    assert trails.of(P, 4) == (FIRST, THIRD)
+    assert (trails.oldest, trails.needed) == (4, {FIRST, SECOND, THIRD})
+    trails.commit(6)
+    assert (trails.oldest, trails.needed) == (5, {SECOND, THIRD})
+    again = Trails(keep=2)
+    ((_, body),) = trails.entries()
+    again.restore(Body(json.loads(json.dumps(body))))
+    assert again.entries() == trails.entries()
+    trails.begin({P: Owner(FIRST, 5, HERE)})
+    assert trails.of(P, 5) == (FIRST,)
+
+
+@pytest.mark.parametrize("owner", [[0, 1, 0], [0, 0, 0, "a"], ["x", 1, 0, "a"], [0, 1, -1, "a"], [0, 1, 0, 7]])
+def test_spoilt_owners_are_refused(owner: list[object]) -> None:
+    with pytest.raises(DamagedRecord):
+        Trails(keep=2).restore(Body({"owners": [owner], "kept": []}))
