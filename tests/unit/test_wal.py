@@ -251,7 +251,7 @@ def state(store: Store) -> dict[int, tuple[int, bytes, bytes, tuple[object, ...]
 # ---- what was acknowledged comes back
 
 
-def test_promise_1_what_was_acknowledged_comes_back_to_the_bit(yard: Yard) -> None:
+def test_promise_3_what_was_acknowledged_comes_back_to_the_bit(yard: Yard) -> None:
     first = yard.first()
     saved = yard.save(first, 2)
     for sequence in range(5):
