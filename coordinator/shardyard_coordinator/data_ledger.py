@@ -1,22 +1,23 @@
 """Which samples are whose, and which are done (promise 2; rules A1, A6).
 
 Owns: a job's feeds. Asynchronous (`DataLedger`): data shards, each free, leased under a token, or done. Synchronous
-(`StepLedger`): each feed is a range of steps. Invariants: a data shard is leased to one worker at a time; tokens only
-grow; a data shard is done only when the servers' watermarks said so, and stays done; memory does not grow with the
-number of epochs or samples. Must not know: servers, members, time.
+(`StepLedger`): each feed is a range of steps. Both: the batches in quarantine, which do not count. Invariants: a data
+shard is leased to one worker at a time; tokens only grow; a data shard is done only when the servers' watermarks said
+so, and stays done; memory does not grow with the number of epochs or samples. Must not know: servers, members, time.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
-from shardyard.ground.types import DataLease, DataShardSource, Incarnation, Token
+from shardyard.ground.types import DataLease, DataShardSource, Incarnation, LeasedSource, RankSource, Token
+from shardyard_coordinator.quarantine import Condemned, Quarantine
 from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, checked_items, checked_text, require
 
 FEEDS_MAX: Final = 100_000
@@ -95,6 +96,18 @@ class FeedCounts:
     leased: int
     done: int
     finished: bool
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedBatch:
+    """A batch that does not count, and its samples: positions [begin, end) of the epoch's permutation."""
+
+    feed: int
+    epoch: int
+    condemned: Condemned
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +167,15 @@ class _DataShards:
         begin, end = self.span(source)
         return -(-(end - begin) // self.spec.batch_size)
 
+    def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
+        begin, end = self.span(source)
+        begin += batch * self.spec.batch_size
+        return begin, min(begin + self.spec.batch_size, end)
+
+    def is_done(self, source: DataShardSource) -> bool:
+        number = self.number(source)
+        return number < self.begun and number not in self.held and number not in self.returned
+
     def lease(self, number: int) -> DataLease:
         source = self.source(number)
         begin, end = self.span(source)
@@ -194,6 +216,7 @@ class DataLedger:
         self._workers_expected = workers_expected
         self._next_token = next_token
         self._feeds: list[_DataShards] = []
+        self.quarantine = Quarantine()
         self._closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
 
     def __len__(self) -> int:
@@ -219,6 +242,20 @@ class DataLedger:
                 return LeaseWait(_holders(shards)) if shards.held else FeedDone()
             shards.held[number] = _Held(worker, self._next_token())
         return shards.lease(number)
+
+    def held(self, worker: Incarnation) -> list[DataShardSource]:
+        """What is leased to the worker."""
+        found = [(shards, shards.held_by(worker)) for shards in self._feeds]
+        return [shards.source(number) for shards, number in found if number is not None]
+
+    def check_begin(self, source: LeasedSource, worker: Incarnation, token: Token, batch: int) -> None:
+        """Raises StaleToken, NotFound or InvalidRequest unless the worker may compute the batch now."""
+        if not isinstance(source, DataShardSource):
+            raise InvalidRequest(f"{source} in an asynchronous job")
+        if self.is_closed(source, worker, token):
+            raise StaleToken(f"{source} was closed under token {token}", facts={"token": str(token)})
+        if batch >= self._feeds[source.feed].batches(source):
+            raise InvalidRequest(f"batch {batch} of {source}, which has {self._feeds[source.feed].batches(source)}")
 
     def release(self, worker: Incarnation) -> list[DataShardSource]:
         """The worker is gone; what it held is the next to be leased."""
@@ -271,13 +308,27 @@ class DataLedger:
                 leased=len(each.held),
                 done=each.done,
                 finished=each.done == each.total,
+                quarantined=self._quarantined_in(each.feed),
             )
             for each in self._feeds[-last:]
         )
 
     def samples_done(self) -> int:
         """Samples counted so far, by the servers' word: those of the data shards that are done."""
-        return sum(each.samples_done for each in self._feeds)
+        left_out = sum(each.end - each.begin for each in self.quarantined() if self._is_done(each.condemned.source))
+        return sum(each.samples_done for each in self._feeds) - left_out
+
+    def quarantined(self) -> Iterator[QuarantinedBatch]:
+        """All batches that do not count, in the order of the verdicts."""
+        for condemned in self.quarantine:
+            source = condemned.source
+            assert isinstance(source, DataShardSource)
+            begin, end = self._feeds[source.feed].batch_span(source, condemned.sequence)
+            yield QuarantinedBatch(source.feed, source.epoch, condemned, begin, end)
+
+    def spec(self, feed: int) -> FeedSpec:
+        """Raises NotFound."""
+        return self._require(feed).spec
 
     # ---- records
 
@@ -298,7 +349,7 @@ class DataLedger:
                 source = shards.source(number)
                 leases += [data_leased(source, worker, token), data_closed(source, worker, token, done=True)]
             leases += [data_leased(shards.source(number), worker, token) for number, worker, token in held]
-        return [*opened, *leases]
+        return [*opened, *leases, *self.quarantine.entries()]
 
     @property
     def closed(self) -> int:
@@ -328,6 +379,10 @@ class DataLedger:
             feed, spec = _feed_of(body, len(self._feeds))
             per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
             self._feeds.append(_DataShards(feed, spec, per_shard, per_epoch))
+            return
+        if kind == "batch_quarantined":
+            condemned = self.quarantine.restore(body)
+            require(self._has(condemned), f"#{condemned.sequence} of {condemned.source} does not exist")
             return
         if kind == "feed_closed":
             raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
@@ -361,6 +416,21 @@ class DataLedger:
         del shards.held[number]
         self._closed[worker] = (shards.source(number), token)
 
+    def _has(self, condemned: Condemned) -> bool:
+        source = condemned.source
+        if not isinstance(source, DataShardSource) or source.feed >= len(self._feeds):
+            return False
+        shards = self._feeds[source.feed]
+        known = source.epoch < shards.spec.epochs and source.index < shards.per_epoch
+        return known and condemned.sequence < shards.batches(source)
+
+    def _is_done(self, source: LeasedSource) -> bool:
+        assert isinstance(source, DataShardSource)
+        return self._feeds[source.feed].is_done(source)
+
+    def _quarantined_in(self, feed: int) -> int:
+        return sum(isinstance(each.source, DataShardSource) and each.source.feed == feed for each in self.quarantine)
+
     def _choose(self, batches: int) -> int:
         wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
         return max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
@@ -382,6 +452,12 @@ class _StepRange:
     def end(self) -> int:
         return self.first_step + self.steps_per_epoch * self.spec.epochs
 
+    def span(self, rank: int, step: int, logical_ranks: int) -> tuple[int, int, int]:
+        """An epoch, and [begin, end) of its permutation."""
+        epoch, index = divmod(step - self.first_step, self.steps_per_epoch)
+        begin = min((index * logical_ranks + rank) * self.spec.batch_size, self.spec.samples)
+        return epoch, begin, min(begin + self.spec.batch_size, self.spec.samples)
+
     def samples_before(self, step: int, logical_ranks: int) -> int:
         """Samples of this feed in the steps before `step`."""
         per_step = logical_ranks * self.spec.batch_size
@@ -397,6 +473,7 @@ class StepLedger:
     def __init__(self, *, logical_ranks: int) -> None:
         self._logical_ranks = logical_ranks
         self._feeds: list[_StepRange] = []
+        self.quarantine = Quarantine()
 
     def __len__(self) -> int:
         return len(self._feeds)
@@ -428,12 +505,39 @@ class StepLedger:
             each = self._feeds[feed]
             total = each.end - each.first_step
             done = total if each.done else max(0, min(step - each.first_step, total))
-            counts.append(FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done))
+            left_out = sum(each.first_step <= condemned.sequence < each.end for condemned in self.quarantine)
+            counts.append(
+                FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done, left_out)
+            )
         return tuple(counts)
 
     def samples_done(self, *, step: int) -> int:
         """Samples of the steps before `step`, at which the job is."""
-        return sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
+        taken = sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
+        return taken - sum(
+            each.end - each.begin
+            for each in self.quarantined()
+            if self._feeds[each.feed].done or each.condemned.sequence < step
+        )
+
+    def check_begin(self, source: LeasedSource, step: int) -> None:
+        """Raises NotFound unless the step is one of a feed."""
+        if not isinstance(source, RankSource) or source.rank >= self._logical_ranks or self._feed_of(step) is None:
+            raise NotFound(f"step {step} of {source}: there is no such step", todo="open the feed first")
+
+    def quarantined(self) -> Iterator[QuarantinedBatch]:
+        """All contributions that do not count, in the order of the verdicts."""
+        for condemned in self.quarantine:
+            feed = self._feed_of(condemned.sequence)
+            assert feed is not None
+            assert isinstance(condemned.source, RankSource)
+            rank, step = condemned.source.rank, condemned.sequence
+            epoch, begin, end = self._feeds[feed].span(rank, step, self._logical_ranks)
+            yield QuarantinedBatch(feed, epoch, condemned, begin, end)
+
+    def spec(self, feed: int) -> FeedSpec:
+        """Raises NotFound."""
+        return self._require(feed).spec
 
     # ---- records
 
@@ -444,7 +548,7 @@ class StepLedger:
             entries.append(_feed_opened(feed, each.spec, 0, each.steps_per_epoch, each.first_step))
             if each.done:
                 entries.append(feed_closed(feed))
-        return entries
+        return [*entries, *self.quarantine.entries()]
 
     @property
     def closed(self) -> int:
@@ -464,10 +568,19 @@ class StepLedger:
             _, spec = _feed_of(body, len(self._feeds))
             self._feeds.append(_StepRange(spec, body.number("first_step", most=SUM_MAX), body.number("units", least=1)))
             return
+        if kind == "batch_quarantined":
+            condemned = self.quarantine.restore(body)
+            known = isinstance(condemned.source, RankSource) and condemned.source.rank < self._logical_ranks
+            found = known and self._feed_of(condemned.sequence) is not None
+            require(found, f"#{condemned.sequence} of {condemned.source} does not exist")
+            return
         require(kind == "feed_closed", "data shards in a synchronous job")
         self._feeds[body.number("feed", most=len(self._feeds) - 1)].done = True
 
     # ---- within
+
+    def _feed_of(self, step: int) -> int | None:
+        return next((feed for feed, each in enumerate(self._feeds) if each.first_step <= step < each.end), None)
 
     def _require(self, feed: int) -> _StepRange:
         if feed >= len(self._feeds):

@@ -211,7 +211,28 @@ class LeaseClosed:
     done: bool
 
 
-Answer = Done | Registered | Standing | Joined | Placed | FeedOpening | DataLease | LeaseWait | FeedDone | LeaseClosed
+@dataclass(frozen=True, slots=True)
+class BatchVerdict:
+    """Whether a batch that was announced is to be computed; None: that is not decided yet. `careful_below`: sequences
+    of this source before it are announced."""
+
+    counts: bool | None
+    careful_below: int
+
+
+Answer = (
+    Done
+    | Registered
+    | Standing
+    | Joined
+    | Placed
+    | FeedOpening
+    | DataLease
+    | LeaseWait
+    | FeedDone
+    | LeaseClosed
+    | BatchVerdict
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from shardyard.ground.types import (
     Generation,
     Incarnation,
     JobId,
+    LeasedSource,
     OptimizerSpec,
     Token,
     VariableSpec,
@@ -111,6 +112,18 @@ class LeaseReturned:
     token: Token
 
 
+@dataclass(frozen=True, slots=True)
+class BatchBegun:
+    """A worker is about to compute a batch of its data shard, or a step of its logical rank. `highest`: the highest
+    next sequence of the source over all partitions."""
+
+    caller: Caller
+    source: LeasedSource
+    token: Token
+    sequence: int
+    highest: int
+
+
 # ---- what became of effects
 
 
@@ -204,6 +217,7 @@ Event = (
     | FeedOpened
     | LeaseRequested
     | LeaseReturned
+    | BatchBegun
     | PartitionsCreated
     | PartitionsRefused
     | PartitionsOpened

@@ -127,6 +127,8 @@ class Machine:
                 return self._require_job(caller).lease(caller.incarnation, feed)
             case events.LeaseReturned(caller):
                 return self._require_job(caller).return_lease(event)
+            case events.BatchBegun(caller):
+                return self._require_job(caller).begin_batch(event)
             case events.LedgerRead(returned, next_sequence):
                 return self._require_job(returned.caller).close_lease(returned, next_sequence)
             case _:

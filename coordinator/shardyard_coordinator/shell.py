@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from shardyard.ground.errors import ConfigurationError, Internal, NotReady, ShardyardError
 from shardyard.ground.ports import Clock
-from shardyard.ground.types import DataLease
+from shardyard.ground.types import DataLease, JobId
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.peers import Context, Network, Service
 from shardyard.wire import methods
@@ -102,7 +102,9 @@ class Coordinator:
         service.on(methods.OPEN_FEED, self._open_feed)
         service.on(methods.LEASE_DATA, self._lease_data)
         service.on(methods.CLOSE_LEASE, self._close_lease)
+        service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.STATUS, self._status)
+        service.on(methods.LIST_QUARANTINED, self._list_quarantined)
         return service
 
     # ---- handlers: one per method
@@ -144,6 +146,14 @@ class Coordinator:
     def _close_lease(self, request: wire.CloseLeaseRequest, _: Context) -> wire.CloseLeaseReply:
         answer = self._ask(door.lease_returned(request), effects.LeaseClosed)
         return wire.CloseLeaseReply(done=answer.done)
+
+    def _begin_batch(self, request: wire.BeginBatchRequest, _: Context) -> wire.BeginBatchReply:
+        return door.batch_reply(self._ask(door.batch_begun(request), effects.BatchVerdict))
+
+    def _list_quarantined(self, request: wire.ListQuarantinedRequest, _: Context) -> wire.ListQuarantinedReply:
+        with self._lock:
+            found = standing.list_quarantined(self._machine, JobId(request.job))
+        return door.quarantined_reply(found)
 
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:

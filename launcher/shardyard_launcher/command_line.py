@@ -17,7 +17,8 @@ import click
 
 from shardyard_launcher import doctor, roles, supervisor, yard
 from shardyard_launcher.checkpoint_command import checkpoint
-from shardyard_launcher.options import ADDRESS, load_given, settings_options
+from shardyard_launcher.options import ADDRESS, find_coordinator, load_given, settings_options
+from shardyard_launcher.quarantine_command import quarantined
 
 if TYPE_CHECKING:
     from shardyard.ground.errors import ShardyardError
@@ -47,23 +48,12 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
     """Show members, jobs, partitions and data of a running yard."""
     from rich.console import Console
 
-    from shardyard.ground import errors
     from shardyard.transport.channel import GrpcNetwork
     from shardyard_launcher import status_view
-    from shardyard_launcher.yard_state import read_state
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
-    address, folder = settings.coordinator, Path(settings.yard.state)
-    if not address:
-        found = read_state(folder)
-        address = found.address_of("coordinator") if found else ""
-    if not address:
-        raise errors.NotFound(
-            f"no yard is up in {settings.yard.state}, and no coordinator's address was given",
-            why="",
-            todo="start one with `shardyard up`, or give --coordinator HOST:PORT",
-        )
-    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(folder, address))
+    address = find_coordinator(settings)
+    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(Path(settings.yard.state), address))
     if as_json:
         click.echo(status_view.to_json(report))
     else:
@@ -90,6 +80,7 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 for command in (roles.coordinator, roles.server, roles.agent, yard.up, yard.down, yard.run, supervisor.supervisor):
     shardyard.add_command(command)
 shardyard.add_command(checkpoint)
+shardyard.add_command(quarantined)
 shardyard.add_command(doctor.doctor)
 
 

@@ -181,6 +181,19 @@ class DataSettings(Section):
     batches_per_data_shard: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
         default="auto", description="Batches leased to a worker at a time; auto: the coordinator chooses."
     )
+    poison_deaths: int = Field(
+        default=3,
+        ge=0,
+        le=1_000,
+        description="A batch at which so many workers have died does not count any more, and is listed; 0: never.",
+    )
+
+    @model_validator(mode="after")
+    def _one_death_proves_nothing(self) -> Self:
+        if self.poison_deaths == 1:
+            expected = "0 (never) or at least 2, since a worker dies for many reasons"
+            raise impossible(("poison_deaths",), expected, "1")
+        return self
 
 
 class CheckpointSettings(Section):

@@ -91,7 +91,9 @@ COMMIT_VARIABLES = _unary(_C, "CommitVariables", coordinator.CommitVariablesRequ
 OPEN_FEED = _unary(_C, "OpenFeed", coordinator.OpenFeedRequest, coordinator.OpenFeedReply)
 LEASE_DATA = _unary(_C, "LeaseData", coordinator.LeaseDataRequest, coordinator.LeaseDataReply)
 CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinator.CloseLeaseReply)
+BEGIN_BATCH = _unary(_C, "BeginBatch", coordinator.BeginBatchRequest, coordinator.BeginBatchReply)
 STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply)
+LIST_QUARANTINED = _unary(_C, "ListQuarantined", coordinator.ListQuarantinedRequest, coordinator.ListQuarantinedReply)
 
 CREATE_PARTITIONS = _unary(_P, "CreatePartitions", server.CreatePartitionsRequest, server.CreatePartitionsReply)
 OPEN_PARTITIONS = _unary(_P, "OpenPartitions", server.OpenPartitionsRequest, server.OpenPartitionsReply)

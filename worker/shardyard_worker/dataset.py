@@ -1,7 +1,6 @@
-"""Map-style datasets, read by index: length, fingerprint, order, batches.
+"""Map-style datasets, read by index: length, fingerprint, batches.
 
-Owns: the permutation of an epoch, a function of (seed, feed, epoch) alone. Invariant: any worker can read any sample
-again. Must not know: leases, pushes.
+Invariant: any worker can read any sample again. Must not know: leases, pushes, in which order samples are read.
 """
 
 from __future__ import annotations
@@ -11,14 +10,12 @@ from collections.abc import Callable, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from shardyard.ground.errors import UnseekableDataset
+from shardyard.ground.orders import Indices
 from shardyard_worker.randomness import undisturbed
-
-Indices = npt.NDArray[np.int64]
 
 
 class Reader:
@@ -59,14 +56,6 @@ class Reader:
                     for tensor in sample:
                         digest.update(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:32]
-
-
-def order(*, seed: int, feed: int, epoch: int, samples: int, shuffle: bool) -> Indices:
-    """The epoch's permutation of [0, samples), int64; by PCG64 seeded with (seed, feed, epoch)."""
-    if not shuffle:
-        return np.arange(samples, dtype=np.int64)
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, feed, epoch])))
-    return generator.permutation(samples).astype(np.int64, copy=False)
 
 
 def _structure(sample: Any) -> str:
