@@ -1,6 +1,7 @@
 """What the commands have in common: options for settings, the end by a signal.
 
-Owns: `-c`, `--set`, `--log-format` and their way into settings; which coordinator is meant; `StopSignals`. Must not know: what a command does.
+Owns: `-c`, `--set`, `--log-format` and their way into settings; which coordinator is meant; `StopSignals`. Must not
+know: what a command does.
 """
 
 from __future__ import annotations

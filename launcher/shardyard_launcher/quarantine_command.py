@@ -30,7 +30,12 @@ INDICES_SHOWN_MAX: Final = 16
 @click.option("--json", "as_json", is_flag=True, help="For programs; all indices.")
 @settings_options
 def quarantined(
-    job: str | None, coordinator: str | None, state: str | None, as_json: bool, config: str | None, sets: tuple[str, ...]
+    job: str | None,
+    coordinator: str | None,
+    state: str | None,
+    as_json: bool,
+    config: str | None,
+    sets: tuple[str, ...],
 ) -> int:
     """Show the batches that do not count, since they have killed workers: of JOB, a name or an id, or of all jobs."""
     from shardyard.transport.channel import GrpcNetwork

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardyard.ground.errors import UnseekableDataset
-from shardyard_worker.dataset import Reader, order
+from shardyard.ground.orders import order
+from shardyard_worker.dataset import Reader
 from shardyard_worker.randomness import seed_everything, undisturbed
 
 CPU = torch.device("cpu")
