@@ -127,10 +127,11 @@ class Suspects:
         if not self._deaths_max:
             return
         for source in held:
-            suspect = self._suspects.setdefault(source, _Suspect())
-            suspect.since = None
-            if begun is not None and begun[0] == source:
-                suspect.at[begun[1]] = suspect.at.get(begun[1], 0) + 1
+            self._suspects.setdefault(source, _Suspect()).since = None
+        # also where the source has gone to a worker that joined, before this one was known to be dead
+        suspect = None if begun is None else self._suspects.get(begun[0])
+        if begun is not None and suspect is not None:
+            suspect.at[begun[1]] = suspect.at.get(begun[1], 0) + 1
         while len(self._suspects) > SUSPECTS_MAX:
             self.clear(next(iter(self._suspects)))
 

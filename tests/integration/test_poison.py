@@ -108,12 +108,14 @@ def test_synchronous_steps_go_on_without_the_contribution_that_kills(yard: Local
     sync = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__rank_grace_ms": 100}
     crew = Crew(yard, tmp_path, sync)
     results = crew.run()
-    assert crew.killed == 3
+    # a joining worker may be given the rank before the last one is known to be dead
+    assert 3 <= crew.killed <= 5
     (batch,) = listed(yard)
     where = order(seed=0, feed=0, epoch=0, samples=SAMPLES, shuffle=True).tolist().index(POISON)
     assert (batch["step"], batch["rank"]) == (where // (2 * BATCH), where // BATCH % 2)
     assert POISON in batch["indices"]
     counts = results[0]["counts"]
     assert [index for index, count in enumerate(counts) if not count] == sorted(batch["indices"])
-    assert sum(counts) == pytest.approx(13), "each of the 13 steps is the mean of those samples that count"
+    sums = 12 * BATCH + 3  # of each step: the mean over the ranks that count of their sums, whose samples are as many
+    assert sum(counts) == pytest.approx(sums), "a sample was lost, or counted twice"
     assert [result["counts"] for result in results] == [counts] * WORKERS

@@ -278,6 +278,22 @@ def test_step_of_a_logical_rank_that_kills_its_workers_does_not_count() -> None:
     assert rank_lease(yard, worker)[1] == 5, "a job that goes back to a checkpoint announces what is condemned"
 
 
+def test_death_is_laid_to_its_step_also_where_the_rank_has_gone_to_a_joining_worker() -> None:
+    yard = Yard(UpdateMode.SYNC)
+    source = RankSource(Rank(1))
+    yard.kill(yard.first)
+    first = yard.hire()
+    assert yard.begin(first, source, rank_lease(yard, first, 1)[0], 4).counts
+    second = yard.hire()
+    token, _ = rank_lease(yard, second, 1)
+    yard.kill(first)
+    assert yard.begin(second, source, token, 4).counts
+    yard.kill(second)
+    third = yard.hire()
+    assert yard.begin(third, source, rank_lease(yard, third, 1)[0], 4).counts is False
+    assert yard.condemned() == [(source, 4, 3)]
+
+
 def test_announcing_a_step_that_is_not_ones_own_is_refused() -> None:
     yard = Yard(UpdateMode.SYNC)
     token, _ = rank_lease(yard, yard.first)
