@@ -201,7 +201,7 @@ def test_no_verdict_while_a_checkpoint_may_have_copied_the_ledger_already() -> N
     lease = yard.lease(worker)
     yard.handle(events.Ticked())
     job = yard.machine.jobs[0]
-    draft = job.checkpoints.draft
+    draft = job.keeping.book.draft
     assert draft is not None
     assert yard.begin(worker, SHARD, lease.token, 0) == BatchVerdict(None, MAX)
     assert yard.condemned() == []
@@ -213,7 +213,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     yard = Yard(deaths=2, checkpoints="memory://c")
     yard.handle(events.Ticked())
     job = yard.machine.jobs[0]
-    draft = job.checkpoints.draft
+    draft = job.keeping.book.draft
     assert draft is not None
     yard.handle(events.CheckpointTaken(job.id, draft.number, draft.number, draft.step))
     yard.lease(yard.first)
@@ -226,7 +226,7 @@ def test_verdict_outlives_a_restore_that_takes_the_data_shard_back() -> None:
     assert yard.handle(events.LedgerRead(returned, 5)) == effects.LeaseClosed(done=True)
     assert not job.suspects.has(SHARD)
     yard.kill(worker)
-    job.feeds.reopen(job.checkpoints.committed.data_ledger)  # type: ignore[union-attr]
+    job.feeds.reopen(job.keeping.book.committed.data_ledger)  # type: ignore[union-attr]
     again = yard.lease(yard.hire())
     assert (again.source, again.careful_below) == (SHARD, 4), "announced as far as there is something to hear"
 
