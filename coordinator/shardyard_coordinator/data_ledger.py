@@ -12,13 +12,23 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
 from shardyard.ground.types import DataLease, DataShardSource, Incarnation, LeasedSource, RankSource, Token
 from shardyard_coordinator.quarantine import Condemned, Quarantine
-from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, checked_items, checked_text, require
+from shardyard_coordinator.records import (
+    SUM_MAX,
+    Body,
+    DamagedRecord,
+    Entry,
+    checked_items,
+    checked_number,
+    checked_text,
+    require,
+)
 
 FEEDS_MAX: Final = 100_000
 """Calls of job.batches in one job."""
@@ -112,14 +122,18 @@ class QuarantinedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    """`first`: the batch at which the lease began, the lowest watermark then; None where that was not read."""
+
     worker: Incarnation
     token: Token
+    first: int | None
 
 
 @dataclass(slots=True)
 class _DataShards:
     """One asynchronous feed. Data shards are numbered through all epochs; those below `begun` have been leased at least
-    once, and are done unless they are held or returned."""
+    once, and are done unless they are held or returned. `reached`: the lowest watermark of those that were returned,
+    where it is known."""
 
     feed: int
     spec: FeedSpec
@@ -128,6 +142,7 @@ class _DataShards:
     begun: int = 0
     returned: list[int] = field(default_factory=list)
     held: dict[int, _Held] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -193,17 +208,29 @@ class _DataShards:
         self.begun += 1
         return self.begun - 1
 
-    def give_back(self, number: int) -> None:
+    def hold(self, number: int, worker: Incarnation, token: Token, *, fresh: bool) -> None:
+        """`fresh`: it was never leased before."""
+        self.held[number] = _Held(worker, token, 0 if fresh else self.reached.pop(number, None))
+
+    def give_back(self, number: int, reached: int | None) -> None:
         del self.held[number]
         bisect.insort(self.returned, number)
+        if reached is not None:
+            self.reached[number] = reached
 
-    def take_again(self, number: int) -> None:
-        """As `take` once did. Raises DamagedRecord."""
+    def forget_reached(self) -> None:
+        """Partitions went back: where leases begin is not known any more."""
+        self.reached.clear()
+        self.held = {number: dataclasses.replace(held, first=None) for number, held in self.held.items()}
+
+    def take_again(self, number: int) -> bool:
+        """As `take` once did; whether it was fresh. Raises DamagedRecord."""
         if number in self.returned:
             self.returned.remove(number)
-        else:
-            require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
-            self.begun += 1
+            return False
+        require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
+        self.begun += 1
+        return True
 
 
 class DataLedger:
@@ -237,10 +264,11 @@ class DataLedger:
         shards = self._require(feed)
         number = shards.held_by(worker)
         if number is None:
+            begun = shards.begun
             number = shards.take()
             if number is None:
                 return LeaseWait(_holders(shards)) if shards.held else FeedDone()
-            shards.held[number] = _Held(worker, self._next_token())
+            shards.hold(number, worker, self._next_token(), fresh=shards.begun > begun)
         return shards.lease(number)
 
     def held(self, worker: Incarnation) -> list[DataShardSource]:
@@ -257,14 +285,23 @@ class DataLedger:
         if batch >= self._feeds[source.feed].batches(source):
             raise InvalidRequest(f"batch {batch} of {source}, which has {self._feeds[source.feed].batches(source)}")
 
-    def release(self, worker: Incarnation) -> list[DataShardSource]:
-        """The worker is gone; what it held is the next to be leased."""
+    def first_of(self, source: DataShardSource) -> int | None:
+        """The batch at which the lease of a data shard began; None where that is not known, or nobody holds it."""
+        shards = self._require(source.feed)
+        held = shards.held.get(shards.number(source))
+        return None if held is None else held.first
+
+    def release(
+        self, worker: Incarnation, reached: Mapping[LeasedSource, int] = MappingProxyType({})
+    ) -> list[DataShardSource]:
+        """The worker is gone; what it held is the next to be leased. `reached`: where its sources stand for good."""
         freed = []
         for shards in self._feeds:
             number = shards.held_by(worker)
             if number is not None:
-                shards.give_back(number)
-                freed.append(shards.source(number))
+                source = shards.source(number)
+                shards.give_back(number, reached.get(source))
+                freed.append(source)
         self._closed.pop(worker, None)
         return freed
 
@@ -292,7 +329,7 @@ class DataLedger:
         shards = self._feeds[source.feed]
         number = shards.number(source)
         if next_sequence < shards.batches(source):
-            shards.give_back(number)
+            shards.give_back(number, next_sequence)
             return False
         self._end(shards, number, worker, token)
         return True
@@ -340,15 +377,19 @@ class DataLedger:
         closed = sorted(self._closed.items())
         for shards in self._feeds:
             ended = [(shards.number(end[0]), worker, end[1]) for worker, end in closed if end[0].feed == shards.feed]
-            held = [(number, each.worker, each.token) for number, each in sorted(shards.held.items())]
+            held = sorted(shards.held.items())
             opened.append(_feed_opened(shards.feed, shards.spec, shards.batches_per_data_shard, shards.per_epoch, 0))
             if shards.begun:
-                free = sorted([*shards.returned, *(number for number, _, _ in [*ended, *held])])
-                opened.append(("feed_progress", {"feed": shards.feed, "begun": shards.begun, "free": free}))
+                free = sorted([*shards.returned, *(number for number, _, _ in ended), *shards.held])
+                reached = [list(each) for each in sorted(shards.reached.items())]
+                progress = {"feed": shards.feed, "begun": shards.begun, "free": free, "reached": reached}
+                opened.append(("feed_progress", progress))
             for number, worker, token in ended:
-                source = shards.source(number)
-                leases += [data_leased(source, worker, token), data_closed(source, worker, token, done=True)]
-            leases += [data_leased(shards.source(number), worker, token) for number, worker, token in held]
+                source, end = shards.source(number), shards.batches(shards.source(number))
+                leases.append(data_leased(source, worker, token, first=None))
+                leases.append(data_closed(source, worker, token, done=True, first=None, reached=end))
+            for number, each in held:
+                leases.append(data_leased(shards.source(number), each.worker, each.token, first=each.first))
         return [*opened, *leases, *self.quarantine.entries()]
 
     @property
@@ -356,22 +397,26 @@ class DataLedger:
         """Data shards that are done, over all feeds."""
         return sum(each.done for each in self._feeds)
 
-    def reopen(self, kept: Mapping[str, object]) -> None:
-        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again:
-        partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
+    def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
+        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
+        given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
         then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=self._next_token)
         for item in Body(kept).items("entries"):
             kind, body = checked_items(item, "an entry", count=2)
             assert isinstance(body, Mapping)
             then.restore(checked_text(kind, "an entry"), Body(body))
+        reopened: list[DataShardSource] = []
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
             begun = 0 if before is None else before.begun
             undone = {*range(begun, shards.begun), *(() if before is None else (*before.returned, *before.held))}
             again = sorted(undone - set(shards.returned) - set(shards.held))
             shards.returned = sorted([*shards.returned, *again])
-            sources = {shards.source(number) for number in again}
+            shards.forget_reached()
+            sources = {shards.source(number): None for number in again}
+            reopened += sources
             self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
+        return reopened
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
@@ -392,6 +437,11 @@ class DataLedger:
             shards.begun = body.number("begun", most=shards.total)
             shards.returned = sorted(body.numbers("free", most=shards.begun - 1))
             require(len(set(shards.returned)) == len(shards.returned), "free: a data shard is there twice")
+            for each in body.items("reached"):
+                number, reached = checked_items(each, "a data shard and its watermark", count=2)
+                known = checked_number(number, "a data shard", most=shards.begun - 1)
+                require(known in shards.returned, f"reached: data shard {known} is not free")
+                shards.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
             return
         epoch, index = (
             body.number("epoch", most=shards.spec.epochs - 1),
@@ -401,14 +451,18 @@ class DataLedger:
         worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
         number = shards.number(source)
         if kind == "data_leased":
-            shards.take_again(number)
-            shards.held[number] = _Held(worker, token)
+            shards.hold(number, worker, token, fresh=shards.take_again(number))
+            first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
+            shards.held[number] = _Held(worker, token, first)
             return
-        require(shards.held.get(number) == _Held(worker, token), f"{source} was closed and is not held")
+        held = shards.held.get(number)
+        require(
+            held is not None and (held.worker, held.token) == (worker, token), f"{source} was closed and is not held"
+        )
         if body.flag("done"):
             self._end(shards, number, worker, token)
         else:
-            shards.give_back(number)
+            shards.give_back(number, body.number("next", most=limits.SEQUENCE_MAX))
 
     # ---- within
 
@@ -558,9 +612,10 @@ class StepLedger:
         """The step after a feed's last. Raises NotFound."""
         return self._require(feed).end
 
-    def reopen(self, kept: Mapping[str, object]) -> None:
+    def reopen(self, _kept: Mapping[str, object]) -> list[DataShardSource]:
         """Feeds are not told to be done before a checkpoint has all of their steps, so none is to be gone through
         again."""
+        return []
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""
@@ -597,12 +652,16 @@ def feed_closed(feed: int) -> Entry:
     return "feed_closed", {"feed": feed}
 
 
-def data_leased(source: DataShardSource, worker: Incarnation, token: Token) -> Entry:
-    return "data_leased", _lease_body(source, worker, token)
+def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
+    """`first`: the batch at which the lease begins; None where that was not read."""
+    return "data_leased", {**_lease_body(source, worker, token), "first": first}
 
 
-def data_closed(source: DataShardSource, worker: Incarnation, token: Token, *, done: bool) -> Entry:
-    return "data_closed", {**_lease_body(source, worker, token), "done": done}
+def data_closed(
+    source: DataShardSource, worker: Incarnation, token: Token, *, done: bool, first: int | None, reached: int
+) -> Entry:
+    """All partitions have the batches below `reached`; those from `first` on were computed under this lease."""
+    return "data_closed", {**_lease_body(source, worker, token), "done": done, "first": first, "next": reached}
 
 
 def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:

@@ -19,6 +19,7 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     JobLayout,
+    LeasedSource,
     PartitionId,
     PartitionMap,
     RankLease,
@@ -94,11 +95,14 @@ class OpenPartitions:
 
 @dataclass(frozen=True, slots=True)
 class FenceOnServers:
-    """Then WorkersFenced, whichever servers answered."""
+    """Then WorkersFenced, whichever servers answered. `map`: where the books of what the workers held are; None where
+    nobody needs to know."""
 
     job: JobId
     servers: tuple[Server, ...]
     workers: tuple[Incarnation, ...]
+    held: tuple[LeasedSource, ...] = ()
+    map: PartitionMap | None = None
 
 
 @dataclass(frozen=True, slots=True)

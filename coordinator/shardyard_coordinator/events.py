@@ -191,10 +191,12 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFenced:
-    """Every server that answers in time refuses the workers now; their work may go to others."""
+    """Every server that answers in time refuses the workers now; their work may go to others. `reached`: the lowest
+    next sequence, over all partitions, of what they held, as far as that is known for good."""
 
     job: JobId
     workers: tuple[Incarnation, ...]
+    reached: tuple[tuple[LeasedSource, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ Must not know: members that are not its workers, checkpoints' order, the network
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from shardyard.ground import errors, limits
@@ -50,7 +51,7 @@ from shardyard_coordinator.effects import (
 from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
-from shardyard_coordinator.quarantine import Condemned, Suspects, source_of
+from shardyard_coordinator.quarantine import Condemned, Suspects, source_body, source_of
 from shardyard_coordinator.ranks import RankBook, RankGiven
 from shardyard_coordinator.records import (
     SUM_MAX,
@@ -155,16 +156,23 @@ class Job:
         fence = self._fence(worker)
         return [record, *(fence or self.free((worker,), now_ms))]
 
-    def free(self, workers: Sequence[Incarnation], now_ms: int) -> list[Effect]:
-        """The lost workers are fenced: others may have their work. Those whose work is free already are passed over."""
+    def free(
+        self,
+        workers: Sequence[Incarnation],
+        now_ms: int,
+        reached: Mapping[LeasedSource, int] = MappingProxyType({}),
+    ) -> list[Effect]:
+        """The lost workers are fenced: others may have their work. Those whose work is free already are passed over.
+        `reached`: where that work stands, as far as it is known."""
         if self.state.ended:
             return []
         effects: list[Effect] = []
         for worker in workers:
             if worker not in self.fencing:
                 continue
-            freed = self._free(worker)
-            effects.append(self._persist("worker_freed", worker=worker))
+            held = [_ended(source, self._first_of(source), reached.get(source)) for source in self._held(worker)]
+            freed = self._free(worker, reached)
+            effects.append(self._persist("worker_freed", worker=worker, held=held))
             effects += [Tell(f"{self.title}: {source} of worker {worker} is free again") for source in freed]
             effects += self._records(self.deployment.remove(worker))
             if self.ranks is not None:
@@ -176,7 +184,7 @@ class Job:
         if self.state.ended:
             living = frozenset(servers)
             return [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation in living]
-        return [FenceOnServers(self.id, self.deployment.servers, tuple(self.fencing))] if self.fencing else []
+        return self._fence(*self.fencing) if self.fencing else []
 
     def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
@@ -342,7 +350,8 @@ class Job:
         leased: list[Entry] = []
         if self.tokens.latest > before:
             assert isinstance(answer, DataLease), answer
-            leased.append(data_ledger.data_leased(answer.source, worker, answer.token))
+            first = self._first_of(answer.source)
+            leased.append(data_ledger.data_leased(answer.source, worker, answer.token, first=first))
         if isinstance(answer, DataLease):
             answer = replace(answer, careful_below=self._careful_below(answer.source))
         return [*self._records(leased), Reply(answer)]
@@ -416,8 +425,9 @@ class Job:
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
             return [Reply(LeaseClosed(done=True))]
+        first = self._first_of(source)
         done = self.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
-        record = data_ledger.data_closed(source, worker, returned.token, done=done)
+        record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
         self._settle_suspicion(source, worker, done=done)
         return [*self._records([record]), Reply(LeaseClosed(done))]
 
@@ -549,7 +559,7 @@ class Job:
             self._remove(worker, body.text("how"), now_ms, goodbye=body.flag("goodbye"), died=body.flag("died"))
         else:
             require(worker in self.fencing, f"worker {worker} is free of its work twice")
-            self._free(worker)
+            self._free(worker, dict(_reached(body)))
             self.deployment.forget(worker)
             if self.ranks is not None:
                 self.ranks.vacate(worker, now_ms)
@@ -620,10 +630,10 @@ class Job:
         self.fencing = [*self.fencing, worker]
         return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye, died=died)
 
-    def _free(self, worker: Incarnation) -> list[DataShardSource]:
+    def _free(self, worker: Incarnation, reached: Mapping[LeasedSource, int]) -> list[DataShardSource]:
         """Nobody has the worker's data now; gives what it had."""
         self.fencing = [each for each in self.fencing if each != worker]
-        return self.feeds.release(worker) if isinstance(self.feeds, DataLedger) else []
+        return self.feeds.release(worker, reached) if isinstance(self.feeds, DataLedger) else []
 
     def _held(self, worker: Incarnation) -> Sequence[LeasedSource]:
         """What the worker has to compute."""
@@ -632,15 +642,23 @@ class Job:
         assert self.ranks is not None
         return [RankSource(lease.rank) for lease in self.ranks.of(worker)]
 
+    def _first_of(self, source: LeasedSource) -> int | None:
+        """The batch at which the lease of a data shard began, if that is known."""
+        if not isinstance(self.feeds, DataLedger) or not isinstance(source, DataShardSource):
+            return None
+        return self.feeds.first_of(source)
+
     def _settle_suspicion(self, source: LeasedSource, worker: Incarnation, *, done: bool) -> None:
         """The worker's lease is closed."""
         self.suspects.leave(worker)
         if done:
             self.suspects.clear(source)
 
-    def _fence(self, worker: Incarnation) -> list[Effect]:
+    def _fence(self, *workers: Incarnation) -> list[Effect]:
         servers = self.deployment.servers
-        return [FenceOnServers(self.id, servers, (worker,))] if servers else []
+        held = tuple(source for worker in workers for source in self._held(worker))
+        map_ = self.deployment.map if self.deployment.stage is Stage.OPEN else None
+        return [FenceOnServers(self.id, servers, workers, held, map_)] if servers else []
 
     @property
     def _step(self) -> int:
@@ -674,3 +692,18 @@ class Job:
 
     def _persist(self, kind: str, **body: object) -> Persist:
         return Persist(kind, {"job": self.id, **body})
+
+
+def _ended(source: LeasedSource, first: int | None, reached: int | None) -> dict[str, object]:
+    """A lease that ended with its worker, for a record."""
+    return {**source_body(source), "first": first, "next": reached}
+
+
+def _reached(body: Body) -> Iterator[tuple[LeasedSource, int]]:
+    """Where the leases of `_ended` stood, as far as that was known. Raises DamagedRecord."""
+    for each in body.items("held"):
+        require(isinstance(each, dict), "held: a lease that is no object")
+        assert isinstance(each, dict)
+        lease = Body(each)
+        if not lease.is_null("next"):
+            yield source_of(lease), lease.number("next", most=limits.SEQUENCE_MAX)

@@ -152,8 +152,8 @@ class Machine:
                 return self._jobs[job].end_recovery(generation, now_ms)
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
                 return self._jobs[job].fail_recovery(generation, failure, now_ms)
-            case events.WorkersFenced(job, workers) if job in self._jobs:
-                return self._jobs[job].free(workers, now_ms)
+            case events.WorkersFenced(job, workers, reached) if job in self._jobs:
+                return self._jobs[job].free(workers, now_ms, dict(reached))
             case _:
                 return []
 

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from shardyard.ground.errors import ConfigurationError, Internal, NotReady, ShardyardError
 from shardyard.ground.ports import Clock
-from shardyard.ground.types import DataLease, JobId
+from shardyard.ground.types import DataLease, JobId, LeasedSource, PartitionMap, SourceKey
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.peers import Context, Network, Service
 from shardyard.wire import methods
@@ -39,6 +39,9 @@ COMPACT_RECORDS_MIN: Final = 4_096
 """After so many records, and no fewer than twice those of a snapshot, the journal is replaced by a snapshot."""
 ROUNDS_MAX: Final = 4
 """A request that has partitions created or opened is put to the machine again; once is enough."""
+
+HELD_READ_MAX: Final = 64
+"""Of so many leases of workers that are lost at once it is read, for the audit, where they ended."""
 
 A = TypeVar("A")
 
@@ -280,19 +283,37 @@ class Coordinator:
             self._handle(events.PartitionsOpened(job) if opened else events.OpeningFailed(job))
 
     def _fence(self, effect: effects.FenceOnServers) -> None:
+        reached: tuple[tuple[LeasedSource, int], ...] = ()
+        missed = False
         try:
             for server in effect.servers:
                 try:
                     self._servers.fence(effect.job, server, effect.workers)
                 except ShardyardError as error:
+                    missed = True
                     log.warning(
                         "server %s was not told to refuse workers %s (%s); it learns that from its next heartbeat",
                         server.incarnation,
                         ", ".join(map(str, effect.workers)),
                         error.what,
                     )
+            if not missed and effect.map is not None:
+                reached = self._read_for_good(effect.job, effect.map, effect.held[:HELD_READ_MAX])
         finally:
-            self._handle(events.WorkersFenced(effect.job, effect.workers))
+            self._handle(events.WorkersFenced(effect.job, effect.workers, reached))
+
+    def _read_for_good(
+        self, job: JobId, map_: PartitionMap, held: Sequence[LeasedSource]
+    ) -> tuple[tuple[LeasedSource, int], ...]:
+        """Where sources stand whose workers every server refuses; nothing of it if a server does not answer."""
+        try:
+            return tuple(
+                (source, self._servers.lowest_next(effects.ReadLedger(job, map_, (SourceKey(source),))))
+                for source in held
+            )
+        except ShardyardError as error:
+            log.debug("where lost workers have left their work was not read: %s", error.what)
+            return ()
 
     def _drop(self, effect: effects.DropJob) -> None:
         try:
