@@ -6,6 +6,7 @@ MalformedPayload, TooLarge, InvalidRequest, ConfigurationError. Must not know: a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -29,6 +30,7 @@ from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
+from shardyard_coordinator.audit import Page
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.effects import BatchVerdict, JobState, Joined, Placed, Standing
 from shardyard_coordinator.membership import Registration
@@ -145,6 +147,14 @@ def batch_begun(request: wire.BeginBatchRequest) -> events.BatchBegun:
     return events.BatchBegun(caller, source, Token(request.token), request.sequence, request.highest)
 
 
+def audit_wanted(request: wire.ReadAuditRequest) -> tuple[str, int]:
+    """A job's name or id, and the number after which to begin."""
+    job = convert.text(request.job, "a job's name or id", limits.JOB_NAME_CHARACTERS_MAX)
+    if request.after > limits.SEQUENCE_MAX:
+        raise TooLarge(f"audit entries after {request.after}; at most {limits.SEQUENCE_MAX} are taken")
+    return job, request.after
+
+
 def lowest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
     """The lowest next sequence of the sources over the server's partitions; 0 where one of them is not named."""
     found: dict[tuple[SourceKey, int], int] = {}
@@ -245,6 +255,26 @@ def quarantined_reply(standing: QuarantineStanding) -> wire.ListQuarantinedReply
         ],
         seed=standing.seed,
         feeds=[wire.FeedOrder(feed=feed, samples=spec.samples, shuffle=spec.shuffle) for feed, spec in standing.feeds],
+    )
+
+
+def audit_reply(job: int, page: Page) -> wire.ReadAuditReply:
+    return wire.ReadAuditReply(
+        entries=[
+            wire.AuditEntry(
+                number=each.number,
+                term=each.term,
+                time=each.time,
+                job=each.job,
+                event=each.kind,
+                body_json=json.dumps(each.body, separators=(",", ":")),
+            )
+            for each in page.entries
+        ],
+        job=job,
+        reached=page.reached,
+        more=page.more,
+        lost=page.lost,
     )
 
 

@@ -236,7 +236,7 @@ class Journal:
             latest += 1
             job, (kind, body) = found
             text = json.dumps(body, separators=(",", ":"))
-            checksum = _checksum(latest, self.term, now, job, kind.encode(), text.encode())
+            checksum = _checksum(latest, self.term, now, int(job), kind.encode(), text.encode())
             rows.append((latest, self.term, now, int(job), kind, text, checksum))
             if kind == JOB_STARTED:
                 self._database.execute(

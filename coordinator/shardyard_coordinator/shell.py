@@ -108,6 +108,7 @@ class Coordinator:
         service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
+        service.on(methods.READ_AUDIT, self._read_audit)
         return service
 
     # ---- handlers: one per method
@@ -157,6 +158,13 @@ class Coordinator:
         with self._lock:
             found = standing.list_quarantined(self._machine, JobId(request.job))
         return door.quarantined_reply(found)
+
+    def _read_audit(self, request: wire.ReadAuditRequest, _: Context) -> wire.ReadAuditReply:
+        name, after = door.audit_wanted(request)
+        with self._lock:
+            job = self._journal.find_job(name)
+            page = self._journal.read_audit(job, after)
+        return door.audit_reply(job, page)
 
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:

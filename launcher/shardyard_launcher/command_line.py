@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardyard_launcher import doctor, roles, supervisor, yard
+from shardyard_launcher.audit_command import audit
 from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_launcher.options import ADDRESS, find_coordinator, load_given, settings_options
 from shardyard_launcher.quarantine_command import quarantined
@@ -81,6 +82,7 @@ for command in (roles.coordinator, roles.server, roles.agent, yard.up, yard.down
     shardyard.add_command(command)
 shardyard.add_command(checkpoint)
 shardyard.add_command(quarantined)
+shardyard.add_command(audit)
 shardyard.add_command(doctor.doctor)
 
 

@@ -94,6 +94,7 @@ CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinato
 BEGIN_BATCH = _unary(_C, "BeginBatch", coordinator.BeginBatchRequest, coordinator.BeginBatchReply)
 STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply)
 LIST_QUARANTINED = _unary(_C, "ListQuarantined", coordinator.ListQuarantinedRequest, coordinator.ListQuarantinedReply)
+READ_AUDIT = _unary(_C, "ReadAudit", coordinator.ReadAuditRequest, coordinator.ReadAuditReply)
 
 CREATE_PARTITIONS = _unary(_P, "CreatePartitions", server.CreatePartitionsRequest, server.CreatePartitionsReply)
 OPEN_PARTITIONS = _unary(_P, "OpenPartitions", server.OpenPartitionsRequest, server.OpenPartitionsReply)

@@ -475,3 +475,41 @@ class ListQuarantinedReply(_message.Message):
     seed: int
     feeds: _containers.RepeatedCompositeFieldContainer[FeedOrder]
     def __init__(self, batches: _Optional[_Iterable[_Union[QuarantinedBatch, _Mapping]]] = ..., seed: _Optional[int] = ..., feeds: _Optional[_Iterable[_Union[FeedOrder, _Mapping]]] = ...) -> None: ...
+
+class ReadAuditRequest(_message.Message):
+    __slots__ = ("job", "after")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    after: int
+    def __init__(self, job: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
+
+class AuditEntry(_message.Message):
+    __slots__ = ("number", "term", "time", "job", "event", "body_json")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    BODY_JSON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    term: int
+    time: float
+    job: int
+    event: str
+    body_json: str
+    def __init__(self, number: _Optional[int] = ..., term: _Optional[int] = ..., time: _Optional[float] = ..., job: _Optional[int] = ..., event: _Optional[str] = ..., body_json: _Optional[str] = ...) -> None: ...
+
+class ReadAuditReply(_message.Message):
+    __slots__ = ("entries", "job", "reached", "more", "lost")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[AuditEntry]
+    job: int
+    reached: int
+    more: bool
+    lost: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[AuditEntry, _Mapping]]] = ..., job: _Optional[int] = ..., reached: _Optional[int] = ..., more: bool = ..., lost: _Optional[int] = ...) -> None: ...

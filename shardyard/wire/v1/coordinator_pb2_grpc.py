@@ -99,6 +99,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedReply.FromString,
                 _registered_method=True)
+        self.ReadAudit = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ReadAudit',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditReply.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -196,6 +201,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadAudit(self, request, context):
+        """For a person: who did what in a job, some entries at a time. Ask again, with `after`, as long as there is more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -263,6 +275,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListQuarantined,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedReply.SerializeToString,
+            ),
+            'ReadAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAudit,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -616,6 +633,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/ListQuarantined',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ReadAudit',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditReply.FromString,
             options,
             channel_credentials,
             insecure,
