@@ -18,9 +18,9 @@ from shardyard_launcher import quarantine_command, status_view
 from shardyard_launcher.cluster import LocalCluster
 
 SAMPLES, BATCH, POISON = 99, 4, 41
-DEADLINE_S = 100.0
+DEADLINE_S = 110.0
 WORKERS = 2
-LEASE = {"membership.heartbeat_ms": 100, "membership.lease_ms": 800}
+LEASE = {"membership.heartbeat_ms": 200, "membership.lease_ms": 4_000}
 
 
 @pytest.fixture
