@@ -507,6 +507,65 @@ def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.Mo
     assert state(first)[0][0] == 1
 
 
+def test_what_is_under_way_is_in_the_segment_before_a_checkpoint(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that begins while a push is being synced waits for it."""
+    first = yard.first()
+    held, go = threading.Event(), threading.Event()
+    fdatasync = os.fdatasync
+
+    def slow(fd: int) -> None:
+        held.set()
+        assert go.wait(30)
+        fdatasync(fd)
+
+    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    saved: list[Saved] = []
+    threads = [
+        threading.Thread(target=push, args=(first, 0)),
+        threading.Thread(target=lambda: saved.extend(yard.save(first, 2))),
+    ]
+    threads[0].start()
+    assert held.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert not saved
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert [each.version.number for each in saved] == [1, 1]
+    before = state(first)
+    assert state(yard.successor(saved, 2, FIRST)) == before
+
+
+def test_pushes_take_effect_in_the_order_of_the_log(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    sources = [DataShardSource(0, 0, index) for index in (1, 2)]
+    first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+    appended, go = threading.Event(), threading.Event()
+    sync = Wal.sync
+
+    def slow(wal: Wal, ticket: int) -> None:
+        sync(wal, ticket)
+        if not appended.is_set():
+            appended.set()
+            assert go.wait(30)
+
+    monkeypatch.setattr(Wal, "sync", slow)
+    threads = [threading.Thread(target=push, args=(first, 0), kwargs={"source": source}) for source in sources]
+    threads[0].start()
+    assert appended.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert first.hosted()[0].partitions[OWNED[0]].describe()[0].number == 0
+    go.set()
+    for thread in threads:
+        thread.join()
+    before = state(first)
+    assert before[0][0] == 2
+    assert state(yard.successor(saved, 2, FIRST)) == before
+
+
 def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
     first = yard.first()
     order = order_of(first, 0)
@@ -694,6 +753,17 @@ def test_a_missing_segment_is_named(crashed: Crashed) -> None:
     files = log_of(yard)
     shutil.move(files.segment(2), files.segment(1))
     with pytest.raises(LogDamaged, match="000000000002"):
+        yard.successor(saved, 2, FIRST)
+
+
+def test_a_segment_missing_in_the_middle_is_named(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    for number in (3, 4):
+        push(first, number - 3)
+        yard.save(first, number)
+    log_of(yard).segment(3).unlink()
+    with pytest.raises(LogDamaged, match=r"0004\.log at byte 0: it does not follow segment 2"):
         yard.successor(saved, 2, FIRST)
 
 
