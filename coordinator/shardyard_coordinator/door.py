@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shardyard.ground import limits
-from shardyard.ground.errors import TooLarge
-from shardyard.ground.types import DataLease, Incarnation, JobId, SourceKey, Term, Token, Watermark
+from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.ground.types import DataLease, Incarnation, JobId, PartitionId, SourceKey, Term, Token, Watermark
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.status import to_detail
@@ -20,7 +20,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.effects import JobState, Joined, Placed, Standing
+from shardyard_coordinator.effects import JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import JobStanding, MemberStanding, YardStanding
@@ -124,6 +124,21 @@ def lease_returned(request: wire.CloseLeaseRequest) -> events.LeaseReturned:
     return events.LeaseReturned(convert.caller_from_wire(request.caller), feed, source, Token(request.token))
 
 
+def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
+    if request.next > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
+    return events.RebaseAsked(convert.caller_from_wire(request.caller), request.next)
+
+
+def nexts(reply: server_wire.ReadLedgerReply, partitions: Iterable[PartitionId]) -> list[tuple[PartitionId, int]]:
+    """Of the one source that was asked about. Raises MalformedPayload where a partition is not named."""
+    found = {mark.partition: mark.next for _, marks in convert.watermarks_from_wire(reply.sources) for mark in marks}
+    wanted = sorted(partitions)
+    if not found.keys() >= set(wanted):
+        raise MalformedPayload(f"watermarks of partitions {sorted(found)}; expected those of {wanted}")
+    return [(partition, found[partition]) for partition in wanted]
+
+
 def lowest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
     """The lowest next sequence of the sources over the server's partitions; 0 where one of them is not named."""
     found: dict[tuple[SourceKey, int], int] = {}
@@ -200,6 +215,11 @@ def lease_reply(answer: DataLease | LeaseWait | FeedDone) -> wire.LeaseDataReply
             return wire.LeaseDataReply(done=wire.FeedDone())
 
 
+def rebase_reply(rebased: Rebased) -> wire.RebaseSourceReply:
+    lost = [wire.LostRange(partition=each.partition, first=each.first, last=each.last) for each in rebased.lost]
+    return wire.RebaseSourceReply(lost=lost)
+
+
 def status_reply(yard: YardStanding) -> wire.StatusReply:
     return wire.StatusReply(
         term=yard.term,
@@ -254,6 +274,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         ],
         parameters=job.parameters,
         payload_bytes=job.payload_bytes,
+        lost_pushes=min(job.lost_pushes, (1 << 64) - 1),
     )
 
 

@@ -16,11 +16,13 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     OptimizerSpec,
+    PartitionId,
     Token,
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 
@@ -111,6 +113,14 @@ class LeaseReturned:
     token: Token
 
 
+@dataclass(frozen=True, slots=True)
+class RebaseAsked:
+    """A worker's own source is not the next one in every partition. `next`: where the worker goes on."""
+
+    caller: Caller
+    next: int
+
+
 # ---- what became of effects
 
 
@@ -192,6 +202,23 @@ class LedgerRead:
     next_sequence: int
 
 
+@dataclass(frozen=True, slots=True)
+class WatermarksRead:
+    """The next sequence of a worker's own source in each partition, under the map of that generation."""
+
+    asked: RebaseAsked
+    generation: Generation
+    nexts: tuple[tuple[PartitionId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """All servers go on with the source at the sequence that was asked for."""
+
+    asked: RebaseAsked
+    lost: tuple[LostRange, ...]
+
+
 Event = (
     MemberRegistered
     | HeartbeatReceived
@@ -204,6 +231,9 @@ Event = (
     | FeedOpened
     | LeaseRequested
     | LeaseReturned
+    | RebaseAsked
+    | WatermarksRead
+    | PassedOver
     | PartitionsCreated
     | PartitionsRefused
     | PartitionsOpened

@@ -24,6 +24,7 @@ from shardyard_coordinator.effects import (
     ForgetServer,
     Joined,
     Persist,
+    Rebased,
     Registered,
     Reply,
     Standing,
@@ -129,6 +130,13 @@ class Machine:
                 return self._require_job(caller).return_lease(event)
             case events.LedgerRead(returned, next_sequence):
                 return self._require_job(returned.caller).close_lease(returned, next_sequence)
+            case events.RebaseAsked(caller):
+                return self._require_job(caller).rebase(event)
+            case events.WatermarksRead(asked):
+                return self._require_job(asked.caller).declare_lost(event)
+            case events.PassedOver(asked, lost):
+                self._require_job(asked.caller)
+                return [Reply(Rebased(lost))]
             case _:
                 return self._end_effect(event, now_ms)
 

@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     Term,
     Token,
     UpdateMode,
+    WorkerSource,
 )
 from shardyard.transport.peers import Network, Peer
 from shardyard.wire import convert, methods
@@ -153,6 +154,32 @@ class Servers:
             )
             for server, owned in effect.map.by_server().items()
         )
+
+    def watermarks(self, effect: effects.ReadWatermarks) -> tuple[tuple[PartitionId, int], ...]:
+        """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""
+        found: list[tuple[PartitionId, int]] = []
+        for server, owned in effect.map.by_server().items():
+            request = wire.ReadLedgerRequest(
+                caller=self._caller(effect.job),
+                server=server,
+                generation=effect.map.generation,
+                sources=convert.sources_to_wire([(SourceKey(WorkerSource(effect.worker)), Token(0))]),
+            )
+            reply = self._call(Server(server, owned[0].address), methods.READ_LEDGER, request, CALL_MS)
+            found += door.nexts(reply, [owner.partition for owner in owned])
+        return tuple(sorted(found))
+
+    def pass_over(self, effect: effects.PassOver) -> None:
+        """On all servers of the map. Raises where one does not answer; the same again does no harm."""
+        for server, owned in effect.map.by_server().items():
+            request = wire.PassOverRequest(
+                caller=self._caller(effect.job),
+                server=server,
+                generation=effect.map.generation,
+                worker=effect.worker,
+                next=effect.next,
+            )
+            self._call(Server(server, owned[0].address), methods.PASS_OVER, request, CALL_MS)
 
     def forget(self, server: Incarnation) -> None:
         with self._lock:

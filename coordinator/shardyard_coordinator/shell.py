@@ -102,6 +102,7 @@ class Coordinator:
         service.on(methods.OPEN_FEED, self._open_feed)
         service.on(methods.LEASE_DATA, self._lease_data)
         service.on(methods.CLOSE_LEASE, self._close_lease)
+        service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.STATUS, self._status)
         return service
 
@@ -145,6 +146,9 @@ class Coordinator:
         answer = self._ask(door.lease_returned(request), effects.LeaseClosed)
         return wire.CloseLeaseReply(done=answer.done)
 
+    def _rebase_source(self, request: wire.RebaseSourceRequest, _: Context) -> wire.RebaseSourceReply:
+        return door.rebase_reply(self._ask(door.rebase_asked(request), effects.Rebased))
+
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
             yard = standing.describe(self._machine, self._clock.now_ms())
@@ -177,6 +181,13 @@ class Coordinator:
                 case effects.ReadLedger():
                     assert isinstance(event, events.LeaseReturned), event
                     return events.LedgerRead(event, self._servers.lowest_next(effect))
+                case effects.ReadWatermarks():
+                    assert isinstance(event, events.RebaseAsked), event
+                    return events.WatermarksRead(event, effect.map.generation, self._servers.watermarks(effect))
+                case effects.PassOver():
+                    assert isinstance(event, events.RebaseAsked), event
+                    self._servers.pass_over(effect)
+                    return events.PassedOver(event, effect.lost)
                 case _:
                     continue
         raise Internal(f"{type(event).__name__} has no answer")

@@ -62,6 +62,7 @@ class JobStanding:
     feeds: tuple[FeedCounts, ...]
     parameters: int
     payload_bytes: int
+    lost_pushes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +121,5 @@ def _job(job: Job, now_ms: int) -> JobStanding:
         feeds=job.feed_counts(FEEDS_SHOWN_MAX),
         parameters=sum(spec.elements for spec in variables if spec.kind is VariableKind.PARAMETER),
         payload_bytes=0 if layout is None else sum(part.payload_bytes for part in layout.partitions),
+        lost_pushes=job.lost.count,
     )

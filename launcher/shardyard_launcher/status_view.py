@@ -163,6 +163,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "metrics": {metric.name: metric.value for metric in job.metrics},
         "parameters": job.parameters,
         "payload_bytes": job.payload_bytes,
+        "lost_pushes": job.lost_pushes,
         "generation": job.map.generation,
         "partitions": [
             {
@@ -324,6 +325,9 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
     found: list[RenderableType] = [_title(f"job {name}"), table]
     if job.HasField("failure"):
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
+    if job.lost_pushes:
+        said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log says which"
+        found.append(Text(said, style="red"))
     owners = _owners_shown(report, job)
     if owners:
         size = f"{job.parameters:,} parameters, {job.payload_bytes:,} bytes"

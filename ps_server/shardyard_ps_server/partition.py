@@ -202,6 +202,12 @@ class Partition:
         with self._changed:
             self._ledger.forget(keys, floor)
 
+    def pass_over(self, key: SourceKey, next_sequence: int, check_current: Callable[[], None]) -> None:
+        """Rule A11. Raises StaleGeneration."""
+        with self._changed:
+            check_current()
+            self._ledger.pass_over(key, next_sequence)
+
     # ---- leases
 
     def check_open(self, key: SourceKey, token: Token) -> None:

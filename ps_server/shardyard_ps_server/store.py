@@ -433,6 +433,20 @@ class Store:
         for number in sorted(hosted.partitions):
             hosted.partitions[number].forget(keys, floor)
 
+    def pass_over(
+        self, caller: Caller, server: Incarnation, generation: Generation, worker: Incarnation, next_sequence: int
+    ) -> None:
+        """Rule A11. Raises InvalidRequest where no worker's own source can be."""
+        hosted = self.admit(caller, server, generation, reads=True)
+        if hosted.mode is UpdateMode.SYNC or next_sequence > limits.SEQUENCE_MAX:
+            raise InvalidRequest(
+                f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}"
+            )
+        for number in sorted(hosted.partitions):
+            hosted.partitions[number].pass_over(
+                SourceKey(WorkerSource(worker)), next_sequence, partial(hosted.check_generation, generation)
+            )
+
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)
         hosted.check_generation(generation)

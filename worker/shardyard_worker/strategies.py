@@ -147,12 +147,19 @@ class AsyncStrategy(Strategy):
         if flight is not None:
             self._land(flight.name, flight.sending, partial(self._await_flight, flight))
 
-    def _push(self, shipment: Shipment) -> Answer:
+    def _push(self, shipment: Shipment, gap: errors.SequenceGap | None = None) -> Answer:
+        """`gap`: what a try before this one met."""
+        in_vain = False
         while True:
             try:
+                if gap is not None:
+                    # the answer to a rebase that was carried out may have been lost; the next one has nothing to tell
+                    in_vain, gap = not self._rebase(shipment.name, gap, in_vain=in_vain), None
                 return self._training.router.push_pull(shipment, NEWEST)
             except MapChanged:
                 self._go_over(shipment.name)
+            except errors.SequenceGap as error:
+                gap = error
 
     def _await_flight(self, flight: _Flight) -> Answer:
         try:
@@ -161,6 +168,19 @@ class AsyncStrategy(Strategy):
             # gone over to from this thread, which fills the buckets
             self._go_over(flight.name)
             return self._push(flight.shipment)
+        except errors.SequenceGap as gap:
+            return self._push(flight.shipment, gap)
+
+    def _rebase(self, name: PushName, gap: errors.SequenceGap, *, in_vain: bool) -> bool:
+        """Partitions were restored to before pushes of this worker that nobody can compute again: they are lost, and
+        the coordinator has them passed over. Whether there were any. Raises the gap for leased work, and where having
+        it passed over was of no use."""
+        if in_vain or not isinstance(name.key.source, WorkerSource):
+            raise gap
+        lost = self._training.rebase(name.first)
+        if lost:
+            log.warning("pushes of this worker are lost, since partitions were restored: %s", lost)
+        return bool(lost)
 
     def _go_over(self, name: PushName) -> None:
         """To the newest map. Partitions that were restored do not know of leases that were opened since (rule A5).

@@ -174,6 +174,13 @@ class Training:
             except MapChanged:
                 self.follow_map()
 
+    def rebase(self, next_sequence: int) -> str:
+        """Has the partitions go on with this worker's own source at that sequence (rule A11). What they lacked before
+        it, for people; empty where they lacked nothing."""
+        caller = convert.caller_to_wire(self.session.caller)
+        reply = self.session.ask(methods.REBASE_SOURCE, wire.RebaseSourceRequest(caller=caller, next=next_sequence))
+        return "; ".join(f"#{each.first} to #{each.last} in partition {each.partition}" for each in reply.lost)
+
     def close(self) -> None:
         self._gradients.close()
         self.router.leave()
