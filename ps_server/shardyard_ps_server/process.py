@@ -56,7 +56,12 @@ class Server:
         """
         membership = Membership(MemberRole.SERVER, address)
         enrolment = Enrolment(
-            self._peer, membership, on_reply=self._hear, on_lost=self._on_lost, grace_ms=self._grace_ms
+            self._peer,
+            membership,
+            on_reply=self._hear,
+            on_lost=self._on_lost,
+            report=self._report,
+            grace_ms=self._grace_ms,
         )
         enrolment.register(patience_ms=patience_ms, stop=stop)
         self.store.become(enrolment.incarnation, enrolment.term)
@@ -71,6 +76,9 @@ class Server:
     def close(self) -> None:
         """Forgets all jobs. Nobody may be served any more."""
         self.store.close()
+
+    def _report(self, request: wire.HeartbeatRequest) -> None:
+        request.waiting_for = self.store.vigil.waiting_for
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         self.store.fence(reply.fenced)

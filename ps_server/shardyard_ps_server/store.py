@@ -7,6 +7,7 @@ payload's length was held against the layout. Must not know: protobuf, grpc.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -53,12 +54,15 @@ from shardyard.ground.types import (
     Watermark,
     WorkerSource,
 )
+from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.versions import Bytes, aligned_empty
+
+log = logging.getLogger("shardyard.server")
 
 
 @dataclass(frozen=True)
@@ -172,10 +176,13 @@ class Store:
         self._shareable = shareable
         self._crew = Crew()
         self.counters = Counters()
+        self.vigil = Vigil(logger=log)
+        """Whatever this server waits for is said here: in its log, and to the coordinator."""
 
     def close(self) -> None:
         """Forgets all jobs. No thread is left."""
         self._crew.close()
+        self.vigil.close()
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         for hosted in jobs.values():
@@ -236,11 +243,12 @@ class Store:
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank:
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-            states = self._load(hosted, layout, owned, restore)
+            states = self._load(job, hosted, layout, owned, restore)
             if hosted is None:
                 total = sum(layout.partitions[p].payload_bytes for p in owned)
                 regions = Regions(total, shareable=self._shareable)
-                hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver(self.incarnation))
+                saver = Saver(self.incarnation, self.vigil)
+                hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
                 try:
                     self._make(hosted, owned)
                 except TooLarge:
@@ -277,7 +285,12 @@ class Store:
             raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
 
     def _load(
-        self, hosted: HostedJob | None, layout: JobLayout, owned: Sequence[PartitionId], restore: Restore
+        self,
+        job: JobId,
+        hosted: HostedJob | None,
+        layout: JobLayout,
+        owned: Sequence[PartitionId],
+        restore: Restore,
     ) -> list[PartitionState]:
         """What is to be restored and is not yet, all of it checked."""
         if not restore.entries:
@@ -290,7 +303,9 @@ class Store:
         for entry in restore.entries:
             here = None if hosted is None else hosted.partitions.get(entry.partition)
             if here is None or here.describe()[0].life < entry.version.life:
-                states.append(load(storage, layout, entry))
+                what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
+                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
+                    states.append(load(storage, layout, entry))
         return states
 
     def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> None:
