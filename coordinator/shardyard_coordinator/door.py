@@ -66,7 +66,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
             (convert.text(metric.name, "a metric's name", limits.METRIC_NAME_CHARACTERS_MAX), metric.value)
             for metric in request.metrics
         ),
-        waiting_for=convert.text(request.waiting_for, "what a worker waits for"),
+        waiting_for=convert.text(request.waiting_for, "what a member waits for"),
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
@@ -220,12 +220,14 @@ def rebase_reply(rebased: Rebased) -> wire.RebaseSourceReply:
     return wire.RebaseSourceReply(lost=lost)
 
 
-def status_reply(yard: YardStanding) -> wire.StatusReply:
+def status_reply(yard: YardStanding, *, waiting_for: str) -> wire.StatusReply:
+    """`waiting_for`: what the coordinator's own threads wait for."""
     return wire.StatusReply(
         term=yard.term,
         uptime_ms=yard.uptime_ms,
         members=[_member_status(member) for member in yard.members],
         jobs=[_job_status(job) for job in yard.jobs],
+        waiting_for=waiting_for,
     )
 
 
@@ -241,7 +243,7 @@ def _member_status(member: MemberStanding) -> wire.MemberStatus:
         job=member.job or 0,
         step=member.report.step,
         samples=member.report.samples,
-        waiting_for=member.report.waiting_for,
+        waiting_for=member.waiting_for,
         ranks=member.ranks,
     )
 
@@ -275,6 +277,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         parameters=job.parameters,
         payload_bytes=job.payload_bytes,
         lost_pushes=min(job.lost_pushes, (1 << 64) - 1),
+        waits=job.waits,
     )
 
 

@@ -20,6 +20,7 @@ from shardyard.ground.errors import ConfigurationError, Internal, NotReady, Shar
 from shardyard.ground.ports import Clock
 from shardyard.ground.types import DataLease
 from shardyard.runtime.settings import MembershipSettings
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Context, Network, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -64,7 +65,8 @@ class Coordinator:
         self._membership = membership
         self._lock = threading.Lock()
         self._machine = _restore(journal, lease_ms=membership.lease_ms, now_ms=clock.now_ms(), checkpoints=checkpoints)
-        self._servers = Servers(network, journal.term)
+        self._vigil = Vigil(logger=log)
+        self._servers = Servers(network, journal.term, self._vigil)
         self._archive = Archive(self._servers)
         self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
         self._stop = threading.Event()
@@ -85,10 +87,12 @@ class Coordinator:
         """Waits for its threads. Requests that still come are answered with NotReady."""
         with self._lock:
             self._stop.set()
-        if self._ticker.is_alive():
-            self._ticker.join()
-        self._callers.shutdown(wait=True, cancel_futures=True)
+        with self._vigil.over(lambda: "calls to servers to end, before the coordinator does"):
+            if self._ticker.is_alive():
+                self._ticker.join()
+            self._callers.shutdown(wait=True, cancel_futures=True)
         self._servers.close()
+        self._vigil.close()
 
     def _make_service(self) -> Service:
         service = Service("Coordinator")
@@ -152,7 +156,7 @@ class Coordinator:
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
             yard = standing.describe(self._machine, self._clock.now_ms())
-        return door.status_reply(yard)
+        return door.status_reply(yard, waiting_for=self._vigil.waiting_for)
 
     # ---- the machine and its effects
 
@@ -209,7 +213,8 @@ class Coordinator:
         if not records:
             return
         try:
-            self._journal.append([(record.kind, record.body) for record in records])
+            with self._vigil.over(lambda: f"the journal {self._journal.name} to be written"):
+                self._journal.append([(record.kind, record.body) for record in records])
         except sqlite3.Error as error:
             self._broken = f"the journal cannot be written ({error}); the coordinator decides nothing more"
             log.critical("%s", self._broken)
@@ -222,7 +227,8 @@ class Coordinator:
         """Replaces the journal's records by the fewest that say the same."""
         snapshot = self._machine.snapshot()
         try:
-            self._journal.replace([(record.kind, record.body) for record in snapshot])
+            with self._vigil.over(lambda: f"the journal {self._journal.name} to be made shorter"):
+                self._journal.replace([(record.kind, record.body) for record in snapshot])
         except sqlite3.Error as error:
             log.warning("the journal %s could not be made shorter (%s); it grows", self._journal.name, error)
         self._records_until_compaction = max(COMPACT_RECORDS_MIN, 2 * len(snapshot))
@@ -305,16 +311,18 @@ class Coordinator:
         job, draft = wanted.subject.job, wanted.draft
         why = "a defect of the coordinator; its log has more"
         try:
-            number, step = self._archive.take(
-                wanted.subject,
-                wanted.map,
-                draft,
-                url=wanted.url,
-                base=wanted.base,
-                keep=wanted.keep,
-                oldest=wanted.oldest,
-                logs=wanted.logs,
-            )
+            what = f"checkpoint {draft.number} of job {wanted.subject.name!r} to be written to {wanted.url}"
+            with self._vigil.over(lambda: what):
+                number, step = self._archive.take(
+                    wanted.subject,
+                    wanted.map,
+                    draft,
+                    url=wanted.url,
+                    base=wanted.base,
+                    keep=wanted.keep,
+                    oldest=wanted.oldest,
+                    logs=wanted.logs,
+                )
         except ShardyardError as error:
             why = error.what
         else:
@@ -328,14 +336,17 @@ class Coordinator:
         job, generation = wanted.subject.job, wanted.map.generation
         failure: ShardyardError = Internal("partitions were not restored")
         try:
-            self._archive.restore(
-                wanted.subject,
-                wanted.map,
-                url=wanted.url,
-                bases=wanted.bases,
-                life=wanted.life,
-                partitions=wanted.partitions,
-            )
+            number = wanted.bases[0].number
+            what = f"checkpoint {number} of job {wanted.subject.name!r} to be restored from {wanted.url}"
+            with self._vigil.over(lambda: what):
+                self._archive.restore(
+                    wanted.subject,
+                    wanted.map,
+                    url=wanted.url,
+                    bases=wanted.bases,
+                    life=wanted.life,
+                    partitions=wanted.partitions,
+                )
         except ShardyardError as error:
             failure = error
         else:

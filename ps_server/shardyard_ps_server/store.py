@@ -57,12 +57,13 @@ from shardyard.ground.types import (
     Watermark,
     WorkerSource,
 )
+from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
-from shardyard_ps_server.replay import begin_head, open_head, pieces_of, push_head, replay
+from shardyard_ps_server.replay import begin_head, open_head, pass_over_head, pieces_of, push_head, replay
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
 from shardyard_ps_server.wal_files import LogRoot
@@ -210,10 +211,13 @@ class Store:
         self._on_log_failure = on_log_failure or _tell_failure
         self._crew = Crew()
         self.counters = Counters()
+        self.vigil = Vigil(logger=log)
+        """Whatever this server waits for is said here: in its log, and to the coordinator."""
 
     def close(self) -> None:
         """Forgets all jobs. No thread is left."""
         self._crew.close()
+        self.vigil.close()
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         for hosted in jobs.values():
@@ -287,18 +291,19 @@ class Store:
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank:
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-            states = self._load(hosted, layout, owned, restore)
+            states = self._load(job, hosted, layout, owned, restore)
             if hosted is not None:
                 self._give(hosted, generation, owned, states, restore)
                 return
             total = sum(layout.partitions[p].payload_bytes for p in owned)
             regions = Regions(total, shareable=self._shareable)
-            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver(self.incarnation))
+            saver = Saver(self.incarnation, self.vigil)
+            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
             try:
                 if durability is Durability.WAL:
                     assert logs is not None
                     files = logs.log(job, self.incarnation)
-                    hosted.wal = Wal(files, segment=restore.number, on_failure=self._on_log_failure)
+                    hosted.wal = Wal(files, segment=restore.number, on_failure=self._on_log_failure, vigil=self.vigil)
                 self._give(hosted, generation, owned, states, restore)
             except ShardyardError:
                 regions.close()
@@ -347,8 +352,11 @@ class Store:
         for number, partition in restored.items():
             trails.setdefault(restore.logs.get(number, ()), {})[number] = partition
         for trail, partitions in sorted(trails.items()):
+            numbers = ", ".join(map(str, sorted(partitions)))
             for server in trail:
-                replay(self._logs.log(job, server), restore.number, partitions)
+                what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
+                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
+                    replay(self._logs.log(job, server), restore.number, partitions)
 
     def _check_again(
         self,
@@ -374,7 +382,12 @@ class Store:
             raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
 
     def _load(
-        self, hosted: HostedJob | None, layout: JobLayout, owned: Sequence[PartitionId], restore: Restore
+        self,
+        job: JobId,
+        hosted: HostedJob | None,
+        layout: JobLayout,
+        owned: Sequence[PartitionId],
+        restore: Restore,
     ) -> list[PartitionState]:
         """What is to be restored and is not yet, all of it checked."""
         if not restore.entries:
@@ -387,7 +400,9 @@ class Store:
         for entry in restore.entries:
             here = None if hosted is None else hosted.partitions.get(entry.partition)
             if here is None or here.describe()[0].life < entry.version.life:
-                states.append(load(storage, layout, entry))
+                what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
+                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
+                    states.append(load(storage, layout, entry))
         return states
 
     def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> dict[PartitionId, Partition]:
@@ -442,10 +457,18 @@ class Store:
             raise InvalidRequest(
                 f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}"
             )
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].pass_over(
-                SourceKey(WorkerSource(worker)), next_sequence, partial(hosted.check_generation, generation)
-            )
+        key, check_current = SourceKey(WorkerSource(worker)), partial(hosted.check_generation, generation)
+        if hosted.wal is None:
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].pass_over(key, next_sequence, check_current)
+            return
+        with hosted.wal.admission:
+            check_current()
+            ticket = hosted.wal.append(RecordKind.PASS_OVER, pass_over_head(worker, next_sequence), NO_BYTES)
+        hosted.wal.sync(ticket)
+        with hosted.wal.turn(ticket):
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].pass_over(key, next_sequence, _check_nothing)
 
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)

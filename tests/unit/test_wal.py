@@ -57,7 +57,9 @@ from shardyard.ground.types import (
     UpdateMode,
     VariableSpec,
     Version,
+    WorkerSource,
 )
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.same_host import Shared
 from shardyard_ps_server import partition as partitions
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
@@ -311,6 +313,18 @@ def test_tokens_come_back(yard: Yard) -> None:
     with pytest.raises(Refused, match="which has seen 7"):
         push(second, 0, token=1)
     assert push(second, 0, token=7) == {Outcome.APPLIED}
+
+
+def test_what_was_passed_over_stays_so(yard: Yard) -> None:
+    """A worker whose own pushes a restore has taken back goes on behind them (rule A11)."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    first.pass_over(COORDINATOR, FIRST, GENERATION, WORKER, 5)
+    assert push(first, 5, source=WorkerSource(WORKER), token=0) == {Outcome.APPLIED}
+    before = state(first)
+    second = yard.successor(saved, 2, FIRST)
+    assert state(second) == before
+    assert push(second, 5, source=WorkerSource(WORKER), token=0) == {Outcome.DUPLICATE}
 
 
 def test_a_chain_of_servers_that_died_comes_back(yard: Yard) -> None:
@@ -790,7 +804,7 @@ def test_a_log_that_is_elsewhere_is_said_to_be(yard: Yard, tmp_path: Path) -> No
 def test_a_record_that_does_not_follow_is_damage(crashed: Crashed) -> None:
     """A whole record in the middle, with good checksums, that names work beyond the next."""
     yard, saved, _ = crashed
-    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append)
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=Vigil())
     first = yard._stores[0]
     order = order_of(first, 2)
     with wal.admission:

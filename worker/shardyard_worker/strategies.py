@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from shardyard.ground import errors
 from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard_worker.router import Answer, MapChanged, Shipment, Wish
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
@@ -380,7 +379,7 @@ class SyncStrategy(Strategy):
         def waiting_for() -> str:
             return f"step {self._version} to be complete: {explain(answer)}"
 
-        with self._explained(waiting_for) as wait:
+        with self._session.vigil.over(waiting_for):
             while True:
                 self._look_for_ranks()
                 if self._version is None or not self._held:
@@ -393,7 +392,7 @@ class SyncStrategy(Strategy):
                 if not answer.missing:
                     self._arrive()
                     return
-                self._wait_on(wait, waiting_for)
+                self._session.check()
         # all ranks were taken, or exchanged for others, which may stand at other steps
         self._wait_for_ranks()
 
@@ -405,14 +404,14 @@ class SyncStrategy(Strategy):
         def waiting_for() -> str:
             return f"version {version} to begin with: {explain(answer)}"
 
-        with self._explained(waiting_for) as wait:
+        with self._session.vigil.over(waiting_for):
             while True:
                 version = min(held.next for held in self._held.values())
                 self._training.router.abandon_pull()
                 answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
                 if not answer.missing:
                     break
-                self._wait_on(wait, waiting_for)
+                self._session.check()
                 self._look_for_ranks()
                 if not self._held:
                     break
@@ -454,21 +453,12 @@ class SyncStrategy(Strategy):
         log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
 
     def _wait_for_ranks(self) -> None:
-        with self._explained(lambda: "a logical rank to compute; other workers have them all") as wait:
+        with self._session.vigil.over(lambda: "a logical rank to compute; other workers have them all"):
             while self.on_standby:
                 self._session.refresh()
-                self._wait_on(wait, lambda: "a logical rank")
+                self._session.check()
                 self._pause()
         self._align()
 
     def _pause(self) -> None:
         self._training.router.pause(SLICE_MS)
-
-    def _explained(self, describe: Callable[[], str]) -> ExplainedWait:
-        return ExplainedWait(describe, logger=log)
-
-    def _wait_on(self, wait: ExplainedWait, waiting_for: Callable[[], str]) -> None:
-        wait.tick()
-        self._session.check()
-        if wait.waited_ms > 1_000:
-            self._session.progress.waiting_for = waiting_for()

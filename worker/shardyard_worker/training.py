@@ -32,7 +32,6 @@ from shardyard.ground.types import (
     VariableSpec,
     WorkerSource,
 )
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.buckets import Buckets, Codes, check_tensor
@@ -280,7 +279,7 @@ class Training:
         """Waits for a version, and puts it or a later one into the targets: the same of all partitions, while others
         go on with the steps of a synchronous job."""
         number, answer = at_least, Answer()
-        with ExplainedWait(lambda: f"version {number}: {explain(answer)}") as wait:
+        with self.session.vigil.over(lambda: f"version {number}: {explain(answer)}"):
             self.router.abandon_pull()
             while True:
                 try:
@@ -294,7 +293,6 @@ class Training:
                     continue
                 if not answer.missing:
                     break
-                wait.tick()
                 self.session.check()
         self.load()
 
@@ -312,12 +310,11 @@ class Training:
     def _await_values(self) -> None:
         """Until the servers have first values: another worker gives them, or, if it dies, this one."""
         answer = Answer()
-        with ExplainedWait(lambda: explain(answer)) as wait:
+        with self.session.vigil.over(lambda: f"first values: {explain(answer)}"):
             while True:
                 answer = self.reach(lambda router: router.pull(Wish(0, exactly=False, wait_ms=SLICE_MS)))
                 if not answer.missing:
                     return
-                wait.tick()
                 self.session.check()
                 if self.session.initializer:
                     self._initialize()

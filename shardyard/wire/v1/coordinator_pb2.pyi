@@ -381,7 +381,7 @@ class FeedStatus(_message.Message):
     def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "waits")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -398,6 +398,7 @@ class JobStatus(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOST_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -414,16 +415,19 @@ class JobStatus(_message.Message):
     parameters: int
     payload_bytes: int
     lost_pushes: int
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ...) -> None: ...
+    waits: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("term", "members", "jobs", "uptime_ms")
+    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for")
     TERM_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     term: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_ms: int
-    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
