@@ -20,6 +20,7 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotReady, ShardyardError
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import PartitionId, PartitionMap, UpdateMode, Version
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
@@ -63,6 +64,7 @@ class Archive:
         for partition in range(len(subject.layout.partitions)):
             version, file = saved[PartitionId(partition)]
             entries.append(_entry(subject, former, PartitionId(partition), version, file))
+        failpoint("checkpoint.before_manifest")
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
         library.commit(
             Manifest(
@@ -80,6 +82,7 @@ class Archive:
                 token_floor=draft.floor,
             )
         )
+        failpoint("checkpoint.after_manifest")
         try:
             # the job's newest until it has heard of this one, whatever others of its name are there
             library.prune(subject.name, keep, also=[base] if base else [])
