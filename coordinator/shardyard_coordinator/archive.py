@@ -148,11 +148,10 @@ class Archive:
                 step = int(error.facts["newest"]) + ahead
                 ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
-                if ahead == 0:
+                if step == 0:
                     raise
-                # nobody takes steps any more
-                ahead = 0
-                step = draft.step
+                # nobody takes steps any more, or the job has gone back: a step that has passed, to be told the newest
+                step = ahead = 0
         raise NotReady(
             f"checkpoint {draft.number} of job {subject.name!r}: no step could be named ahead of the workers"
         )
