@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import time
 from collections import Counter
@@ -205,9 +206,7 @@ class Battlefield:
             case Full(name, for_s):
                 writers = (COORDINATOR,) if name == "journal" else (COORDINATOR, *self.plan.server_names)
                 self.disks[name].fill(pid for writer in writers if (pid := self.places[writer].pid) is not None)
-                # a coordinator whose journal could not be written decides nothing more until it is started again
-                again = [(for_s, lambda: self.places[COORDINATOR].kill(0.0))] if name == "journal" else []
-                return [(for_s, self.disks[name].free), *again]
+                return [(for_s, self.disks[name].free)]
         return []
 
     # ---- inside
@@ -290,12 +289,14 @@ def play(schedule: Schedule, folder: Path, *, tell: Callable[[str], None] = prin
         note("the job is finished")
         codes = field.stop()
         results, computed = field.collect()
+        kept = folder / "kept"  # the small disk goes with the yard
+        shutil.copytree(field.disks["checkpoints"].folder, kept)
         endings = [ending for place in field.places.values() for ending in place.endings]
         return Outcome(
             results,
             computed,
             field.batches_computed,
-            str(field.disks["checkpoints"].folder),
+            str(kept),
             state,
             codes,
             begun,

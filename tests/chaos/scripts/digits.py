@@ -7,6 +7,7 @@ the file OUT/computed, one line a batch, before it is pushed; when the script en
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -50,7 +51,10 @@ def main() -> None:
     parser.add_argument("--gate", type=Path, help="wait until this file is there before the job is joined")
     options = parser.parse_args()
     dataset = read_digits(options.samples)
+    parent = os.getppid()
     while options.gate is not None and not options.gate.exists():
+        if os.getppid() != parent:
+            sys.exit("nobody is there to open the gate")
         time.sleep(0.01)
     computed = os.open(options.out / "computed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with sy.connect() as job:
