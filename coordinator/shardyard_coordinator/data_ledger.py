@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -309,10 +309,8 @@ class DataLedger:
         """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again:
         partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
         then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=self._next_token)
-        for item in Body(kept).items("entries"):
-            kind, body = checked_items(item, "an entry", count=2)
-            assert isinstance(body, Mapping)
-            then.restore(checked_text(kind, "an entry"), Body(body))
+        for kind, body in _entries_of(kept):
+            then.restore(kind, body)
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
             begun = 0 if before is None else before.begun
@@ -455,8 +453,13 @@ class StepLedger:
         return self._require(feed).end
 
     def reopen(self, kept: Mapping[str, object]) -> None:
-        """Feeds are not told to be done before a checkpoint has all of their steps, so none is to be gone through
-        again."""
+        """Feeds that are done, and were not when a checkpoint was begun that had this to say, are open again:
+        partitions that were restored from it may lack their last steps. Raises DamagedRecord."""
+        then = StepLedger(logical_ranks=self._logical_ranks)
+        for kind, body in _entries_of(kept):
+            then.restore(kind, body)
+        for feed, each in enumerate(self._feeds):
+            each.done = each.done and feed < len(then) and then.is_closed(feed)
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""
@@ -473,6 +476,14 @@ class StepLedger:
         if feed >= len(self._feeds):
             raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
         return self._feeds[feed]
+
+
+def _entries_of(kept: Mapping[str, object]) -> Iterator[tuple[str, Body]]:
+    """The records in a checkpoint's data ledger. Raises DamagedRecord."""
+    for item in Body(kept).items("entries"):
+        kind, body = checked_items(item, "an entry", count=2)
+        assert isinstance(body, Mapping)
+        yield checked_text(kind, "an entry"), Body(body)
 
 
 def feed_opened(feed: int, spec: FeedSpec, opening: FeedOpening) -> Entry:

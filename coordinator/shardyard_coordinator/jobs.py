@@ -10,6 +10,7 @@ Must not know: members that are not its workers, checkpoints' order, the network
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from shardyard.ground import errors
@@ -319,6 +320,9 @@ class Job:
     def open_feed(self, feed: int, spec: FeedSpec) -> list[Effect]:
         known = len(self.feeds)
         opening = self.feeds.open(feed, spec)
+        if opening.done and not self.keeping.has_all_steps_of(feed):
+            # as to those who were here before (rule A11)
+            opening = replace(opening, done=False)
         opened = [data_ledger.feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
         return [*self._records(opened), Reply(opening)]
 

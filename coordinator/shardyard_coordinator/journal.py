@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.ground.errors import ConfigurationError
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import Term
 from shardyard_coordinator.records import Entry, Record
 
@@ -105,8 +106,11 @@ class Journal:
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Writes records of (kind, body), all or none."""
+        failpoint("journal.before_append")
         with self._transaction():
             latest = self._insert(entries, self._latest() + 1)
+            failpoint("journal.before_commit")
+        failpoint("journal.after_append")
         self._note(latest, self.term)
 
     def replace(self, entries: Sequence[Entry]) -> None:
@@ -114,6 +118,7 @@ class Journal:
         with self._transaction():
             first = self._latest() + 1
             self._database.execute("DELETE FROM records")
+            failpoint("journal.in_replace")
             self._database.execute("UPDATE kept SET first = ?", (first,))
             latest = self._insert(entries, first)
         self._note(latest, self.term)

@@ -31,6 +31,7 @@ from shardyard.ground.errors import (
     StaleTerm,
     TooLarge,
 )
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
@@ -576,11 +577,13 @@ class Store:
                 piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
             work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
+        failpoint("push.before_apply")
         results = (
             self._apply(hosted, order, work)
             if hosted.wal is None
             else self._record(hosted.wal, hosted, order, payload, work)
         )
+        failpoint("push.before_reply")
         self._count(results, len(payload) if order.shared_at is None else 0)
         return results
 

@@ -235,6 +235,16 @@ def test_job_that_takes_no_steps_is_written_as_it_stands(
     assert yard.take(tmp_path, 1, step=1) == 1
 
 
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_job_that_has_gone_back_to_before_the_step_that_was_named_is_written_as_it_stands(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEP_WAIT_MS", 20)
+    for step in range(3):
+        yard.push(step)
+    assert yard.take(tmp_path, 1, step=9) == 3
+
+
 def test_nothing_is_committed_where_a_server_does_not_answer(yard: Yard, tmp_path: Path) -> None:
     yard.map = yard.map_of([1, 9, 1, 9], FIRST)
     with pytest.raises(NotReady, match="server 9"):

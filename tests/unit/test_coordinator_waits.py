@@ -16,7 +16,7 @@ from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.checkpoints import Committed
+from shardyard_coordinator.keeping.book import Committed
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Registration
@@ -120,7 +120,7 @@ def test_first_values_name_the_worker_that_is_to_give_them() -> None:
 
 def lose_a_server(books: Books) -> None:
     (job,) = books.machine.jobs
-    job.checkpoints.committed = Committed(3, 0, {"entries": [], "closed": [], "token": 0})
+    job.keeping.book.committed = Committed(3, 0, {"entries": [], "closed": [], "token": 0})
     books.handle(events.MemberLeft(books.servers[1], ""))
 
 

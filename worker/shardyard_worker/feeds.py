@@ -209,8 +209,9 @@ class SyncFeed(Feed):
             self._strategy.prepare_work()
             rank = self._strategy.due()
             if self._strategy.step >= self._end:
-                self._await_done()
-                break
+                if self._await_done():
+                    break
+                continue
             if rank is not None:
                 yield from self._compute(rank)
         if self._strategy.on_standby:
@@ -258,11 +259,16 @@ class SyncFeed(Feed):
                 self._session.refresh()
         return False
 
-    def _await_done(self) -> None:
-        with self._session.vigil.over(lambda: f"all partitions to have step {self._end - 1}"):
+    def _await_done(self) -> bool:
+        """Until a checkpoint has all steps. False where the job has gone back meanwhile, and steps are to be computed
+        again (rule A11)."""
+        with self._session.vigil.over(lambda: f"a checkpoint that has step {self._end - 1}"):
             while not self._close():
                 self._session.check()
+                if self._strategy.has_moved():
+                    return False
                 self._training.router.pause(50)
+        return True
 
 
 def open_feed(training: Training, strategy: Strategy, reader: Reader, *, number: int, settings: FeedSettings) -> Feed:

@@ -224,6 +224,11 @@ class Router:
         """Waits, unless the job fails meanwhile."""
         self._closed.wait(pause_ms / 1000)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a newer map."""
+        return self._session.generation > self._map.generation
+
     # ---- inside
 
     @property
@@ -387,7 +392,7 @@ class Router:
     def _check(self) -> None:
         """Raises MapChanged, and what the job failed with."""
         self._session.check()
-        if self._session.generation > self._map.generation:
+        if self.is_behind:
             raise MapChanged
 
     def _look_around(self, error: errors.ShardyardError) -> None:

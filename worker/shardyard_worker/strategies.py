@@ -306,6 +306,14 @@ class SyncStrategy(Strategy):
         held = self._held[rank]
         return PushName(SourceKey(RankSource(rank)), held.token, held.next, held.next)
 
+    def has_moved(self) -> bool:
+        """Whether there is a newer map, which this worker has gone over to then: the job may stand at an earlier step.
+        For where nothing is asked of the servers, whose answers would have said so."""
+        if not self._training.is_behind:
+            return False
+        self._go_over()
+        return True
+
     def prepare_work(self) -> None:
         """Until a rank is due. The targets then hold its version. Standby must have been asked for before."""
         self._following(self._prepare_work)

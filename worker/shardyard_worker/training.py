@@ -164,6 +164,11 @@ class Training:
             self.feedback.use(copies)
         old.close()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a newer map."""
+        return self.router.is_behind
+
     def reach(self, ask: Callable[[Router], R]) -> R:
         """Asks under the newest map, again whenever there is a newer one: for what has the same name, or the same
         meaning, under each."""
