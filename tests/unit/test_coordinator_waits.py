@@ -16,7 +16,7 @@ from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.keeping.book import Committed
+from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Registration
