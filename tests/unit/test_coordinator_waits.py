@@ -137,8 +137,8 @@ def test_lost_partitions_name_themselves_while_no_server_is_there_for_them() -> 
     # after the grace the other takes them
     books.pass_time(4_000)
     assert books.shown[0].startswith(f"partition {', '.join(map(str, lost))} to be restored on server")
-    assert job.recovery.attempt is not None
-    books.handle(events.PartitionsRestored(caller.job, job.recovery.attempt.map.generation))
+    assert job.keeping.recovery.attempt is not None
+    books.handle(events.PartitionsRestored(caller.job, job.keeping.recovery.attempt.map.generation))
     books.pass_time(2_000)
     assert books.shown == ()
 
