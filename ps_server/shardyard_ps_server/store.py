@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,7 +110,8 @@ class Held:
 
 @dataclass
 class HostedJob:
-    """The partitions of one job that this server owns. `lent`: what workers on this machine may still be reading."""
+    """The partitions of one job that this server owns. `spare`: others that it has owned, or began to restore, whose
+    memory a partition of that number takes over. `lent`: what workers on this machine may still be reading."""
 
     job: JobId
     layout: JobLayout
@@ -122,6 +123,7 @@ class HostedJob:
     saver: Saver
     wal: Wal | None = None
     open: bool = False
+    spare: dict[PartitionId, Partition] = field(default_factory=dict)
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
 
     @property
@@ -322,22 +324,28 @@ class Store:
         states: Sequence[PartitionState],
         restore: Restore,
     ) -> None:
-        """Makes partitions, and puts in what they begin with; only then are they the job's."""
-        made = self._make(hosted, [p for p in owned if p not in hosted.partitions])
+        """Makes partitions, and puts in what they begin with; only then are they the job's. What logs say takes its
+        time, and may fail, so it is put in while the partitions are nobody's."""
+        restored = {state.partition for state in states}
+        made = self._make(hosted, [p for p in owned if p not in hosted.partitions], again=restored)
         partitions = {number: made.get(number) or hosted.partitions[number] for number in owned}
-        if hosted.wal is not None:  # restored ones are nobody's yet: this may take its time, and fail
-            for state in states:
+        nobodys = {number for number in restored if number in made or restore.logs.get(number)}
+        for state in states:
+            if state.partition in nobodys:
                 partitions[state.partition].restore(state)
-            self._replay(hosted.job, {state.partition: partitions[state.partition] for state in states}, restore)
+        if hosted.wal is not None:
+            self._replay(hosted.job, {number: partitions[number] for number in sorted(nobodys)}, restore)
         with hosted.deciding():
             if hosted.wal is not None:
-                fresh = [number for number in owned if number in made or number in {each.partition for each in states}]
-                self._begin(hosted.wal, begin_head(generation, fresh))
+                self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
             hosted.generation = generation  # first: what comes under the old one is refused before anything changes
-            hosted.partitions = partitions
-            if hosted.wal is None:
-                for state in states:
-                    hosted.partitions[state.partition].restore(state)
+            before, hosted.partitions = hosted.partitions, partitions
+            for state in states:
+                if state.partition not in nobodys:
+                    partitions[state.partition].restore(state)
+            hosted.spare.update((number, each) for number, each in before.items() if number not in partitions)
+            for number in partitions:
+                hosted.spare.pop(number, None)
             hosted.open = hosted.open or len(states) == len(hosted.partitions)
 
     def _begin(self, wal: Wal, head: bytes) -> None:
@@ -406,13 +414,22 @@ class Store:
                     states.append(load(storage, layout, entry))
         return states
 
-    def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> dict[PartitionId, Partition]:
-        try:
-            return {
-                p: Partition(hosted.layout, p, hosted.mode, hosted.logical_ranks, hosted.regions.take) for p in wanted
-            }
-        except TooLarge as error:
-            raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
+    def _make(
+        self, hosted: HostedJob, wanted: Sequence[PartitionId], *, again: Collection[PartitionId]
+    ) -> dict[PartitionId, Partition]:
+        """`again`: those that will be restored, for which one that was given up will do."""
+        found = {}
+        for number in wanted:
+            spare = hosted.spare.get(number) if number in again else None
+            try:
+                found[number] = spare or Partition(
+                    hosted.layout, number, hosted.mode, hosted.logical_ranks, hosted.regions.take
+                )
+            except TooLarge as error:
+                raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
+            if number in again:  # until it is the job's
+                hosted.spare[number] = found[number]
+        return found
 
     # ---- checkpoints
 

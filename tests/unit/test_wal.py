@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.ground import failpoints
 from shardyard.ground.errors import (
     InvalidRequest,
@@ -403,6 +404,58 @@ def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> N
     before = state(first)
     assert before[0][0] == 1
     assert state(yard.successor(saved, 2, FIRST, life=3, generation=Generation(6))) == before
+
+
+def test_a_job_that_goes_back_counts_nothing_of_the_time_before(yard: Yard) -> None:
+    """A push that comes while partitions in use are restored is of the old generation: refused, not added to them."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    late = order_of(first, 1)
+    restore = partitions.Partition.restore
+    outcomes: list[object] = []
+
+    def slow(partition: partitions.Partition, found: PartitionState) -> None:
+        if not outcomes:
+            try:
+                outcomes.append(send(first, late))
+            except StaleGeneration as error:
+                outcomes.append(error)
+        restore(partition, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitions.Partition, "restore", slow)
+        yard.successor(saved, 2, into=first)
+    assert [type(outcome) for outcome in outcomes] == [StaleGeneration]
+    assert state(first)[0][0] == 0
+
+
+def test_a_restore_that_fails_again_and_again_takes_no_more_memory(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    other = yard.empty(SECOND)
+    other.create(JOB, GENERATION, LAYOUT, [], UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    other.open(JOB, GENERATION)
+    taken: list[int] = []
+    regions = other.hosted()[0].regions
+    take = regions.take
+
+    def counted(nbytes: int) -> object:
+        taken.append(nbytes)
+        return take(nbytes)
+
+    regions.take = counted  # type: ignore[assignment, method-assign]
+
+    def die(_: str) -> None:
+        raise OSError(5, "gone")
+
+    for attempt in range(4):
+        with failpoints.armed("wal.before_fence", die), pytest.raises(StorageUnavailable):
+            yard.successor(saved, 2, FIRST, into=other, life=2 + attempt, generation=Generation(5 + attempt))
+    once = len(taken)
+    yard.successor(saved, 2, FIRST, into=other, life=9, generation=Generation(9))
+    assert len(taken) == once
+    assert state(other)[0][0] == 0
 
 
 def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
