@@ -20,6 +20,7 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import Incarnation, PartitionId, PartitionMap, UpdateMode, Version
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
@@ -87,6 +88,7 @@ class Archive:
         for partition in range(len(subject.layout.partitions)):
             version, file = saved[PartitionId(partition)]
             entries.append(_entry(subject, former, PartitionId(partition), version, file))
+        failpoint("checkpoint.before_manifest")
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
         library.commit(
             Manifest(
@@ -104,6 +106,7 @@ class Archive:
                 token_floor=draft.floor,
             )
         )
+        failpoint("checkpoint.after_manifest")
         try:
             # the job's newest until it has heard of this one, whatever others of its name are there
             library.prune(subject.name, keep, also=[base] if base else [])
@@ -192,11 +195,10 @@ class Archive:
                 step = int(error.facts["newest"]) + ahead
                 ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
-                if ahead == 0:
+                if step == 0:
                     raise
-                # nobody takes steps any more
-                ahead = 0
-                step = draft.step
+                # nobody takes steps any more, or the job has gone back: a step that has passed, to be told the newest
+                step = ahead = 0
         raise NotReady(
             f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )

@@ -401,10 +401,8 @@ class DataLedger:
         """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
         given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
         then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=self._next_token)
-        for item in Body(kept).items("entries"):
-            kind, body = checked_items(item, "an entry", count=2)
-            assert isinstance(body, Mapping)
-            then.restore(checked_text(kind, "an entry"), Body(body))
+        for kind, body in _entries_of(kept):
+            then.restore(kind, body)
         reopened: list[DataShardSource] = []
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
@@ -612,9 +610,14 @@ class StepLedger:
         """The step after a feed's last. Raises NotFound."""
         return self._require(feed).end
 
-    def reopen(self, _kept: Mapping[str, object]) -> list[DataShardSource]:
-        """Feeds are not told to be done before a checkpoint has all of their steps, so none is to be gone through
-        again."""
+    def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
+        """Feeds that are done, and were not when a checkpoint was begun that had this to say, are open again:
+        partitions that were restored from it may lack their last steps. Raises DamagedRecord."""
+        then = StepLedger(logical_ranks=self._logical_ranks)
+        for kind, body in _entries_of(kept):
+            then.restore(kind, body)
+        for feed, each in enumerate(self._feeds):
+            each.done = each.done and feed < len(then) and then.is_closed(feed)
         return []
 
     def restore(self, kind: str, body: Body) -> None:
@@ -641,6 +644,14 @@ class StepLedger:
         if feed >= len(self._feeds):
             raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
         return self._feeds[feed]
+
+
+def _entries_of(kept: Mapping[str, object]) -> Iterator[tuple[str, Body]]:
+    """The records in a checkpoint's data ledger. Raises DamagedRecord."""
+    for item in Body(kept).items("entries"):
+        kind, body = checked_items(item, "an entry", count=2)
+        assert isinstance(body, Mapping)
+        yield checked_text(kind, "an entry"), Body(body)
 
 
 def feed_opened(feed: int, spec: FeedSpec, opening: FeedOpening) -> Entry:

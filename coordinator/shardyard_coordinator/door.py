@@ -17,6 +17,7 @@ from shardyard.ground.types import (
     DataShardSource,
     Incarnation,
     JobId,
+    PartitionId,
     RankSource,
     SourceKey,
     Term,
@@ -32,7 +33,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
 from shardyard_coordinator.audit import Page
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.effects import BatchVerdict, JobState, Joined, Placed, Standing
+from shardyard_coordinator.effects import BatchVerdict, JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import JobStanding, MemberStanding, QuarantineStanding, YardStanding
@@ -79,7 +80,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
             (convert.text(metric.name, "a metric's name", limits.METRIC_NAME_CHARACTERS_MAX), metric.value)
             for metric in request.metrics
         ),
-        waiting_for=convert.text(request.waiting_for, "what a worker waits for"),
+        waiting_for=convert.text(request.waiting_for, "what a member waits for"),
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
@@ -153,6 +154,21 @@ def audit_wanted(request: wire.ReadAuditRequest) -> tuple[str, int]:
     if request.after > limits.SEQUENCE_MAX:
         raise TooLarge(f"audit entries after {request.after}; at most {limits.SEQUENCE_MAX} are taken")
     return job, request.after
+
+
+def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
+    if request.next > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
+    return events.RebaseAsked(convert.caller_from_wire(request.caller), request.next)
+
+
+def nexts(reply: server_wire.ReadLedgerReply, partitions: Iterable[PartitionId]) -> list[tuple[PartitionId, int]]:
+    """Of the one source that was asked about. Raises MalformedPayload where a partition is not named."""
+    found = {mark.partition: mark.next for _, marks in convert.watermarks_from_wire(reply.sources) for mark in marks}
+    wanted = sorted(partitions)
+    if not found.keys() >= set(wanted):
+        raise MalformedPayload(f"watermarks of partitions {sorted(found)}; expected those of {wanted}")
+    return [(partition, found[partition]) for partition in wanted]
 
 
 def lowest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
@@ -278,12 +294,19 @@ def audit_reply(job: int, page: Page) -> wire.ReadAuditReply:
     )
 
 
-def status_reply(yard: YardStanding) -> wire.StatusReply:
+def rebase_reply(rebased: Rebased) -> wire.RebaseSourceReply:
+    lost = [wire.LostRange(partition=each.partition, first=each.first, last=each.last) for each in rebased.lost]
+    return wire.RebaseSourceReply(lost=lost)
+
+
+def status_reply(yard: YardStanding, *, waiting_for: str) -> wire.StatusReply:
+    """`waiting_for`: what the coordinator's own threads wait for."""
     return wire.StatusReply(
         term=yard.term,
         uptime_ms=yard.uptime_ms,
         members=[_member_status(member) for member in yard.members],
         jobs=[_job_status(job) for job in yard.jobs],
+        waiting_for=waiting_for,
     )
 
 
@@ -299,7 +322,7 @@ def _member_status(member: MemberStanding) -> wire.MemberStatus:
         job=member.job or 0,
         step=member.report.step,
         samples=member.report.samples,
-        waiting_for=member.report.waiting_for,
+        waiting_for=member.waiting_for,
         ranks=member.ranks,
     )
 
@@ -333,6 +356,8 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         ],
         parameters=job.parameters,
         payload_bytes=job.payload_bytes,
+        lost_pushes=min(job.lost_pushes, (1 << 64) - 1),
+        waits=job.waits,
     )
 
 

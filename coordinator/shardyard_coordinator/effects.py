@@ -1,8 +1,8 @@
 """What the machine wants done: one frozen value per effect, imperative; and its answers to requests.
 
 Invariant: of the effects of one event, all `Persist` come first. A request's effects have exactly one `Reply`, unless
-they have `CreatePartitions` or `OpenPartitions` (ask again once these are done) or `ReadLedger` (LedgerRead brings the
-reply). Must not know: how an effect is carried out.
+they have `CreatePartitions` or `OpenPartitions` (ask again once these are done), or `ReadLedger`, `ReadWatermarks` or
+`PassOver` (what these bring brings the reply, or the next of them). Must not know: how an effect is carried out.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.checkpoints import Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
+from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Entry
 
@@ -112,6 +113,26 @@ class ReadLedger:
     job: JobId
     map: PartitionMap
     sources: tuple[SourceKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadWatermarks:
+    """Then WatermarksRead, if all servers answered."""
+
+    job: JobId
+    map: PartitionMap
+    worker: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class PassOver:
+    """Then PassedOver, if all servers answered."""
+
+    job: JobId
+    map: PartitionMap
+    worker: Incarnation
+    next: int
+    lost: tuple[LostRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +245,16 @@ class BatchVerdict:
     careful_below: int
 
 
+@dataclass(frozen=True, slots=True)
+class Rebased:
+    """The worker's own source goes on; what it lost."""
+
+    lost: tuple[LostRange, ...]
+
+
 Answer = (
     Done
+    | Rebased
     | Registered
     | Standing
     | Joined
@@ -253,6 +282,8 @@ Effect = (
     | OpenPartitions
     | FenceOnServers
     | ReadLedger
+    | ReadWatermarks
+    | PassOver
     | TakeCheckpoint
     | RestorePartitions
     | DropJob

@@ -17,11 +17,13 @@ from shardyard.ground.types import (
     JobId,
     LeasedSource,
     OptimizerSpec,
+    PartitionId,
     Token,
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 
@@ -124,6 +126,14 @@ class BatchBegun:
     highest: int
 
 
+@dataclass(frozen=True, slots=True)
+class RebaseAsked:
+    """A worker's own source is not the next one in every partition. `next`: where the worker goes on."""
+
+    caller: Caller
+    next: int
+
+
 # ---- what became of effects
 
 
@@ -207,6 +217,23 @@ class LedgerRead:
     next_sequence: int
 
 
+@dataclass(frozen=True, slots=True)
+class WatermarksRead:
+    """The next sequence of a worker's own source in each partition, under the map of that generation."""
+
+    asked: RebaseAsked
+    generation: Generation
+    nexts: tuple[tuple[PartitionId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """All servers go on with the source at the sequence that was asked for."""
+
+    asked: RebaseAsked
+    lost: tuple[LostRange, ...]
+
+
 Event = (
     MemberRegistered
     | HeartbeatReceived
@@ -220,6 +247,9 @@ Event = (
     | LeaseRequested
     | LeaseReturned
     | BatchBegun
+    | RebaseAsked
+    | WatermarksRead
+    | PassedOver
     | PartitionsCreated
     | PartitionsRefused
     | PartitionsOpened

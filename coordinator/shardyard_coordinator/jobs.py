@@ -30,7 +30,7 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import data_ledger, deployment
+from shardyard_coordinator import data_ledger, deployment, losses
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
@@ -41,14 +41,18 @@ from shardyard_coordinator.effects import (
     FenceOnServers,
     JobState,
     LeaseClosed,
+    PassOver,
     Persist,
     ReadLedger,
+    ReadWatermarks,
+    Rebased,
     Reply,
     Standing,
     Tell,
     records_of,
 )
-from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned
+from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned, RebaseAsked, WatermarksRead
+from shardyard_coordinator.losses import LostPushes, LostRange
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
 from shardyard_coordinator.quarantine import Condemned, Suspects, source_body, source_of
@@ -86,6 +90,7 @@ class Job:
         self.fencing: list[Incarnation] = []
         self.deployment = Deployment(job, settings)
         self.progress = Progress(now_ms)
+        self.lost = LostPushes()
         self._step_seen = 0
         self.ranks: RankBook | None = None
         self.feeds: DataLedger | StepLedger
@@ -327,6 +332,9 @@ class Job:
     def open_feed(self, feed: int, spec: FeedSpec) -> list[Effect]:
         known = len(self.feeds)
         opening = self.feeds.open(feed, spec)
+        if opening.done and not self.keeping.has_all_steps_of(feed):
+            # as to those who were here before (rule A11)
+            opening = replace(opening, done=False)
         opened = [data_ledger.feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
         return [*self._records(opened), Reply(opening)]
 
@@ -431,6 +439,35 @@ class Job:
         self._settle_suspicion(source, worker, done=done)
         return [*self._records([record]), Reply(LeaseClosed(done))]
 
+    # ---- work without leased data
+
+    def rebase(self, asked: RebaseAsked) -> list[Effect]:
+        """Reads what each partition has of a worker's own source."""
+        if self.ranks is not None:
+            raise errors.InvalidRequest(f"{self.title} is synchronous: its workers have no sources of their own")
+        if self.state is not JobState.RUNNING or self.keeping.recovery.needed:
+            raise errors.NotReady(f"{self.title} has partitions that are not there yet")
+        assert self.deployment.map is not None
+        return [ReadWatermarks(self.id, self.deployment.map, asked.caller.incarnation)]
+
+    def declare_lost(self, read: WatermarksRead) -> list[Effect]:
+        """What partitions lack before the sequence that the worker goes on with is lost: written down first, then
+        passed over, so that it is never passed over in silence (rule A11)."""
+        worker, next_sequence = read.asked.caller.incarnation, read.asked.next
+        if self.keeping.recovery.needed or read.generation != self.deployment.generation:
+            raise errors.NotReady(f"{self.title} has restored partitions while they were asked")
+        lost = tuple(LostRange(partition, found, next_sequence - 1) for partition, found in read.nexts)
+        lost = tuple(each for each in lost if each.first <= each.last)
+        if not lost:
+            return [Reply(Rebased(()))]
+        self.lost.add(worker, lost)
+        assert self.deployment.map is not None
+        return [
+            *self._records([losses.pushes_lost(worker, lost)]),
+            Tell(f"{self.title}: pushes of worker {worker} are lost: {losses.described(lost)}", warning=True),
+            PassOver(self.id, self.deployment.map, worker, next_sequence, lost),
+        ]
+
     # ---- what people and workers want to know
 
     def report(self, worker: Incarnation, report: Report, now_ms: int) -> None:
@@ -491,6 +528,7 @@ class Job:
             *self.feeds.entries(),
             *self.suspects.entries(),
             *self.keeping.entries(),
+            *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
             *([self._ended] if self.state.ended else []),
         ]
@@ -535,6 +573,8 @@ class Job:
                 | "partitions_moved"
             ):
                 self.keeping.restore(kind, body, now_ms)
+            case "pushes_lost" | "pushes_lost_before":
+                self.lost.restore(kind, body)
             case "job_ended":
                 self._restore_end(body)
             case _:
@@ -619,6 +659,7 @@ class Job:
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.workers = [each for each in self.workers if each != worker]
         self.progress.forget(worker)
+        self.lost.forget(worker)
         self._last_lost = f"worker {worker}, {how}"
         if not self.workers:
             self._idle_since_ms = now_ms

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.ground.errors import ConfigurationError, NotFound
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import JobId, Term
 from shardyard_coordinator.audit import JOB_ENDED, JOB_STARTED, Audited, Page, audited
 from shardyard_coordinator.records import Entry, Record
@@ -61,6 +62,8 @@ _TABLES: Final = (
 _INSERT: Final = "INSERT INTO records (number, term, time, kind, body, checksum) VALUES (?, ?, ?, ?, ?, ?)"
 _SELECT: Final = """
     SELECT number, term, time, CAST(kind AS BLOB), CAST(body AS BLOB), checksum FROM records ORDER BY number"""
+_UNREADABLE: Final = (sqlite3.DatabaseError, ValueError, TypeError)
+"""What reading a damaged file raises: SQLite's own words may quote bytes that are no text, and a number may be none."""
 _REFUSED_WHY: Final = "a coordinator that goes on from half of its records would decide against what was decided"
 _REFUSED_TODO: Final = (
     "start the release that wrote it, or bring the folder back from a copy; else move it away, or set yard.state to "
@@ -108,7 +111,7 @@ class Journal:
                 if noted.record and (folder / FILE).exists() and not (folder / FILE).stat().st_size:
                     raise sqlite3.DatabaseError(f"it is empty; record {noted.record} had been written")
                 self._database = _open(folder / FILE)
-            except sqlite3.DatabaseError as error:
+            except _UNREADABLE as error:
                 os.close(self._lock)
                 raise ConfigurationError(
                     f"cannot open the journal {folder / FILE}: {error}",
@@ -124,9 +127,12 @@ class Journal:
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Writes records of (kind, body), all or none."""
+        failpoint("journal.before_append")
         with self._transaction():
             latest = self._insert(entries, self._latest() + 1)
             self._audit(entries)
+            failpoint("journal.before_commit")
+        failpoint("journal.after_append")
         self._note(latest, self.term)
 
     def replace(self, entries: Sequence[Entry]) -> None:
@@ -134,6 +140,7 @@ class Journal:
         with self._transaction():
             first = self._latest() + 1
             self._database.execute("DELETE FROM records")
+            failpoint("journal.in_replace")
             self._database.execute("UPDATE kept SET first = ?", (first,))
             latest = self._insert(entries, first)
         self._note(latest, self.term)
@@ -144,7 +151,7 @@ class Journal:
             rows = self._database.execute(_SELECT).fetchall()
             (wanted,) = self._database.execute("SELECT first FROM kept").fetchone()
             latest = self._latest()
-        except (sqlite3.DatabaseError, TypeError) as error:
+        except _UNREADABLE as error:
             raise self._refused(str(error)) from error
         found = []
         for number, term, at, kind, body, checksum in rows:
@@ -195,7 +202,7 @@ class Journal:
                 self._database.execute("DELETE FROM terms WHERE term <= ?", (term - TERMS_KEPT,))
             # the tables are in the file itself, so that one that lost its log is not taken for a new one
             self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        except sqlite3.DatabaseError as error:
+        except _UNREADABLE as error:
             raise self._refused(str(error)) from error
         self._note(latest_record, term)
         return Term(term)
@@ -416,7 +423,7 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=FULL")
-    except sqlite3.DatabaseError:
+    except _UNREADABLE:
         database.close()
         raise
     return database

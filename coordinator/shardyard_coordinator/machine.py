@@ -24,6 +24,7 @@ from shardyard_coordinator.effects import (
     ForgetServer,
     Joined,
     Persist,
+    Rebased,
     Registered,
     Reply,
     Standing,
@@ -33,6 +34,7 @@ from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import TERM_BITS, Member, Membership
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Record, require
+from shardyard_coordinator.waits import Waits
 
 JOBS_ENDED_MAX: Final = 32
 """Ended jobs that `status` still shows."""
@@ -49,6 +51,7 @@ class Machine:
         self._next_job = (term << TERM_BITS) + 1
         self._ticked_ms = now_ms
         self._begun_ms = now_ms
+        self.waits = Waits()
         self.term = term
 
     @classmethod
@@ -131,6 +134,13 @@ class Machine:
                 return self._require_job(caller).begin_batch(event)
             case events.LedgerRead(returned, next_sequence):
                 return self._require_job(returned.caller).close_lease(returned, next_sequence)
+            case events.RebaseAsked(caller):
+                return self._require_job(caller).rebase(event)
+            case events.WatermarksRead(asked):
+                return self._require_job(asked.caller).declare_lost(event)
+            case events.PassedOver(asked, lost):
+                self._require_job(asked.caller)
+                return [Reply(Rebased(lost))]
             case _:
                 return self._end_effect(event, now_ms)
 
@@ -173,6 +183,7 @@ class Machine:
     def _heartbeat(self, event: events.HeartbeatReceived, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)
         self._members.renew(member.incarnation, now_ms)
+        member.waiting_for = event.report.waiting_for
         if member.role is MemberRole.SERVER:
             for number, nbytes in event.logs:
                 writing = self._jobs.get(number)
@@ -215,7 +226,7 @@ class Machine:
         servers = [_server(member) for member in self._members.servers()]
         for job in self.jobs:
             effects += job.tick(now_ms, servers)
-        return effects
+        return [*effects, *self.waits.look(self.jobs, now_ms)]
 
     def _lose(self, member: Member, how: str, now_ms: int) -> list[Effect]:
         """A member is gone without a word to its job."""

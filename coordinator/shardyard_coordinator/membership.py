@@ -44,6 +44,8 @@ class Member:
     registration: Registration
     last_seen_ms: int
     job: JobId | None = None
+    waiting_for: str = ""
+    """What its last heartbeat said."""
 
     @property
     def role(self) -> MemberRole:

@@ -22,6 +22,8 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Machine.term": "each opening of the journal has its own, higher one",
     "Machine._begun_ms": "the time of this life's beginning",
     "Machine._ticked_ms": "the clock of another process means nothing",
+    "Machine.waits": "the time of each wait begins anew",
+    "Member.waiting_for": "said again with the next heartbeat",
     "Member.last_seen_ms": "a lease counts as just renewed (rule C4)",
     "Job._idle_since_ms": "a job without workers waits for its idle time anew: nobody could join meanwhile",
     "Job._finish_at_ms": "whether it is set is recorded; the time for late workers begins anew",

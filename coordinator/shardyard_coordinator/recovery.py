@@ -107,8 +107,8 @@ class Recovery:
         if not waiting:
             return ""
         numbers = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
-        where = f" that reaches the logs in folder {folders[waiting[0]]}" if folders is not None else ""
-        return f"a server{where}, for partition{'s' if len(waiting) > 1 else ''} {numbers}"
+        where = f" that reaches the logs in folder {folders[waiting[0]]}," if folders is not None else ""
+        return f"a server{where} for partition {numbers}"
 
     def _takers(self, map_: PartitionMap, servers: Sequence[Server], now_ms: int) -> list[Server]:
         kept = {owner.server for owner in map_.owners if owner.partition not in self.lost}

@@ -1,7 +1,8 @@
 """The coordinator's calls to servers.
 
-Owns: one peer per server's incarnation, closed when the server goes. Invariants: each call has a deadline; a failed one
-is NotReady unless it can never succeed; no call is made under the coordinator's lock. Must not know: why it is made.
+Owns: one peer per server's incarnation, closed when the server goes. Invariants: each call has a deadline, and a long
+one is explained; a failed one is NotReady unless it can never succeed; no call is made under the coordinator's lock.
+Must not know: why it is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from shardyard.ground.types import (
     Term,
     Token,
     UpdateMode,
+    WorkerSource,
 )
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Network, Peer
 from shardyard.wire import convert, methods
 from shardyard.wire.methods import Method
@@ -47,8 +50,9 @@ Answered = TypeVar("Answered")
 
 
 class Servers:
-    def __init__(self, network: Network, term: Term) -> None:
+    def __init__(self, network: Network, term: Term, vigil: Vigil) -> None:
         self._network = network
+        self._vigil = vigil
         self._term = term
         self._lock = threading.Lock()
         self._peers: dict[Incarnation, Peer] = {}
@@ -64,11 +68,12 @@ class Servers:
             server=effect.server.incarnation,
             durability=convert.durability_to_wire(effect.durability),
         )
-        self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS)
+        what = f"to take partitions {_listed(effect.partitions)} of job {effect.job}"
+        self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
 
     def open(self, effect: effects.OpenPartitions) -> None:
         request = wire.OpenPartitionsRequest(caller=self._caller(effect.job), generation=effect.generation)
-        self._call(effect.server, methods.OPEN_PARTITIONS, request, CALL_MS)
+        self._call(effect.server, methods.OPEN_PARTITIONS, request, CALL_MS, f"to open job {effect.job}")
 
     def give(
         self,
@@ -101,7 +106,9 @@ class Servers:
                 number=base.number,
             ),
         )
-        self._call(server, methods.CREATE_PARTITIONS, request, SAVE_MS)
+        lost = _listed([entry.partition for entry in restored])
+        what = f"to take partitions {_listed(partitions)} of job {job}, and to restore {lost or 'none'} from {folder}"
+        self._call(server, methods.CREATE_PARTITIONS, request, SAVE_MS, what)
 
     def save(
         self,
@@ -130,15 +137,17 @@ class Servers:
             oldest=oldest,
             logs=sorted(logs),
         )
-        return self._call(server, methods.SAVE_CHECKPOINT, request, SAVE_MS)
+        at = "" if step is None else f" at step {step}"
+        what = f"to write its partitions of job {job} into checkpoint {number}{at}"
+        return self._call(server, methods.SAVE_CHECKPOINT, request, SAVE_MS, what)
 
     def fence(self, job: JobId, server: Server, workers: Iterable[Incarnation]) -> None:
         request = wire.FenceRequest(caller=self._caller(job), incarnations=workers)
-        self._call(server, methods.FENCE, request, FENCE_MS)
+        self._call(server, methods.FENCE, request, FENCE_MS, f"to refuse workers that job {job} has lost")
 
     def drop(self, effect: effects.DropJob) -> None:
         request = wire.DropJobRequest(caller=self._caller(effect.job))
-        self._call(effect.server, methods.DROP_JOB, request, DROP_MS)
+        self._call(effect.server, methods.DROP_JOB, request, DROP_MS, f"to drop job {effect.job}")
 
     def lowest_next(self, effect: effects.ReadLedger) -> int:
         """The lowest next sequence of the sources over all partitions (rule A6). Raises where a server does not
@@ -153,6 +162,34 @@ class Servers:
             )
             for server, owned in effect.map.by_server().items()
         )
+
+    def watermarks(self, effect: effects.ReadWatermarks) -> tuple[tuple[PartitionId, int], ...]:
+        """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""
+        found: list[tuple[PartitionId, int]] = []
+        for server, owned in effect.map.by_server().items():
+            request = wire.ReadLedgerRequest(
+                caller=self._caller(effect.job),
+                server=server,
+                generation=effect.map.generation,
+                sources=convert.sources_to_wire([(SourceKey(WorkerSource(effect.worker)), Token(0))]),
+            )
+            what = f"to say what it has of worker {effect.worker}'s pushes in job {effect.job}"
+            reply = self._call(Server(server, owned[0].address), methods.READ_LEDGER, request, CALL_MS, what)
+            found += door.nexts(reply, [owner.partition for owner in owned])
+        return tuple(sorted(found))
+
+    def pass_over(self, effect: effects.PassOver) -> None:
+        """On all servers of the map. Raises where one does not answer; the same again does no harm."""
+        for server, owned in effect.map.by_server().items():
+            request = wire.PassOverRequest(
+                caller=self._caller(effect.job),
+                server=server,
+                generation=effect.map.generation,
+                worker=effect.worker,
+                next=effect.next,
+            )
+            what = f"to pass over lost pushes of worker {effect.worker} in job {effect.job}"
+            self._call(Server(server, owned[0].address), methods.PASS_OVER, request, CALL_MS, what)
 
     def forget(self, server: Incarnation) -> None:
         with self._lock:
@@ -176,14 +213,18 @@ class Servers:
             generation=generation,
             sources=convert.sources_to_wire((key, Token(0)) for key in sources),
         )
-        reply = self._call(server, methods.READ_LEDGER, request, CALL_MS)
+        what = f"to say what partitions {_listed(partitions)} of job {job} have of {sources[0].source}"
+        reply = self._call(server, methods.READ_LEDGER, request, CALL_MS, what)
         return door.lowest_next(reply, sources, partitions)
 
-    def _call(self, server: Server, method: Method[Sent, Answered], request: Sent, timeout_ms: int) -> Answered:
+    def _call(
+        self, server: Server, method: Method[Sent, Answered], request: Sent, timeout_ms: int, what: str
+    ) -> Answered:
         """What a server does not do now is NotReady for whoever waits for it: that a server's incarnation is stale, for
         one, must not reach a worker as if the worker were."""
         try:
-            return self._peer(server).call(method, request, timeout_ms=timeout_ms)
+            with self._vigil.over(lambda: f"server {server.incarnation} at {server.address} {what}"):
+                return self._peer(server).call(method, request, timeout_ms=timeout_ms)
         except (Unavailable, Refused, NotFound, NotReady) as error:
             raise NotReady(
                 f"{method.name} on server {server.incarnation} at {server.address}: {error.what}",
@@ -203,3 +244,9 @@ class Servers:
                 )
                 self._peers[server.incarnation] = peer
             return peer
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """The first of them, for messages."""
+    found = sorted(numbers)
+    return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

@@ -2,8 +2,8 @@
 
 Owns: the lock, the ticker thread, the threads that call servers. Invariants: the machine is touched under the lock
 only; records are on the disk before any other effect of the same event begins, and before the lock is given up; the
-lock is never held over a call to a server; if the journal cannot be written, nothing more is decided; the machine
-begins where the journal's records end.
+lock is never held over a call to a server; if the journal cannot be written, nothing is decided until it can be, and
+then the machine begins anew where the journal's records end, as after a restart.
 Must not know: what is decided (the machine does), how messages look (the door does).
 """
 
@@ -20,6 +20,7 @@ from shardyard.ground.errors import ConfigurationError, Internal, NotReady, Shar
 from shardyard.ground.ports import Clock
 from shardyard.ground.types import DataLease, JobId, LeasedSource, PartitionMap, SourceKey
 from shardyard.runtime.settings import MembershipSettings
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Context, Network, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -42,6 +43,8 @@ ROUNDS_MAX: Final = 4
 
 HELD_READ_MAX: Final = 64
 """Of so many leases of workers that are lost at once it is read, for the audit, where they ended."""
+_BROKEN_WHY: Final = "what is decided is written down before anybody is told, or a restart would decide against it"
+_BROKEN_TODO: Final = "make room on the disk; the coordinator goes on by itself then"
 
 A = TypeVar("A")
 
@@ -66,13 +69,17 @@ class Coordinator:
         self._clock = clock
         self._membership = membership
         self._lock = threading.Lock()
-        self._machine = _restore(journal, lease_ms=membership.lease_ms, now_ms=clock.now_ms(), checkpoints=checkpoints)
-        self._servers = Servers(network, journal.term)
+        self._checkpoints = checkpoints
+        self._machine = self._restore()
+        self._tell_what_is_there()
+        self._vigil = Vigil(logger=log)
+        self._servers = Servers(network, journal.term, self._vigil)
         self._archive = Archive(self._servers)
         self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
         self._broken: str | None = None
+        """Why the journal could not be written; the machine is ahead of it then."""
         self._records_until_compaction = 0
         self._compact()
         self.service = self._make_service()
@@ -88,10 +95,12 @@ class Coordinator:
         """Waits for its threads. Requests that still come are answered with NotReady."""
         with self._lock:
             self._stop.set()
-        if self._ticker.is_alive():
-            self._ticker.join()
-        self._callers.shutdown(wait=True, cancel_futures=True)
+        with self._vigil.over(lambda: "calls to servers to end, before the coordinator does"):
+            if self._ticker.is_alive():
+                self._ticker.join()
+            self._callers.shutdown(wait=True, cancel_futures=True)
         self._servers.close()
+        self._vigil.close()
 
     def _make_service(self) -> Service:
         service = Service("Coordinator")
@@ -106,6 +115,7 @@ class Coordinator:
         service.on(methods.LEASE_DATA, self._lease_data)
         service.on(methods.CLOSE_LEASE, self._close_lease)
         service.on(methods.BEGIN_BATCH, self._begin_batch)
+        service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
         service.on(methods.READ_AUDIT, self._read_audit)
@@ -166,10 +176,13 @@ class Coordinator:
             page = self._journal.read_audit(job, after)
         return door.audit_reply(job, page)
 
+    def _rebase_source(self, request: wire.RebaseSourceRequest, _: Context) -> wire.RebaseSourceReply:
+        return door.rebase_reply(self._ask(door.rebase_asked(request), effects.Rebased))
+
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
             yard = standing.describe(self._machine, self._clock.now_ms())
-        return door.status_reply(yard)
+        return door.status_reply(yard, waiting_for=self._vigil.waiting_for)
 
     # ---- the machine and its effects
 
@@ -198,6 +211,13 @@ class Coordinator:
                 case effects.ReadLedger():
                     assert isinstance(event, events.LeaseReturned), event
                     return events.LedgerRead(event, self._servers.lowest_next(effect))
+                case effects.ReadWatermarks():
+                    assert isinstance(event, events.RebaseAsked), event
+                    return events.WatermarksRead(event, effect.map.generation, self._servers.watermarks(effect))
+                case effects.PassOver():
+                    assert isinstance(event, events.RebaseAsked), event
+                    self._servers.pass_over(effect)
+                    return events.PassedOver(event, effect.lost)
                 case _:
                     continue
         raise Internal(f"{type(event).__name__} has no answer")
@@ -208,7 +228,7 @@ class Coordinator:
             if self._stop.is_set():
                 raise NotReady("the coordinator is stopping")
             if self._broken is not None:
-                raise Internal(self._broken, todo="make room on the disk, then start the coordinator again")
+                raise NotReady(self._broken, why=_BROKEN_WHY, todo=_BROKEN_TODO)
             wanted = self._machine.handle(event, self._clock.now_ms())
             self._persist([effect for effect in wanted if isinstance(effect, effects.Persist)])
             for effect in wanted:
@@ -219,11 +239,12 @@ class Coordinator:
         if not records:
             return
         try:
-            self._journal.append([(record.kind, record.body) for record in records])
+            with self._vigil.over(lambda: f"the journal {self._journal.name} to be written"):
+                self._journal.append([(record.kind, record.body) for record in records])
         except sqlite3.Error as error:
-            self._broken = f"the journal cannot be written ({error}); the coordinator decides nothing more"
-            log.critical("%s", self._broken)
-            raise Internal(self._broken) from error
+            self._broken = f"the journal {self._journal.name} cannot be written ({error})"
+            log.critical("%s; nothing is decided until it can be", self._broken)
+            raise NotReady(self._broken, why=_BROKEN_WHY, todo=_BROKEN_TODO) from error
         self._records_until_compaction -= len(records)
         if self._records_until_compaction <= 0:
             self._compact()
@@ -232,10 +253,58 @@ class Coordinator:
         """Replaces the journal's records by the fewest that say the same."""
         snapshot = self._machine.snapshot()
         try:
-            self._journal.replace([(record.kind, record.body) for record in snapshot])
+            with self._vigil.over(lambda: f"the journal {self._journal.name} to be made shorter"):
+                self._journal.replace([(record.kind, record.body) for record in snapshot])
         except sqlite3.Error as error:
             log.warning("the journal %s could not be made shorter (%s); it grows", self._journal.name, error)
         self._records_until_compaction = max(COMPACT_RECORDS_MIN, 2 * len(snapshot))
+
+    def _mend(self) -> None:
+        """Goes on from the journal's records if it can be written again. Nobody was told of anything that is not in it,
+        so this is a restart without a new term."""
+        with self._lock:
+            if self._broken is None or self._stop.is_set():
+                return
+            try:
+                machine = self._restore()
+                self._journal.replace([(record.kind, record.body) for record in machine.snapshot()])
+            except (sqlite3.Error, ConfigurationError) as error:
+                log.debug("the journal cannot be written yet: %s", error)
+                return
+            self._machine, self._broken = machine, None
+            self._tell_what_is_there()
+            for effect in machine.resume():
+                self._dispatch(effect)
+
+    def _restore(self) -> Machine:
+        """The machine that the journal's records make. Raises ConfigurationError."""
+        journal = self._journal
+        try:
+            return Machine.restore(
+                journal.records(),
+                term=journal.term,
+                lease_ms=self._membership.lease_ms,
+                now_ms=self._clock.now_ms(),
+                checkpoints=self._checkpoints,
+            )
+        except ConfigurationError as error:
+            if "file" in error.facts:
+                raise
+            raise ConfigurationError(
+                f"the journal {journal.name}: {error.what}",
+                why=error.why_text,
+                todo=error.todo_text,
+                facts={**error.facts, "file": journal.name},
+            ) from error
+
+    def _tell_what_is_there(self) -> None:
+        if self._machine.members or self._machine.jobs:
+            log.info(
+                "going on from the journal %s: %d members, %d unfinished jobs",
+                self._journal.name,
+                len(self._machine.members),
+                sum(not job.state.ended for job in self._machine.jobs),
+            )
 
     def _dispatch(self, effect: effects.Effect) -> None:
         match effect:
@@ -256,6 +325,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         while not self._stop.wait(self._tick_ms / 1000):
+            self._mend()
             try:
                 wanted = self._handle(events.Ticked())
             except ShardyardError as error:
@@ -333,16 +403,18 @@ class Coordinator:
         job, draft = wanted.subject.job, wanted.draft
         why = "a defect of the coordinator; its log has more"
         try:
-            number, step = self._archive.take(
-                wanted.subject,
-                wanted.map,
-                draft,
-                url=wanted.url,
-                base=wanted.base,
-                keep=wanted.keep,
-                oldest=wanted.oldest,
-                logs=wanted.logs,
-            )
+            what = f"checkpoint {draft.number} of job {wanted.subject.name!r} to be written to {wanted.url}"
+            with self._vigil.over(lambda: what):
+                number, step = self._archive.take(
+                    wanted.subject,
+                    wanted.map,
+                    draft,
+                    url=wanted.url,
+                    base=wanted.base,
+                    keep=wanted.keep,
+                    oldest=wanted.oldest,
+                    logs=wanted.logs,
+                )
         except ShardyardError as error:
             why = error.what
         else:
@@ -356,14 +428,17 @@ class Coordinator:
         job, generation = wanted.subject.job, wanted.map.generation
         failure: ShardyardError = Internal("partitions were not restored")
         try:
-            self._archive.restore(
-                wanted.subject,
-                wanted.map,
-                url=wanted.url,
-                bases=wanted.bases,
-                life=wanted.life,
-                partitions=wanted.partitions,
-            )
+            number = wanted.bases[0].number
+            what = f"checkpoint {number} of job {wanted.subject.name!r} to be restored from {wanted.url}"
+            with self._vigil.over(lambda: what):
+                self._archive.restore(
+                    wanted.subject,
+                    wanted.map,
+                    url=wanted.url,
+                    bases=wanted.bases,
+                    life=wanted.life,
+                    partitions=wanted.partitions,
+                )
         except ShardyardError as error:
             failure = error
         else:
@@ -379,29 +454,6 @@ class Coordinator:
         except RuntimeError as error:
             # the interpreter is going down, and with it, in a yard inside one process, everybody who could be told
             log.debug("not done any more: %s", error)
-
-
-def _restore(journal: Journal, *, lease_ms: int, now_ms: int, checkpoints: str | None) -> Machine:
-    records = journal.records()
-    try:
-        machine = Machine.restore(records, term=journal.term, lease_ms=lease_ms, now_ms=now_ms, checkpoints=checkpoints)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"the journal {journal.name}: {error.what}",
-            why=error.why_text,
-            todo=error.todo_text,
-            facts={**error.facts, "file": journal.name},
-        ) from error
-    if records:
-        unfinished = sum(not job.state.ended for job in machine.jobs)
-        log.info(
-            "going on from %d records of the journal %s: %d members, %d unfinished jobs",
-            len(records),
-            journal.name,
-            len(machine.members),
-            unfinished,
-        )
-    return machine
 
 
 def _log_failure(future: Future[None]) -> None:

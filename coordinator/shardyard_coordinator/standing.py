@@ -40,12 +40,13 @@ class MemberStanding:
     last_seen_ms_ago: int
     job: JobId | None
     report: Report
+    waiting_for: str
     ranks: tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JobStanding:
-    """`parameters`: elements that the optimizer changes."""
+    """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits."""
 
     job: JobId
     name: str
@@ -62,6 +63,8 @@ class JobStanding:
     feeds: tuple[FeedCounts, ...]
     parameters: int
     payload_bytes: int
+    lost_pushes: int
+    waits: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def describe(machine: Machine, now_ms: int) -> YardStanding:
             _member(member, jobs.get(member.job) if member.job is not None else None, now_ms)
             for member in machine.members
         ),
-        jobs=tuple(_job(job, now_ms) for job in jobs.values()),
+        jobs=tuple(_job(job, machine.waits.of(job.id, now_ms), now_ms) for job in jobs.values()),
     )
 
 
@@ -116,11 +119,12 @@ def _member(member: Member, job: Job | None, now_ms: int) -> MemberStanding:
         last_seen_ms_ago=max(0, now_ms - member.last_seen_ms),
         job=member.job,
         report=Report() if job is None else job.progress.of(member.incarnation),
+        waiting_for=member.waiting_for,
         ranks=() if job is None else tuple(lease.rank for lease in job.ranks_of(member.incarnation)),
     )
 
 
-def _job(job: Job, now_ms: int) -> JobStanding:
+def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
     layout = job.deployment.layout
     variables = () if layout is None else layout.variables
     return JobStanding(
@@ -139,4 +143,6 @@ def _job(job: Job, now_ms: int) -> JobStanding:
         feeds=job.feed_counts(FEEDS_SHOWN_MAX),
         parameters=sum(spec.elements for spec in variables if spec.kind is VariableKind.PARAMETER),
         payload_bytes=0 if layout is None else sum(part.payload_bytes for part in layout.partitions),
+        lost_pushes=job.lost.count,
+        waits=waits,
     )

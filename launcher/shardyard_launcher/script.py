@@ -167,7 +167,8 @@ class ScriptRun:
         self._launched_again += 1
         display.note(f"the {agent} died, and the script's processes with it; it is launched again")
         if self._watcher is not None:
-            self._watcher.join(CALL_TIMEOUT_MS / 1000)
+            with self._vigil.over(lambda: f"what the {agent} still says of the launch that it has lost"):
+                self._watcher.join(CALL_TIMEOUT_MS / 1000)
         give_up = time.monotonic() + AGENT_PATIENCE_MS / 1000
         while not stop.is_set():
             try:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from shardyard.ground import errors
 from shardyard.ground.types import Incarnation, JobId
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Network
 from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
@@ -53,11 +54,13 @@ class YardReport:
 @dataclass(frozen=True)
 class LocalReport:
     """Of a yard that `shardyard up` started here. `supervisor`: its process id, 0 where nobody starts processes again;
-    `given_up`: by name, how a process ended and why it is not started again."""
+    `given_up`: by name, how a process ended and why it is not started again; `unready`: what was started and cannot be
+    used yet."""
 
     supervisor: int
     restarts: tuple[RoleRestart, ...]
     given_up: Mapping[str, str]
+    unready: tuple[str, ...] = ()
 
 
 def look_here(folder: Path, coordinator: str) -> LocalReport | None:
@@ -67,7 +70,8 @@ def look_here(folder: Path, coordinator: str) -> LocalReport | None:
         return None
     yard = StandingYard(folder, state)
     supervisor = state.supervisor.pid if state.supervisor is not None and yard.supervised else 0
-    return LocalReport(supervisor, state.restarts, state.given_up)
+    unready = tuple(f"{process}; its log is {process.log}" for process in state.roles if not process.ready)
+    return LocalReport(supervisor, state.restarts, state.given_up, unready)
 
 
 def ask(network: Network, coordinator: str, local: LocalReport | None = None) -> YardReport:
@@ -79,20 +83,26 @@ def ask(network: Network, coordinator: str, local: LocalReport | None = None) ->
         raise _with_what_is_known_here(error, local) from None
     finally:
         peer.close()
+    asked = [member for member in status.members if member.role == wire.ROLE_SERVER]
     servers: dict[int, server_wire.DescribeServerReply | errors.ShardyardError] = {}
-    for member in status.members:
-        if member.role != wire.ROLE_SERVER:
-            continue
-        peer = network.connect(member.address, name=f"server {member.incarnation}")
-        try:
-            servers[member.incarnation] = peer.call(
-                methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=SERVER_TIMEOUT_MS
-            )
-        except errors.ShardyardError as error:
-            servers[member.incarnation] = error
-        finally:
-            peer.close()
+    vigil = Vigil()
+    try:
+        with vigil.over(lambda: f"{len(asked) - len(servers)} of {len(asked)} servers to describe themselves"):
+            for member in asked:
+                servers[member.incarnation] = _describe(network, member)
+    finally:
+        vigil.close()
     return YardReport(coordinator, status, servers, local)
+
+
+def _describe(network: Network, member: wire.MemberStatus) -> server_wire.DescribeServerReply | errors.ShardyardError:
+    peer = network.connect(member.address, name=f"server {Incarnation(member.incarnation)}")
+    try:
+        return peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=SERVER_TIMEOUT_MS)
+    except errors.ShardyardError as error:
+        return error
+    finally:
+        peer.close()
 
 
 def _with_what_is_known_here(
@@ -117,6 +127,7 @@ def to_json(report: YardReport) -> str:
             "coordinator": report.coordinator,
             "term": status.term,
             "uptime_ms": status.uptime_ms,
+            "waiting_for": status.waiting_for,
             "members": [_member(member) for member in status.members],
             "jobs": [_job(report, job) for job in status.jobs],
             "servers": [_server(incarnation, said) for incarnation, said in sorted(report.servers.items())],
@@ -135,13 +146,13 @@ def _member(member: wire.MemberStatus) -> dict[str, object]:
         "pid": member.pid,
         "release": member.release,
         "last_seen_ms_ago": member.last_seen_ms_ago,
+        "waiting_for": member.waiting_for,
     }
     if member.role == wire.ROLE_WORKER:
         entry |= {
             "job": member.job,
             "step": member.step,
             "samples": member.samples,
-            "waiting_for": member.waiting_for,
             "ranks": list(member.ranks),
         }
     return entry
@@ -161,8 +172,10 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "samples": job.samples,
         "samples_per_s": job.samples_per_s,
         "metrics": {metric.name: metric.value for metric in job.metrics},
+        "waits": list(job.waits),
         "parameters": job.parameters,
         "payload_bytes": job.payload_bytes,
+        "lost_pushes": job.lost_pushes,
         "generation": job.map.generation,
         "partitions": [
             {
@@ -210,6 +223,7 @@ def _local(local: LocalReport) -> dict[str, object]:
         "supervisor": local.supervisor or None,
         "restarts": [asdict(restart) for restart in local.restarts],
         "given_up": dict(local.given_up),
+        "unready": list(local.unready),
     }
 
 
@@ -228,6 +242,7 @@ def show(report: YardReport, console: Console) -> None:
     uptime = _duration(status.uptime_ms)
     parts: list[RenderableType] = [
         Text(f"coordinator {report.coordinator}, up {uptime}, term {status.term}"),
+        *([_waiting(status.waiting_for)] if status.waiting_for else []),
         _title("members"),
         _members_table(report),
         *_local_tables(report.local),
@@ -253,10 +268,16 @@ def _local_tables(local: LocalReport | None) -> list[RenderableType]:
         found += [_title("started again on this machine"), table]
     for name, why in sorted(local.given_up.items()):
         found.append(Text(f"{name} {why}", style="red"))
+    for name in local.unready:
+        found.append(Text(f"not ready yet: {name}", style="yellow"))
     if not local.supervisor:
         said = "the supervisor of this yard is gone: nobody starts its processes again when they die; `shardyard up`"
         found.append(Text(f"{said} starts another", style="red"))
     return found
+
+
+def _waiting(what: str) -> Text:
+    return Text(f"  waits for {what}", style="yellow")
 
 
 def _title(text: str) -> Text:
@@ -280,9 +301,9 @@ def _members_table(report: YardReport) -> Table:
         if isinstance(said, server_wire.DescribeServerReply):
             says = _of_server(said)
         if worker:
-            ranks = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
-            waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
-            says = "; ".join(part for part in (ranks, waiting) if part)
+            says = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
+        waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
+        says = "; ".join(part for part in (says, waiting) if part)
         cells = [
             ROLES.get(member.role, "unknown"),
             str(Incarnation(member.incarnation)),
@@ -325,6 +346,10 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
     found: list[RenderableType] = [_title(f"job {name}"), table]
     if job.HasField("failure"):
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
+    if job.lost_pushes:
+        said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log says which"
+        found.append(Text(said, style="red"))
+    found += [_waiting(what) for what in job.waits]
     owners = _owners_shown(report, job)
     if owners:
         size = f"{job.parameters:,} parameters, {job.payload_bytes:,} bytes"

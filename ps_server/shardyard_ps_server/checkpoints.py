@@ -24,6 +24,7 @@ from shardyard.checkpoints.storage import Storage
 from shardyard.checkpoints.tensors import bytes_of
 from shardyard.ground.errors import CheckpointDamaged, NotReady
 from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Version
+from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.partition import Partition
 
@@ -68,8 +69,9 @@ class _Written:
 class Saver:
     """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread."""
 
-    def __init__(self, server: Incarnation) -> None:
+    def __init__(self, server: Incarnation, vigil: Vigil) -> None:
         self._server = server
+        self._vigil = vigil
         self._written: dict[PartitionId, dict[int, _Written]] = {}
 
     def save(self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage) -> list[Saved]:
@@ -83,9 +85,16 @@ class Saver:
                 partition.name_cut(order.step)
                 named.callback(partition.unname_cut)
             return [
-                self._save(partition, partial(_named, partition, order.step, until), order, storage)
+                self._save(partition, partial(self._named, partition, order.number, order.step, until), order, storage)
                 for partition in partitions
             ]
+
+    def _named(self, partition: Partition, number: int, step: int, until: float) -> Cut:
+        with self._vigil.over(lambda: f"step {step} of partition {partition.id}, for checkpoint {number}"):
+            cut = partition.named_cut(until)
+        if cut is None:
+            raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
+        return cut
 
     def _save(self, partition: Partition, take: Callable[[], Cut], order: SaveOrder, storage: Storage) -> Saved:
         cut = take()
@@ -95,7 +104,8 @@ class Saver:
             head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
             sources = [self._source(partition, cut, index) for index in blocks]
             path = partition_path(order.number, partition.id, self._server)
-            written = storage.write(path, partition_file.pieces(head, sources))
+            with self._vigil.over(lambda: f"{storage.locate(path)} to be written"):
+                written = storage.write(path, partition_file.pieces(head, sources))
         finally:
             cut.release()
         self._remember(cut, order.number)
@@ -124,13 +134,6 @@ class Saver:
             partial(bytes_of, values),
             {name: partial(bytes_of, array) for name, array in arrays.items()},
         )
-
-
-def _named(partition: Partition, step: int, until: float) -> Cut:
-    cut = partition.named_cut(until)
-    if cut is None:
-        raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
-    return cut
 
 
 def load(storage: Storage, layout: JobLayout, entry: PartitionEntry) -> PartitionState:

@@ -1,8 +1,8 @@
-"""The push ledger of one partition: which work it has counted (docs/ledger.md, rules A1 to A5, A7).
+"""The push ledger of one partition: which work it has counted (docs/ledger.md, rules A1 to A5, A7, A11).
 
 Owns: one watermark and one token per key (source, lane), and the floor below which no token is taken. Invariants: a
-watermark only grows, by the next sequence or by a range that begins with it; a token only grows. Pure: no clock, lock
-or I/O; the partition calls it under its lock.
+watermark only grows, by the next sequence, by a range that begins with it, or past what the coordinator has declared
+lost; a token only grows. Pure: no clock, lock or I/O; the partition calls it under its lock.
 Must not know: gradients, versions, who sends.
 """
 
@@ -98,6 +98,12 @@ class Ledger:
         entry = self._find(name.key) or self._entries.setdefault(name.key, _Entry())
         assert name.first == entry.next, (name, entry)
         entry.next = name.last + 1
+        self._next_push = None
+
+    def pass_over(self, key: SourceKey, next_sequence: int) -> None:
+        """Rule A11: what was lost before `next_sequence` is not waited for any more. A higher watermark stays."""
+        entry = self._entries.setdefault(key, _Entry())
+        entry.next = max(entry.next, next_sequence)
         self._next_push = None
 
     # ---- checkpoints

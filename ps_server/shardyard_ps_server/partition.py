@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, TooLarge
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import (
     JobLayout,
     Missing,
@@ -202,6 +203,12 @@ class Partition:
         with self._changed:
             self._ledger.forget(keys, floor)
 
+    def pass_over(self, key: SourceKey, next_sequence: int, check_current: Callable[[], None]) -> None:
+        """Rule A11. Raises StaleGeneration."""
+        with self._changed:
+            check_current()
+            self._ledger.pass_over(key, next_sequence)
+
     # ---- leases
 
     def check_open(self, key: SourceKey, token: Token) -> None:
@@ -245,6 +252,7 @@ class Partition:
                 outcome = self._count(name, contribution)
             else:
                 outcome = self._record(self._gate, name, contribution)
+            failpoint("push.after_partition")
             return PartResult(self.id, outcome, self._ledger.next(name.key), self._versions.newest)
 
     def _judge(self, name: PushName, contribution: Contribution) -> bool:
@@ -298,6 +306,7 @@ class Partition:
 
     def _apply(self, members: Sequence[Contribution], shares: Sequence[float], new: Bytes) -> None:
         self._blocks.update(members, shares, self._versions.values, new)
+        failpoint("push.before_publish")
         version = self._versions.publish(new)
         self._changed.notify_all()
         if self._gate is not None and version.number == self._named:

@@ -87,6 +87,7 @@ class Server:
         for hosted in self.store.hosted():
             if hosted.wal is not None:
                 request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
+        request.waiting_for = self.store.vigil.waiting_for
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         self.store.fence(reply.fenced)

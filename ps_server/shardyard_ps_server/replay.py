@@ -18,7 +18,16 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from shardyard.ground.errors import InvalidRequest, NotReady, Refused, SequenceGap, ShardyardError, TooLarge
-from shardyard.ground.types import Generation, PartitionId, PushKind, PushOrder, SourceKey, Token
+from shardyard.ground.types import (
+    Generation,
+    Incarnation,
+    PartitionId,
+    PushKind,
+    PushOrder,
+    SourceKey,
+    Token,
+    WorkerSource,
+)
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.blocks import Contribution
@@ -46,6 +55,10 @@ def begin_head(generation: Generation, partitions: Sequence[PartitionId]) -> byt
     return wire.CreatePartitionsRequest(generation=generation, partitions=partitions).SerializeToString()
 
 
+def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
+    return wire.PassOverRequest(worker=worker, next=next_sequence).SerializeToString()
+
+
 def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partition]) -> None:
     """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says. Raises
     StorageUnavailable, LogDamaged."""
@@ -60,6 +73,8 @@ def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partitio
                 counted += _push(record, present)
             elif record.kind is RecordKind.OPEN:
                 _open(record, present)
+            elif record.kind is RecordKind.PASS_OVER:
+                _pass_over(record, present)
         except TooLarge:
             raise
         except (DecodeError, ShardyardError) as error:
@@ -125,6 +140,12 @@ def _open(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
                 partitions[number].open_source(key, token)
             except Refused as error:
                 log.debug("%s is not opened again: %s", key.source, error.what)
+
+
+def _pass_over(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
+    said = wire.PassOverRequest.FromString(record.head)
+    for number in sorted(partitions):
+        partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(said.worker))), said.next, _check_nothing)
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -38,6 +38,7 @@ class Servicer:
         service.on(methods.OPEN_PARTITIONS, self.open_partitions)
         service.on(methods.SAVE_CHECKPOINT, self.save_checkpoint)
         service.on(methods.FORGET_SOURCES, self.forget_sources)
+        service.on(methods.PASS_OVER, self.pass_over)
         service.on(methods.DROP_JOB, self.drop_job)
         service.on(methods.FENCE, self.fence)
         service.on(methods.OPEN_SOURCES, self.open_sources)
@@ -113,6 +114,18 @@ class Servicer:
             caller, Incarnation(request.server), Generation(request.generation), keys, Token(request.floor)
         )
         return wire.ForgetSourcesReply()
+
+    def pass_over(self, request: wire.PassOverRequest, _: Context) -> wire.PassOverReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        self._store.pass_over(
+            caller,
+            Incarnation(request.server),
+            Generation(request.generation),
+            Incarnation(request.worker),
+            request.next,
+        )
+        return wire.PassOverReply()
 
     def drop_job(self, request: wire.DropJobRequest, _: Context) -> wire.DropJobReply:
         caller = convert.caller_from_wire(request.caller)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from shardyard.ground.errors import (
     StaleTerm,
     TooLarge,
 )
+from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
@@ -57,12 +58,13 @@ from shardyard.ground.types import (
     Watermark,
     WorkerSource,
 )
+from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
-from shardyard_ps_server.replay import begin_head, open_head, pieces_of, push_head, replay
+from shardyard_ps_server.replay import begin_head, open_head, pass_over_head, pieces_of, push_head, replay
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
 from shardyard_ps_server.wal_files import LogRoot
@@ -108,7 +110,8 @@ class Held:
 
 @dataclass
 class HostedJob:
-    """The partitions of one job that this server owns. `lent`: what workers on this machine may still be reading."""
+    """The partitions of one job that this server owns. `spare`: others that it has owned, or began to restore, whose
+    memory a partition of that number takes over. `lent`: what workers on this machine may still be reading."""
 
     job: JobId
     layout: JobLayout
@@ -120,6 +123,7 @@ class HostedJob:
     saver: Saver
     wal: Wal | None = None
     open: bool = False
+    spare: dict[PartitionId, Partition] = field(default_factory=dict)
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
 
     @property
@@ -210,10 +214,13 @@ class Store:
         self._on_log_failure = on_log_failure or _tell_failure
         self._crew = Crew()
         self.counters = Counters()
+        self.vigil = Vigil(logger=log)
+        """Whatever this server waits for is said here: in its log, and to the coordinator."""
 
     def close(self) -> None:
         """Forgets all jobs. No thread is left."""
         self._crew.close()
+        self.vigil.close()
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         for hosted in jobs.values():
@@ -287,18 +294,19 @@ class Store:
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank:
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-            states = self._load(hosted, layout, owned, restore)
+            states = self._load(job, hosted, layout, owned, restore)
             if hosted is not None:
                 self._give(hosted, generation, owned, states, restore)
                 return
             total = sum(layout.partitions[p].payload_bytes for p in owned)
             regions = Regions(total, shareable=self._shareable)
-            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, Saver(self.incarnation))
+            saver = Saver(self.incarnation, self.vigil)
+            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
             try:
                 if durability is Durability.WAL:
                     assert logs is not None
                     files = logs.log(job, self.incarnation)
-                    hosted.wal = Wal(files, segment=restore.number, on_failure=self._on_log_failure)
+                    hosted.wal = Wal(files, segment=restore.number, on_failure=self._on_log_failure, vigil=self.vigil)
                 self._give(hosted, generation, owned, states, restore)
             except ShardyardError:
                 regions.close()
@@ -316,22 +324,28 @@ class Store:
         states: Sequence[PartitionState],
         restore: Restore,
     ) -> None:
-        """Makes partitions, and puts in what they begin with; only then are they the job's."""
-        made = self._make(hosted, [p for p in owned if p not in hosted.partitions])
+        """Makes partitions, and puts in what they begin with; only then are they the job's. What logs say takes its
+        time, and may fail, so it is put in while the partitions are nobody's."""
+        restored = {state.partition for state in states}
+        made = self._make(hosted, [p for p in owned if p not in hosted.partitions], again=restored)
         partitions = {number: made.get(number) or hosted.partitions[number] for number in owned}
-        if hosted.wal is not None:  # restored ones are nobody's yet: this may take its time, and fail
-            for state in states:
+        nobodys = {number for number in restored if number in made or restore.logs.get(number)}
+        for state in states:
+            if state.partition in nobodys:
                 partitions[state.partition].restore(state)
-            self._replay(hosted.job, {state.partition: partitions[state.partition] for state in states}, restore)
+        if hosted.wal is not None:
+            self._replay(hosted.job, {number: partitions[number] for number in sorted(nobodys)}, restore)
         with hosted.deciding():
             if hosted.wal is not None:
-                fresh = [number for number in owned if number in made or number in {each.partition for each in states}]
-                self._begin(hosted.wal, begin_head(generation, fresh))
+                self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
             hosted.generation = generation  # first: what comes under the old one is refused before anything changes
-            hosted.partitions = partitions
-            if hosted.wal is None:
-                for state in states:
-                    hosted.partitions[state.partition].restore(state)
+            before, hosted.partitions = hosted.partitions, partitions
+            for state in states:
+                if state.partition not in nobodys:
+                    partitions[state.partition].restore(state)
+            hosted.spare.update((number, each) for number, each in before.items() if number not in partitions)
+            for number in partitions:
+                hosted.spare.pop(number, None)
             hosted.open = hosted.open or len(states) == len(hosted.partitions)
 
     def _begin(self, wal: Wal, head: bytes) -> None:
@@ -347,8 +361,11 @@ class Store:
         for number, partition in restored.items():
             trails.setdefault(restore.logs.get(number, ()), {})[number] = partition
         for trail, partitions in sorted(trails.items()):
+            numbers = ", ".join(map(str, sorted(partitions)))
             for server in trail:
-                replay(self._logs.log(job, server), restore.number, partitions)
+                what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
+                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
+                    replay(self._logs.log(job, server), restore.number, partitions)
 
     def _check_again(
         self,
@@ -374,7 +391,12 @@ class Store:
             raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
 
     def _load(
-        self, hosted: HostedJob | None, layout: JobLayout, owned: Sequence[PartitionId], restore: Restore
+        self,
+        job: JobId,
+        hosted: HostedJob | None,
+        layout: JobLayout,
+        owned: Sequence[PartitionId],
+        restore: Restore,
     ) -> list[PartitionState]:
         """What is to be restored and is not yet, all of it checked."""
         if not restore.entries:
@@ -387,16 +409,27 @@ class Store:
         for entry in restore.entries:
             here = None if hosted is None else hosted.partitions.get(entry.partition)
             if here is None or here.describe()[0].life < entry.version.life:
-                states.append(load(storage, layout, entry))
+                what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
+                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
+                    states.append(load(storage, layout, entry))
         return states
 
-    def _make(self, hosted: HostedJob, wanted: Sequence[PartitionId]) -> dict[PartitionId, Partition]:
-        try:
-            return {
-                p: Partition(hosted.layout, p, hosted.mode, hosted.logical_ranks, hosted.regions.take) for p in wanted
-            }
-        except TooLarge as error:
-            raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
+    def _make(
+        self, hosted: HostedJob, wanted: Sequence[PartitionId], *, again: Collection[PartitionId]
+    ) -> dict[PartitionId, Partition]:
+        """`again`: those that will be restored, for which one that was given up will do."""
+        found = {}
+        for number in wanted:
+            spare = hosted.spare.get(number) if number in again else None
+            try:
+                found[number] = spare or Partition(
+                    hosted.layout, number, hosted.mode, hosted.logical_ranks, hosted.regions.take
+                )
+            except TooLarge as error:
+                raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
+            if number in again:  # until it is the job's
+                hosted.spare[number] = found[number]
+        return found
 
     # ---- checkpoints
 
@@ -432,6 +465,28 @@ class Store:
         hosted = self.admit(caller, server, generation, reads=True)
         for number in sorted(hosted.partitions):
             hosted.partitions[number].forget(keys, floor)
+
+    def pass_over(
+        self, caller: Caller, server: Incarnation, generation: Generation, worker: Incarnation, next_sequence: int
+    ) -> None:
+        """Rule A11. Raises InvalidRequest where no worker's own source can be."""
+        hosted = self.admit(caller, server, generation, reads=True)
+        if hosted.mode is UpdateMode.SYNC or next_sequence > limits.SEQUENCE_MAX:
+            raise InvalidRequest(
+                f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}"
+            )
+        key, check_current = SourceKey(WorkerSource(worker)), partial(hosted.check_generation, generation)
+        if hosted.wal is None:
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].pass_over(key, next_sequence, check_current)
+            return
+        with hosted.wal.admission:
+            check_current()
+            ticket = hosted.wal.append(RecordKind.PASS_OVER, pass_over_head(worker, next_sequence), NO_BYTES)
+        hosted.wal.sync(ticket)
+        with hosted.wal.turn(ticket):
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].pass_over(key, next_sequence, _check_nothing)
 
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)
@@ -539,11 +594,13 @@ class Store:
                 piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
             work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
+        failpoint("push.before_apply")
         results = (
             self._apply(hosted, order, work)
             if hosted.wal is None
             else self._record(hosted.wal, hosted, order, payload, work)
         )
+        failpoint("push.before_reply")
         self._count(results, len(payload) if order.shared_at is None else 0)
         return results
 

@@ -27,6 +27,7 @@ from typing import Final
 
 from shardyard.ground.errors import Internal, NotReady, ShardyardError, StaleIncarnation, TooLarge
 from shardyard.ground.failpoints import failpoint
+from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.versions import Bytes
 from shardyard_ps_server.wal_files import SYNCED, LogFiles, storing, sync_folder
 from shardyard_ps_server.wal_records import (
@@ -48,10 +49,12 @@ OnFailure = Callable[[ShardyardError], None]
 
 
 class Wal:
-    """A new log, whose first segment has number `segment`. Safe for several threads. Raises StorageUnavailable."""
+    """A new log, whose first segment has number `segment`. `vigil` explains its waits. Safe for several threads. Raises
+    StorageUnavailable."""
 
-    def __init__(self, files: LogFiles, *, segment: int, on_failure: OnFailure) -> None:
+    def __init__(self, files: LogFiles, *, segment: int, on_failure: OnFailure, vigil: Vigil) -> None:
         self._files = files
+        self._vigil = vigil
         self._on_failure = on_failure
         self.admission = threading.Lock()
         """Held while it is decided whether something is recorded, and while it is appended."""
@@ -63,7 +66,7 @@ class Wal:
         self._durable = 0
         self._applied = 0
         self._segment = segment
-        with storing(files.folder):
+        with storing(files.folder), vigil.over(self._beginning):
             files.folder.mkdir(parents=True, exist_ok=True)
             self._fd = self._begin(segment, None)
             try:
@@ -99,7 +102,7 @@ class Wal:
 
     def sync(self, ticket: int) -> None:
         """Returns when the record is durable. Raises NotReady where the log has failed."""
-        with self._changed:
+        with self._vigil.over(self._syncing), self._changed:
             while self._durable < ticket:
                 self._check()
                 if self._writing:
@@ -111,7 +114,7 @@ class Wal:
     def turn(self, ticket: int) -> Iterator[None]:
         """What was recorded before has taken effect. An error that is not the record's own (a ShardyardError) stops the
         log: others would go on without what it says."""
-        with self._changed:
+        with self._vigil.over(self._applying), self._changed:
             while self._applied < ticket - 1:
                 self._check()
                 self._changed.wait()
@@ -134,7 +137,7 @@ class Wal:
         with self._changed:
             ticket = self._appended
         self.sync(ticket)
-        with self._changed:
+        with self._vigil.over(self._applying), self._changed:
             while self._applied < ticket:
                 self._check()
                 self._changed.wait()
@@ -145,7 +148,7 @@ class Wal:
         """What is appended from now on, under `admission`, is in segment `number`; all before has taken effect when
         this returns. A number that is not higher than the present one does nothing. Raises NotReady."""
         self.drain()
-        with self._changed:
+        with self._vigil.over(self._beginning), self._changed:
             if number <= self._segment:
                 return
             self._check()
@@ -178,7 +181,7 @@ class Wal:
 
     def close(self, *, remove: bool = False) -> None:
         """Nothing is recorded any more. `remove`: nobody will read it."""
-        with self._changed:
+        with self._vigil.over(self._syncing), self._changed:
             while self._writing:
                 self._changed.wait()
             if self._fd < 0:
@@ -190,6 +193,17 @@ class Wal:
             self._changed.notify_all()
         if remove:
             self._files.remove()
+
+    # ---- what is waited for
+
+    def _beginning(self) -> str:
+        return f"a segment of the log {self._files.folder} to be begun"
+
+    def _syncing(self) -> str:
+        return f"the log {self._files.folder} to be durable up to record {self._appended:,}"
+
+    def _applying(self) -> str:
+        return f"record {self._applied + 1:,} of the log {self._files.folder} to take effect"
 
     # ---- inside
 

@@ -126,6 +126,8 @@ def open_storage(url: str) -> Storage:
         raise ConfigurationError(
             "an empty URL for checkpoints", todo="give a folder, or a URL such as s3://bucket/path"
         )
+    if not unquote(url).isprintable():
+        raise ConfigurationError(f"{url[:200]!r} is no URL for checkpoints: it has characters that cannot be shown")
     if "://" not in url:
         return LocalStorage(Path(url))
     split = urlsplit(url)

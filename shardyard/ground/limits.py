@@ -66,6 +66,10 @@ CHECKPOINT_WAIT_MS_MAX: Final = 600_000
 """How long a server may wait for the step of a checkpoint."""
 EXPLAIN_WAIT_MS: Final = 5_000
 """A wait longer than this says what it waits for (promise 7)."""
+SHOW_WAIT_MS: Final = 1_000
+"""`status` shows a wait that has lasted for so long."""
+WAITS_CHARACTERS_MAX: Final = 1_000
+"""Of the text in which a member tells its waits."""
 
 LAUNCH_WORKERS_MAX: Final = 1_024
 LAUNCH_EVENTS_MAX: Final = 100_000

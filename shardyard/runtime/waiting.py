@@ -84,51 +84,109 @@ class ExplainedWait:
 
 
 class Vigil:
-    """Explains the waits of a thread that blocks and so cannot tick itself. One wait at a time; a thread of its own
-    looks after it, from the first wait until `close`. Beginning and ending a wait costs next to nothing."""
+    """Explains waits of threads that block and so cannot tick themselves, any number of them at a time, and tells what
+    is waited for now.
+
+    with vigil.over(lambda: f"server 3 to apply push {name}"):
+        peer.call(...)
+
+    A thread of its own looks after them, while there are any and for a moment longer. Beginning and ending a wait costs
+    next to nothing. Safe for several threads. `describe` as for ExplainedWait, but asked by that thread.
+    """
 
     def __init__(self, *, logger: logging.Logger = _logger) -> None:
         self._logger = logger
-        self._describe: Callable[[], str] | None = None
-        self._begin_ms = 0
-        self._explained_ms: int | None = None
+        self._waits: dict[_Wait, None] = {}
         self._closed = threading.Event()
+        self._starting = threading.Lock()
         self._runs = False
+        self._thread: threading.Thread | None = None
+        self._begun = 0
 
-    def over(self, describe: Callable[[], str]) -> Self:
-        """A wait, for a `with` block."""
-        self._begin_ms = _CLOCK.now_ms()
-        self._explained_ms = None
-        self._describe = describe
-        return self
+    def over(self, describe: Callable[[], str]) -> _Wait:
+        """A wait, for one `with` block."""
+        return _Wait(self, describe)
+
+    @property
+    def waiting_for(self) -> str:
+        """What has been waited for longer than limits.SHOW_WAIT_MS, the longest wait first; empty where nothing is. At
+        most limits.WAITS_CHARACTERS_MAX characters."""
+        now_ms = _CLOCK.now_ms()
+        found = [
+            f"{wait.describe()}, for {_seconds(now_ms - wait.begin_ms)}"
+            for wait in list(self._waits)
+            if now_ms - wait.begin_ms >= limits.SHOW_WAIT_MS
+        ]
+        return "; ".join(found)[: limits.WAITS_CHARACTERS_MAX]
+
+    def close(self) -> None:
+        """Ends the thread. Safe from any other thread, and to repeat; waits that begin later are not explained."""
+        self._closed.set()
+        with self._starting:
+            thread = self._thread
+        if thread is not None:
+            thread.join(_VIGIL_MS / 1000)
+
+    def _begin(self, wait: _Wait) -> None:
+        self._waits[wait] = None
+        self._begun += 1
+        if not self._runs:
+            with self._starting:
+                if not self._runs:
+                    self._runs = True
+                    self._thread = threading.Thread(target=self._run, name="vigil", daemon=True)
+                    self._thread.start()
+
+    def _end(self, wait: _Wait, kind: type[BaseException] | None) -> None:
+        del self._waits[wait]
+        if wait.explained_ms is not None:
+            end = "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
+            self._logger.info("%s after %s: %s", end, _seconds(_CLOCK.now_ms() - wait.begin_ms), wait.said)
+
+    def _run(self) -> None:
+        seen = -1
+        while not self._closed.wait(_VIGIL_MS / 1000):
+            if not self._waits and self._begun == seen and self._is_done():
+                return
+            seen = self._begun
+            for wait in list(self._waits):
+                now_ms = _CLOCK.now_ms()
+                since_ms = wait.begin_ms if wait.explained_ms is None else wait.explained_ms
+                if now_ms - since_ms >= limits.EXPLAIN_WAIT_MS:
+                    text = wait.describe()
+                    if wait in self._waits:  # else it ended meanwhile
+                        wait.explained_ms, wait.said = now_ms, text
+                        self._logger.warning("waiting for %s, for %s so far", text, _seconds(now_ms - wait.begin_ms))
+
+    def _is_done(self) -> bool:
+        """Whether the thread may end: a wait that begins from now on starts another."""
+        with self._starting:
+            self._runs = False
+            # one that began meanwhile may still have seen that it runs
+            self._runs = bool(self._waits)
+            return not self._runs
+
+
+class _Wait:
+    """One wait under a vigil; for a `with` block."""
+
+    __slots__ = ("_vigil", "begin_ms", "describe", "explained_ms", "said")
+
+    def __init__(self, vigil: Vigil, describe: Callable[[], str]) -> None:
+        self._vigil = vigil
+        self.describe = describe
+        self.begin_ms = 0
+        self.explained_ms: int | None = None
+        self.said = ""
 
     def __enter__(self) -> None:
-        if not self._runs:
-            self._runs = True
-            threading.Thread(target=self._run, name="vigil", daemon=True).start()
+        self.begin_ms = _CLOCK.now_ms()
+        self._vigil._begin(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._describe = None
-        if self._explained_ms is not None:
-            end = "the wait is over" if kind is None else f"the wait was given up ({kind.__name__})"
-            self._logger.info("%s after %s", end, _seconds(_CLOCK.now_ms() - self._begin_ms))
-
-    def close(self) -> None:
-        """Ends the thread. Safe from any thread, and to repeat."""
-        self._closed.set()
-
-    def _run(self) -> None:
-        while not self._closed.wait(_VIGIL_MS / 1000):
-            describe, begin_ms = self._describe, self._begin_ms
-            now_ms = _CLOCK.now_ms()
-            since_ms = begin_ms if self._explained_ms is None else self._explained_ms
-            if describe is not None and now_ms - since_ms >= limits.EXPLAIN_WAIT_MS:
-                text = describe()
-                if describe is self._describe:  # else it ended meanwhile
-                    self._explained_ms = now_ms
-                    self._logger.warning("waiting for %s, for %s so far", text, _seconds(now_ms - begin_ms))
+        self._vigil._end(self, kind)
 
 
 def _seconds(duration_ms: int) -> str:

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from shardyard.ground import errors
 from shardyard.ground.limits import MESSAGE_BYTES_MAX
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport import TRIED
 from shardyard.transport.direct import ServedCall
 from shardyard.transport.peers import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
@@ -90,8 +91,13 @@ class Listener:
         self._health.enter_graceful_shutdown()
         if not self._started:
             self._begin()  # gRPC gives back the port of a server that was started, no other's
-        self._server.stop(grace_ms / 1000).wait()
-        self._pool.shutdown(wait=True)
+        vigil = Vigil()
+        try:
+            with vigil.over(lambda: f"the calls that {self.address} still serves to end"):
+                self._server.stop(grace_ms / 1000).wait()
+                self._pool.shutdown(wait=True)
+        finally:
+            vigil.close()
 
     def _begin(self) -> None:
         self._server.start()

@@ -21,6 +21,7 @@ from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.store import Restore
 from shardyard_worker import gradients
 from shardyard_worker import job as worker
+from shardyard_worker.feeds import SyncFeed
 
 SAMPLES, BATCH = 96, 4
 WAYS: dict[str, dict[str, object]] = {
@@ -185,6 +186,33 @@ def test_promise_6_job_that_goes_back_to_a_step_ends_at_the_same_bits(
         found, more = train(job, disturb)
     assert done == ["saved", "lost"]
     assert more > batches
+    assert_equal(found, expected)
+
+
+def test_promise_6_job_that_goes_back_after_its_last_step_takes_it_again(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its worker waits for a checkpoint that has all of it."""
+    expected, batches = train(connect(settings=SYNC_2), lambda step: None)
+    asked: list[bool] = []
+
+    with yard_of(tmp_path, SYNC_2) as (yard, job):
+        close = SyncFeed._close
+
+        def lose_first(feed: SyncFeed) -> bool:
+            if not asked:
+                yard.lose(whole=True)
+            asked.append(close(feed))
+            return asked[-1]
+
+        monkeypatch.setattr(SyncFeed, "_close", lose_first)
+        found, more = train(job, lambda step: yard.save(step=5) if step == 5 and not asked else None)
+    assert asked[0] is False
+    assert more > batches
+    assert_equal(found, expected)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name

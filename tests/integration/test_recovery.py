@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,42 @@ def test_all_servers_and_the_coordinator_dead_at_once(yard: RoleYard, probes: Pr
         yard.restart_server(index)
     results = [finish(script, out) for script, out in started]
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
+
+
+LOST = re.compile(r"#(\d+)(?: to #(\d+))? in partition ([\d, ]+)")
+
+
+def lost_by_partition(yard: RoleYard) -> dict[int, set[int]]:
+    """The sequences that the coordinator has said to be lost."""
+    found: dict[int, set[int]] = {}
+    for line in yard.coordinator.lines:
+        if "are lost: " in line:
+            for first, last, partitions in LOST.findall(line.partition("are lost: ")[2]):
+                for partition in partitions.split(","):
+                    found.setdefault(int(partition), set()).update(range(int(first), int(last or first) + 1))
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 1])
+def test_lost_pushes_without_leased_data_are_told_exactly(yard: RoleYard, probes: Probes, window: int) -> None:
+    script, out = probes.start(
+        "own",
+        *("--samples", "120", "--pause-ms", "20"),
+        coordinator=yard.address,
+        job__checkpoint__every_steps=30,
+        worker__window=window,
+    )
+    yard.coordinator.wait_for("checkpoint 2 of step")
+    script.wait_for(f"computed {computed(script) + 8}")
+    yard.kill_server(1)
+    yard.restart_server(1)
+    result = finish(script, out)
+    lost = lost_by_partition(yard)
+    assert lost
+    counts = sorted(value[0] for value in result["values"].values())
+    assert counts == sorted(120.0 - len(lost.get(partition, ())) for partition in range(4))
+    count = len(set().union(*lost.values()))
+    assert yard.status().jobs[0].lost_pushes == count
+    yard.kill_coordinator()
+    yard.restart_coordinator()
+    assert yard.status().jobs[0].lost_pushes == count

@@ -24,6 +24,7 @@ from shardyard.ground.types import (
     VariableSpec,
     Version,
     Watermark,
+    WorkerSource,
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings, MembershipSettings
 from shardyard.transport.in_process import InProcessNetwork
@@ -92,6 +93,7 @@ class FakeServer:
         service.on(methods.DROP_JOB, lambda request, _: self._note("drop", request, server_wire.DropJobReply()))
         service.on(methods.FENCE, lambda request, _: self._note("fence", request, server_wire.FenceReply()))
         service.on(methods.READ_LEDGER, self._read)
+        service.on(methods.PASS_OVER, self._pass_over)
         return service
 
     def named(self, kind: str) -> list[object]:
@@ -109,6 +111,12 @@ class FakeServer:
         convert.layout_from_wire(request.layout)
         reply = self._note("create", request, server_wire.CreatePartitionsReply())
         self.partitions = tuple(request.partitions)
+        return reply
+
+    def _pass_over(self, request: server_wire.PassOverRequest, _: Context) -> object:
+        reply = self._note("pass over", request, server_wire.PassOverReply())
+        key = SourceKey(WorkerSource(Incarnation(request.worker)))
+        self.next_of[key] = max(self.next_of.get(key, 0), request.next)
         return reply
 
     def _read(self, request: server_wire.ReadLedgerRequest, _: Context) -> object:
@@ -235,6 +243,11 @@ class Worker:
             request.data_shard.CopyFrom(lease.data_shard)
             request.token = lease.token
         return self.yard.peer().call(methods.CLOSE_LEASE, request, timeout_ms=1).done
+
+    def rebase(self, next_sequence: int) -> list[tuple[int, int, int]]:
+        request = wire.RebaseSourceRequest(caller=self.caller, next=next_sequence)
+        reply = self.yard.peer().call(methods.REBASE_SOURCE, request, timeout_ms=1)
+        return [(each.partition, each.first, each.last) for each in reply.lost]
 
     def beat(self, **report: object) -> wire.HeartbeatReply:
         request = wire.HeartbeatRequest(caller=self.caller, **report)  # type: ignore[arg-type]

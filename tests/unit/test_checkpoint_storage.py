@@ -113,6 +113,12 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "deep") if request.param == "folder" else f"file://{tmp_path}/with%20space")
 
 
+@pytest.mark.parametrize("url", ["folder\0", "file:///folder%00", "memory://folder\n", "\ud800"])
+def test_url_with_characters_that_cannot_be_shown_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be shown"):
+        open_storage(url)
+
+
 def test_what_was_written_is_read(storage: Storage) -> None:
     pieces = [b"abc", bytearray(b"defg"), memoryview(b"hij"), b"", memoryview(b"\x01\x02\x03\x04").cast("H")]
     whole = b"abcdefghij\x01\x02\x03\x04"

@@ -436,6 +436,26 @@ def report() -> status_view.YardReport:
     return status_view.YardReport("h:7070", yard_status(), {1: said})
 
 
+def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
+    shown, found = io.StringIO(), report()
+    found.status.waiting_for = "the journal j to be written, for 7.0 s"
+    found.status.members[0].waiting_for = "step 40 of partition 3, for checkpoint 12, for 6.0 s"
+    found.status.jobs[1].waits.append("a server for partition 3, 4, for 5.1 s")
+    local = status_view.LocalReport(1, (), {}, ("server-1 (pid 4); its log is s.log",))
+    found = status_view.YardReport(found.coordinator, found.status, found.servers, local)
+    status_view.show(found, Console(file=shown, width=400))
+    text = shown.getvalue()
+    assert "  waits for the journal j to be written, for 7.0 s\n" in text
+    assert "; waits for step 40 of partition 3, for checkpoint 12, for 6.0 s" in " ".join(text.split())
+    assert "  waits for a server for partition 3, 4, for 5.1 s\n" in text
+    assert "not ready yet: server-1 (pid 4); its log is s.log\n" in text
+    document = json.loads(status_view.to_json(found))
+    assert document["waiting_for"] == "the journal j to be written, for 7.0 s"
+    assert document["members"][0]["waiting_for"].startswith("step 40")
+    assert document["jobs"][1]["waits"] == ["a server for partition 3, 4, for 5.1 s"]
+    assert document["local"]["unready"] == ["server-1 (pid 4); its log is s.log"]
+
+
 def test_status_as_json_has_all_there_is() -> None:
     document = json.loads(status_view.to_json(report()))
     job = document["jobs"][1]

@@ -43,6 +43,7 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.runtime.settings import CheckpointSettings
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard_coordinator import archive as module
 from shardyard_coordinator.archive import Archive
@@ -84,7 +85,8 @@ class Yard:
             self.stores[server].create(JOB, FIRST, LAYOUT, owned, mode, 2)
             self.stores[server].open(JOB, FIRST)
         self.lease()
-        self.servers = Servers(network, Term(5))
+        self.vigil = Vigil()
+        self.servers = Servers(network, Term(5), self.vigil)
         self.archive = Archive(self.servers, now=lambda: NOW)
         self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
 
@@ -148,6 +150,9 @@ def yard(request: pytest.FixtureRequest) -> Iterator[Yard]:
     found = Yard(getattr(request, "param", UpdateMode.ASYNC))
     yield found
     found.servers.close()
+    found.vigil.close()
+    for store in found.stores.values():
+        store.close()
 
 
 def test_checkpoint_has_all_partitions_and_what_the_job_is(yard: Yard, tmp_path: Path) -> None:
@@ -228,6 +233,16 @@ def test_job_that_takes_no_steps_is_written_as_it_stands(
     monkeypatch.setattr(module, "STEP_WAIT_MS", 20)
     yard.push(0)
     assert yard.take(tmp_path, 1, step=1) == 1
+
+
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_job_that_has_gone_back_to_before_the_step_that_was_named_is_written_as_it_stands(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEP_WAIT_MS", 20)
+    for step in range(3):
+        yard.push(step)
+    assert yard.take(tmp_path, 1, step=9) == 3
 
 
 def test_nothing_is_committed_where_a_server_does_not_answer(yard: Yard, tmp_path: Path) -> None:

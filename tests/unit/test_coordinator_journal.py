@@ -271,6 +271,19 @@ def test_file_whose_structure_is_damaged_is_refused_at_once(tmp_path: Path) -> N
         Journal(tmp_path)
 
 
+def test_file_whose_damage_makes_sqlite_quote_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    Journal(tmp_path).close()
+    data = bytearray((tmp_path / FILE).read_bytes())
+    begin = data.index(b"CREATE TABLE terms")
+    data[begin : begin + 12] = b"CREATE TAB\xd4E"
+    (tmp_path / FILE).write_bytes(data)
+    with pytest.raises(ConfigurationError, match=f"journal {tmp_path / FILE}"):
+        Journal(tmp_path)
+    data[begin : begin + 12] = b"CREATE TABLE"
+    (tmp_path / FILE).write_bytes(data)
+    Journal(tmp_path).close()
+
+
 def test_journal_that_lost_its_log_is_refused(tmp_path: Path) -> None:
     journal = in_use(tmp_path / "a")
     with pytest.raises(ConfigurationError, match="its last record is 60; record 80 had been written"):

@@ -232,7 +232,7 @@ def test_a_server_that_cannot_read_the_log_gets_nothing(short: bool | None) -> N
         assert not [each for each in yard.tick() if isinstance(each, effects.RestorePartitions)]
     recovery = yard.machine.jobs[-1].keeping.recovery
     numbers = ", ".join(map(str, sorted(lost)))
-    assert recovery.waits_for == f"a server that reaches the logs in folder {HERE}, for partitions {numbers}"
+    assert recovery.waits_for == f"a server that reaches the logs in folder {HERE}, for partition {numbers}"
     fresh = yard.register(HERE)
     yard.servers.append(fresh)
     wanted = yard.until(effects.RestorePartitions)

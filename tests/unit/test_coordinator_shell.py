@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sqlite3
 import sys
 import threading
 from collections.abc import Iterator
@@ -230,11 +231,38 @@ def test_status_shows_members_and_jobs(yard: Yard) -> None:
     assert (feed.free, feed.leased, feed.done, feed.finished) == (2, 1, 0, False)
 
 
-def test_coordinator_that_cannot_write_its_journal_decides_nothing_more(yard: Yard) -> None:
-    yard.journal.close()
-    for _ in range(2):
-        with pytest.raises(errors.Internal, match="journal cannot be written"):
-            yard.register(MemberRole.WORKER)
+@pytest.mark.parametrize("method", ["append", "replace"])
+def test_coordinator_goes_on_from_its_records_when_its_journal_can_be_written_again(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def fail(_entries: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    (worker,) = yard.run_job(ASYNC)
+    worker.open_feed(samples=30)
+    written = len(yard.journal.records())
+    with monkeypatch.context() as full:
+        full.setattr(yard.journal, "append", fail)
+        with pytest.raises(errors.NotReady, match=r"journal in memory cannot be written \(database or disk is full\)"):
+            worker.lease()
+        if method == "replace":  # half of the room that is needed is none
+            full.undo()
+            full.setattr(yard.journal, "replace", fail)
+            yard.clock.await_tick()
+            with pytest.raises(errors.NotReady, match="cannot be written"):
+                worker.beat()
+        assert len(yard.journal.records()) == written
+    wait_until(lambda: answers(worker), "the coordinator to go on")
+    assert worker.beat().job_state == wire.JOB_STATE_RUNNING
+    assert worker.lease().lease.token == 1, "what was not written was not decided"
+
+
+def answers(worker: Worker) -> bool:
+    try:
+        worker.beat()
+    except errors.NotReady:
+        return False
+    return True
 
 
 def test_stopping_coordinator_is_not_ready(yard: Yard) -> None:

@@ -178,6 +178,18 @@ def test_asking_does_not_make_an_entry() -> None:
     assert len(ledger) == 0
 
 
+def test_rule_a11_what_is_lost_is_passed_over_and_a_watermark_never_falls() -> None:
+    ledger = Ledger(PARTITION)
+    ledger.pass_over(WORKER, 5)
+    assert not ledger.is_duplicate(name(5, key=WORKER))
+    ledger.advance(name(5, key=WORKER))
+    ledger.pass_over(WORKER, 3)
+    assert ledger.next(WORKER) == 6
+    assert not ledger.is_duplicate(name(6, key=WORKER))
+    ledger.pass_over(WORKER, 7)
+    assert ledger.is_duplicate(name(6, key=WORKER))
+
+
 @dataclass
 class DumbLedger:
     """What was counted, as sets of sequences; tokens as the set of all that were opened."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,8 +76,24 @@ LAYOUT = JobLayout(
 COORDINATOR = Caller(JOB, term=Term(2))
 
 
+MADE: list[Store] = []
+"""The stores of a test, which ends with them."""
+
+
+@pytest.fixture(autouse=True)
+def _stores_end() -> Iterator[None]:
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
+def made() -> Store:
+    MADE.append(Store())
+    return MADE[-1]
+
+
 def server(mode: UpdateMode = UpdateMode.ASYNC, owned: Sequence[PartitionId] = OWNED) -> Store:
-    found = Store()
+    found = made()
     found.become(HERE, Term(2))
     found.create(JOB, GENERATION, LAYOUT, owned, mode, 2)
     found.open(JOB, GENERATION)
@@ -142,7 +158,7 @@ def restored(
     mode: UpdateMode = UpdateMode.ASYNC,
     owned: Sequence[PartitionId] = OWNED,
 ) -> Store:
-    store = Store()
+    store = made()
     store.become(HERE, Term(2))
     store.create(JOB, GENERATION, LAYOUT, owned, mode, 2, Restore(str(folder), found))
     return store
@@ -339,7 +355,7 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
 
 
 def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_path: Path) -> None:
-    store = Store()
+    store = made()
     store.become(HERE, Term(2))
     store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
     with pytest.raises(NotReady):

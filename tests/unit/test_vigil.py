@@ -86,6 +86,49 @@ def test_wait_that_was_given_up_says_why(vigil: Vigil, caplog: pytest.LogCapture
     assert "the wait was given up (KeyError) after" in caplog.text
 
 
+def test_waits_of_several_threads_are_all_explained(vigil: Vigil, caplog: pytest.LogCaptureFixture) -> None:
+    done = threading.Event()
+
+    def wait(what: str) -> None:
+        with vigil.over(lambda: what):
+            done.wait(DEADLINE_S)
+
+    threads = [threading.Thread(target=wait, args=(f"server {number}",)) for number in range(3)]
+    with vigil.over(lambda: "all of them"):
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: all(f"waiting for server {number}, for" in caplog.text for number in range(3)))
+        wait_until(lambda: "waiting for all of them, for" in caplog.text)
+        assert vigils() == 1
+        done.set()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+    assert len([text for text in caplog.messages if "the wait is over after" in text]) == 4
+
+
+def test_what_is_waited_for_is_shown_the_longest_first_and_no_more_than_fits(
+    vigil: Vigil, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SHOW_WAIT_MS", 30)
+    with vigil.over(lambda: "the first"):
+        assert vigil.waiting_for == ""
+        wait_until(lambda: vigil.waiting_for.startswith("the first, for 0."))
+        with vigil.over(lambda: "the second" + 2_000 * "!"):
+            assert "second" not in vigil.waiting_for
+            wait_until(lambda: "; the second!" in vigil.waiting_for)
+            assert len(vigil.waiting_for) == limits.WAITS_CHARACTERS_MAX
+    assert vigil.waiting_for == ""
+
+
+def test_thread_ends_by_itself_where_nothing_is_waited_for_and_is_there_again_for_the_next_wait(
+    vigil: Vigil, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(3):
+        with vigil.over(lambda n=number: f"wait {n}"):  # type: ignore[misc]
+            wait_until(lambda n=number: f"waiting for wait {n}, for" in caplog.text)  # type: ignore[misc]
+        wait_until(lambda: vigils() == 0)
+
+
 def test_one_thread_for_all_waits_and_none_after_the_end() -> None:
     before = vigils()
     vigil = Vigil()

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.ground import failpoints
 from shardyard.ground.errors import (
     InvalidRequest,
@@ -57,7 +58,9 @@ from shardyard.ground.types import (
     UpdateMode,
     VariableSpec,
     Version,
+    WorkerSource,
 )
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.same_host import Shared
 from shardyard_ps_server import partition as partitions
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
@@ -313,6 +316,18 @@ def test_tokens_come_back(yard: Yard) -> None:
     assert push(second, 0, token=7) == {Outcome.APPLIED}
 
 
+def test_what_was_passed_over_stays_so(yard: Yard) -> None:
+    """A worker whose own pushes a restore has taken back goes on behind them (rule A11)."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    first.pass_over(COORDINATOR, FIRST, GENERATION, WORKER, 5)
+    assert push(first, 5, source=WorkerSource(WORKER), token=0) == {Outcome.APPLIED}
+    before = state(first)
+    second = yard.successor(saved, 2, FIRST)
+    assert state(second) == before
+    assert push(second, 5, source=WorkerSource(WORKER), token=0) == {Outcome.DUPLICATE}
+
+
 def test_a_chain_of_servers_that_died_comes_back(yard: Yard) -> None:
     first = yard.first()
     saved = yard.save(first, 2)
@@ -389,6 +404,58 @@ def test_what_a_job_that_went_back_has_undone_is_not_done_again(yard: Yard) -> N
     before = state(first)
     assert before[0][0] == 1
     assert state(yard.successor(saved, 2, FIRST, life=3, generation=Generation(6))) == before
+
+
+def test_a_job_that_goes_back_counts_nothing_of_the_time_before(yard: Yard) -> None:
+    """A push that comes while partitions in use are restored is of the old generation: refused, not added to them."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    late = order_of(first, 1)
+    restore = partitions.Partition.restore
+    outcomes: list[object] = []
+
+    def slow(partition: partitions.Partition, found: PartitionState) -> None:
+        if not outcomes:
+            try:
+                outcomes.append(send(first, late))
+            except StaleGeneration as error:
+                outcomes.append(error)
+        restore(partition, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partitions.Partition, "restore", slow)
+        yard.successor(saved, 2, into=first)
+    assert [type(outcome) for outcome in outcomes] == [StaleGeneration]
+    assert state(first)[0][0] == 0
+
+
+def test_a_restore_that_fails_again_and_again_takes_no_more_memory(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    other = yard.empty(SECOND)
+    other.create(JOB, GENERATION, LAYOUT, [], UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    other.open(JOB, GENERATION)
+    taken: list[int] = []
+    regions = other.hosted()[0].regions
+    take = regions.take
+
+    def counted(nbytes: int) -> object:
+        taken.append(nbytes)
+        return take(nbytes)
+
+    regions.take = counted  # type: ignore[assignment, method-assign]
+
+    def die(_: str) -> None:
+        raise OSError(5, "gone")
+
+    for attempt in range(4):
+        with failpoints.armed("wal.before_fence", die), pytest.raises(StorageUnavailable):
+            yard.successor(saved, 2, FIRST, into=other, life=2 + attempt, generation=Generation(5 + attempt))
+    once = len(taken)
+    yard.successor(saved, 2, FIRST, into=other, life=9, generation=Generation(9))
+    assert len(taken) == once
+    assert state(other)[0][0] == 0
 
 
 def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
@@ -505,6 +572,65 @@ def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.Mo
     go.set()
     thread.join()
     assert state(first)[0][0] == 1
+
+
+def test_what_is_under_way_is_in_the_segment_before_a_checkpoint(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that begins while a push is being synced waits for it."""
+    first = yard.first()
+    held, go = threading.Event(), threading.Event()
+    fdatasync = os.fdatasync
+
+    def slow(fd: int) -> None:
+        held.set()
+        assert go.wait(30)
+        fdatasync(fd)
+
+    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    saved: list[Saved] = []
+    threads = [
+        threading.Thread(target=push, args=(first, 0)),
+        threading.Thread(target=lambda: saved.extend(yard.save(first, 2))),
+    ]
+    threads[0].start()
+    assert held.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert not saved
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert [each.version.number for each in saved] == [1, 1]
+    before = state(first)
+    assert state(yard.successor(saved, 2, FIRST)) == before
+
+
+def test_pushes_take_effect_in_the_order_of_the_log(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    sources = [DataShardSource(0, 0, index) for index in (1, 2)]
+    first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+    appended, go = threading.Event(), threading.Event()
+    sync = Wal.sync
+
+    def slow(wal: Wal, ticket: int) -> None:
+        sync(wal, ticket)
+        if not appended.is_set():
+            appended.set()
+            assert go.wait(30)
+
+    monkeypatch.setattr(Wal, "sync", slow)
+    threads = [threading.Thread(target=push, args=(first, 0), kwargs={"source": source}) for source in sources]
+    threads[0].start()
+    assert appended.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert first.hosted()[0].partitions[OWNED[0]].describe()[0].number == 0
+    go.set()
+    for thread in threads:
+        thread.join()
+    before = state(first)
+    assert before[0][0] == 2
+    assert state(yard.successor(saved, 2, FIRST)) == before
 
 
 def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
@@ -697,6 +823,17 @@ def test_a_missing_segment_is_named(crashed: Crashed) -> None:
         yard.successor(saved, 2, FIRST)
 
 
+def test_a_segment_missing_in_the_middle_is_named(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    for number in (3, 4):
+        push(first, number - 3)
+        yard.save(first, number)
+    log_of(yard).segment(3).unlink()
+    with pytest.raises(LogDamaged, match=r"0004\.log at byte 0: it does not follow segment 2"):
+        yard.successor(saved, 2, FIRST)
+
+
 def test_a_segment_of_another_log_is_named(crashed: Crashed, tmp_path: Path) -> None:
     yard, saved, _ = crashed
     other = Yard(tmp_path / "other")
@@ -720,7 +857,7 @@ def test_a_log_that_is_elsewhere_is_said_to_be(yard: Yard, tmp_path: Path) -> No
 def test_a_record_that_does_not_follow_is_damage(crashed: Crashed) -> None:
     """A whole record in the middle, with good checksums, that names work beyond the next."""
     yard, saved, _ = crashed
-    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append)
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=Vigil())
     first = yard._stores[0]
     order = order_of(first, 2)
     with wal.admission:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from shardyard.ground import limits
+from shardyard.runtime.waiting import Vigil
 from shardyard_worker.agent import (
     Effect,
     Ended,
@@ -148,9 +149,13 @@ class _Child:
 
 
 class RunningLaunch:
-    """A launch and its thread. Safe to call from any thread; `report_exit` is called from the launch's own."""
+    """A launch and its thread. Safe to call from any thread; `report_exit` is called from the launch's own. `vigil`
+    explains what takes long."""
 
-    def __init__(self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], None], vigil: Vigil
+    ) -> None:
+        self._vigil = vigil
         self.number = number
         self.order = order
         self.events = EventLog()
@@ -184,7 +189,8 @@ class RunningLaunch:
 
     def join(self, timeout_ms: int) -> bool:
         """Waits for the end; False if it did not come in time."""
-        self._thread.join(timeout_ms / 1000)
+        with self._vigil.over(lambda: f"the {self.running} processes of launch {self.number} to end"):
+            self._thread.join(timeout_ms / 1000)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -285,7 +291,10 @@ class RunningLaunch:
         """Ends what is left of a process and its group; its last lines, then its end."""
         now_s = time.time()
         _signal(child.process.pid, signal.SIGKILL)
-        exit_code = child.process.wait()
+        pid = child.process.pid
+        # a process that is stuck in the kernel is not gone before that lets it go
+        with self._vigil.over(lambda: f"process {pid} of launch {self.number}, which was killed, to be gone"):
+            exit_code = child.process.wait()
         del self._children[child.index]
         self._selector.unregister(child.ended_fd)
         os.close(child.ended_fd)

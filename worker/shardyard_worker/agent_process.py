@@ -42,10 +42,14 @@ REPORT_TIMEOUT_MS: Final = 2_000
 
 
 class Standing:
-    """The agent's membership. `enrol` and `tend` are for one thread; the rest is safe for several."""
+    """The agent's membership. `enrol` and `tend` are for one thread; the rest is safe for several. `waiting_for`: what
+    the agent waits for, for heartbeats."""
 
-    def __init__(self, peer: Peer, membership: Membership, *, coordinator_grace_ms: int) -> None:
+    def __init__(
+        self, peer: Peer, membership: Membership, *, coordinator_grace_ms: int, waiting_for: Callable[[], str]
+    ) -> None:
         self._grace_ms = coordinator_grace_ms
+        self._waiting_for = waiting_for
         self._peer = peer
         self._membership = membership
         self._lost = threading.Event()
@@ -99,7 +103,17 @@ class Standing:
         log.info("enrolled with %s", self._peer.name)
 
     def _new(self) -> Enrolment:
-        return Enrolment(self._peer, self._membership, on_reply=_ignore, on_lost=self._on_lost, grace_ms=self._grace_ms)
+        return Enrolment(
+            self._peer,
+            self._membership,
+            on_reply=_ignore,
+            on_lost=self._on_lost,
+            report=self._report,
+            grace_ms=self._grace_ms,
+        )
+
+    def _report(self, request: coordinator_wire.HeartbeatRequest) -> None:
+        request.waiting_for = self._waiting_for()
 
     def _on_lost(self, error: errors.ShardyardError) -> None:
         log.warning("no member any more, will enrol again: %s", error)
@@ -172,7 +186,12 @@ def serve(
         listener = Listener(bind, [service.service])
         address = advertise or listener.address
         grace_ms = settings.membership.coordinator_grace_ms
-        standing = Standing(peer, Membership(MemberRole.AGENT, address), coordinator_grace_ms=grace_ms)
+        standing = Standing(
+            peer,
+            Membership(MemberRole.AGENT, address),
+            coordinator_grace_ms=grace_ms,
+            waiting_for=lambda: service.vigil.waiting_for,
+        )
         listener.start()
         standing.enrol(stop)
         if stop.is_set():

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from shardyard.ground import errors, limits
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Context, Service
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import agent_pb2 as wire
@@ -69,6 +70,8 @@ class AgentService:
         self._lock = threading.Lock()
         self._launches: dict[int, RunningLaunch] = {}
         self._closed = False
+        self.vigil = Vigil(logger=log)
+        """Whatever this agent waits for is said here: in its log, and to the coordinator."""
         self.service = Service("Agent")
         self.service.on(methods.LAUNCH, self._on_launch)
         self.service.on(methods.WATCH, self._on_watch)
@@ -85,7 +88,9 @@ class AgentService:
                 raise errors.NotReady(f"the agent runs {LAUNCHES_RUNNING_MAX} launches already, as many as it takes")
             self._forget()
             number = secrets.randbits(48) + 1
-            launch = self._launches[number] = RunningLaunch(number, order, report_exit=self._report_exit)
+            launch = self._launches[number] = RunningLaunch(
+                number, order, report_exit=self._report_exit, vigil=self.vigil
+            )
             launch.start()
         log.info("launch %d: %s in %d processes", number, order.script, order.workers)
         return launch
@@ -100,6 +105,7 @@ class AgentService:
         for launch in launches:
             if not launch.join(grace_ms + 5_000):
                 log.error("launch %d has not ended in time", launch.number)
+        self.vigil.close()
 
     def _forget(self) -> None:
         ended = [number for number, launch in self._launches.items() if launch.events.ended]

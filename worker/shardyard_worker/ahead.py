@@ -18,6 +18,7 @@ import numpy as np
 
 from shardyard.ground import errors
 from shardyard.ground.types import Incarnation
+from shardyard.runtime.waiting import Vigil
 from shardyard_worker.buckets import Buckets, Bytes, Span
 from shardyard_worker.line import Line
 
@@ -35,12 +36,14 @@ class _Sent:
 class Ahead:
     """For the lines of one job. Used by one thread, but for `close`."""
 
-    def __init__(self, buckets: Buckets, lines: Mapping[Incarnation, Line]) -> None:
+    def __init__(self, buckets: Buckets, lines: Mapping[Incarnation, Line], vigil: Vigil) -> None:
         self._buckets = buckets
         self._lines = lines
         self._sent: dict[Incarnation, _Sent] = {}
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = False
+        self._vigil = vigil
+        self._sends_to = Incarnation(0)
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
 
@@ -60,6 +63,7 @@ class Ahead:
                 wait()
             if sent.broken:
                 return
+            self._sends_to = span.server
             payload = self._buckets.payload(span.server)[span.begin : span.end]
             sent.sums[index] = span, _sum(payload)
             try:
@@ -77,7 +81,8 @@ class Ahead:
             self._pending = False
             done = threading.Event()
             self._waiting.put(done.set)
-            done.wait()
+            with self._vigil.over(lambda: f"gradients to be sent to server {self._sends_to}, ahead of their push"):
+                done.wait()
 
     def forget(self) -> None:
         """Another exchange begins, and the servers forget what came ahead of it. After `drain`."""

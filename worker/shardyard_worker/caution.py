@@ -9,7 +9,6 @@ import logging
 from dataclasses import dataclass
 
 from shardyard.ground.types import LeasedSource, Token
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.training import Training
@@ -40,9 +39,8 @@ def announce(training: Training, source: LeasedSource, token: Token, sequence: i
         highest=highest,
     )
     reply = session.ask(methods.BEGIN_BATCH, request)
-    with ExplainedWait(lambda: f"a verdict on #{sequence} of {source}, after the checkpoint", logger=log) as wait:
+    with session.vigil.over(lambda: f"a verdict on #{sequence} of {source}, once the checkpoint is taken"):
         while reply.retry_ms:
-            wait.tick()
             training.router.pause(min(reply.retry_ms, PAUSE_MS_MAX))
             session.check()
             reply = session.ask(methods.BEGIN_BATCH, request)

@@ -18,7 +18,6 @@ from typing import Any
 from shardyard.ground.errors import InvalidRequest, ShardyardError, StaleToken
 from shardyard.ground.orders import Indices, order
 from shardyard.ground.types import DataLease, PushName, Rank, RankSource, SourceKey, UpdateMode
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -140,14 +139,11 @@ class AsyncFeed(Feed):
         """A data shard to work on; None when all are done."""
         request = wire.LeaseDataRequest(caller=convert.caller_to_wire(self._session.caller), feed=self._number)
         reply = self._session.ask(methods.LEASE_DATA, request)
-        with ExplainedWait(lambda: f"a data shard: {reply.wait.waiting_for}", logger=log) as wait:
+        with self._session.vigil.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
             while reply.WhichOneof("answer") == "wait":
-                wait.tick()
-                self._session.progress.waiting_for = reply.wait.waiting_for if wait.waited_ms > 1_000 else ""
                 self._training.router.pause(min(reply.wait.retry_ms, 1_000))
                 self._session.check()
                 reply = self._session.ask(methods.LEASE_DATA, request)
-        self._session.progress.waiting_for = ""
         return convert.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
 
     def _go_through(self, lease: DataLease) -> Iterator[Any]:
@@ -232,14 +228,15 @@ class SyncFeed(Feed):
     def batches(self) -> Iterator[Any]:
         while not self._opened.done:
             if self._strategy.on_standby:
-                if self._is_done_after_a_pause():
+                if self._is_done_on_standby():
                     break
                 continue
             self._strategy.prepare_work()
             rank = self._strategy.due()
             if self._strategy.step >= self._end:
-                self._await_done()
-                break
+                if self._await_done():
+                    break
+                continue
             if rank is not None:
                 yield from self._compute(rank)
         if self._strategy.on_standby:
@@ -288,21 +285,26 @@ class SyncFeed(Feed):
         request = wire.CloseLeaseRequest(caller=caller, feed=self._number)
         return self._session.ask(methods.CLOSE_LEASE, request).done
 
-    def _is_done_after_a_pause(self) -> bool:
-        if self._close():
-            return True
-        self._session.progress.waiting_for = "a logical rank to compute; other workers have them all"
-        self._training.router.pause(200)
-        self._session.refresh()
-        self._session.progress.waiting_for = ""
+    def _is_done_on_standby(self) -> bool:
+        """Waits for a rank, or for the others to be done with all of it: True then."""
+        with self._session.vigil.over(lambda: "a logical rank to compute; other workers have them all"):
+            while self._strategy.on_standby:
+                if self._close():
+                    return True
+                self._training.router.pause(200)
+                self._session.refresh()
         return False
 
-    def _await_done(self) -> None:
-        with ExplainedWait(lambda: f"all partitions to have step {self._end - 1}", logger=log) as wait:
+    def _await_done(self) -> bool:
+        """Until a checkpoint has all steps. False where the job has gone back meanwhile, and steps are to be computed
+        again (rule A11)."""
+        with self._session.vigil.over(lambda: f"a checkpoint that has step {self._end - 1}"):
             while not self._close():
-                wait.tick()
                 self._session.check()
+                if self._strategy.has_moved():
+                    return False
                 self._training.router.pause(50)
+        return True
 
 
 def open_feed(training: Training, strategy: Strategy, reader: Reader, *, number: int, settings: FeedSettings) -> Feed:

@@ -299,7 +299,7 @@ def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
         offsets = np.memmap(file, dtype="<i8", mode="r", offset=HEAD_BYTES)
     except (OSError, ValueError):
         return None
-    if said != {**head, "crc32": zlib.crc32(offsets)} or offsets[0] != 0 or offsets[-1] != nbytes:
+    if said != {**head, "crc32": zlib.crc32(offsets.data)} or offsets[0] != 0 or offsets[-1] != nbytes:
         return None
     return offsets
 
@@ -307,7 +307,7 @@ def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
 def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> bool:
     """Whether the index is kept now. Where it cannot be, it is made anew the next time."""
     data = np.ascontiguousarray(offsets, dtype="<i8")
-    said = json.dumps({**head, "crc32": zlib.crc32(data)}).encode()
+    said = json.dumps({**head, "crc32": zlib.crc32(data.data)}).encode()
     if len(said) > HEAD_BYTES:
         return False
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -315,7 +315,7 @@ def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> bool:
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "xb") as opened:
             opened.write(said.ljust(HEAD_BYTES))
-            opened.write(memoryview(data).cast("B"))
+            opened.write(data.data.cast("B"))
         os.replace(temporary, file)
     except OSError as error:
         log.warning("the index of %s is not kept in %s: %s", head["file"], file.parent, str(error))

@@ -1,4 +1,4 @@
-"""Trying again: with a budget, a growing pause with jitter, and an explanation (docs/protocol.md, "Retries").
+"""Trying again: with a budget, and a growing pause with jitter (docs/protocol.md, "Retries").
 
 Invariant: only calls that may be sent again go through here: reads, and writes that are named. Must not know: what is
 called.
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardyard.ground import errors
-from shardyard.runtime.waiting import ExplainedWait
 
 R = TypeVar("R")
 
@@ -25,7 +24,7 @@ class Patience:
 
     `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
     an answer, unless it is `worthwhile` to go on; NotReady is an answer, and may last for as long as `check` lets it.
-    `explains` False: another thread says what is waited for.
+    Whoever calls explains the wait, by `explanation`.
     """
 
     def __init__(
@@ -34,14 +33,12 @@ class Patience:
         check: Callable[[], None],
         waiting_for: str,
         *,
-        explains: bool = True,
         worthwhile: Callable[[], bool] = lambda: False,
     ) -> None:
         self._worthwhile = worthwhile
         self._budget_ms = budget_ms
         self._check = check
         self._waiting_for = waiting_for
-        self._explains = explains
         self._last = ""
         # jitter only spreads retries over time, so it needs no seed
         self._random = random.Random()
@@ -54,22 +51,19 @@ class Patience:
     def call(self, attempt: Callable[[], R]) -> R:
         pause_ms = PAUSE_MS
         silent_since = time.monotonic()
-        with ExplainedWait(lambda: self.explanation) as wait:
-            while True:
+        while True:
+            self._check()
+            try:
+                return attempt()
+            except errors.NotReady as error:
+                self._last = error.what
+                silent_since = time.monotonic()
+            except errors.Unavailable as error:
+                self._last = error.what
                 self._check()
-                try:
-                    return attempt()
-                except errors.NotReady as error:
-                    self._last = error.what
+                if self._worthwhile():
                     silent_since = time.monotonic()
-                except errors.Unavailable as error:
-                    self._last = error.what
-                    self._check()
-                    if self._worthwhile():
-                        silent_since = time.monotonic()
-                    if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
-                        raise
-                if self._explains:
-                    wait.tick()
-                time.sleep(pause_ms * self._random.uniform(0.5, 1.0) / 1000)
-                pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)
+                if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
+                    raise
+            time.sleep(pause_ms * self._random.uniform(0.5, 1.0) / 1000)
+            pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)

@@ -34,7 +34,6 @@ from shardyard.ground.types import (
     Token,
     Watermark,
 )
-from shardyard.runtime.waiting import ExplainedWait, Vigil
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.ahead import Ahead
@@ -129,22 +128,24 @@ class Router:
         self._wishes: dict[Incarnation, tuple[Wish, bool, PullWish]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
-        self._vigil = Vigil()
+        self._vigil = session.vigil
         self._ahead: Ahead | None = None
         if settings.overlap == "always":
-            self._ahead = Ahead(buckets, self._lines)
+            self._ahead = Ahead(buckets, self._lines, self._vigil)
         session.on_failure(self.close)
 
     def leave(self) -> None:
         """Tells the servers that their memory is not read any more."""
-        for server, line in self._lines.items():
-            line.detach(self._order(server, PushKind.NOTHING, detach=True))
+        waits: list[str] = []
+        with self._vigil.over(lambda: f"{waits[-1]} to hear that its memory is not read any more"):
+            for server, line in self._lines.items():
+                waits.append(line.peer.name)
+                line.detach(self._order(server, PushKind.NOTHING, detach=True))
 
     def close(self) -> None:
         """Ends every call under way. Safe from any thread."""
         self._session.not_on_failure(self.close)
         self._closed.set()
-        self._vigil.close()
         for line in self._lines.values():
             line.break_off()
             line.peer.close()
@@ -222,6 +223,11 @@ class Router:
     def pause(self, pause_ms: int) -> None:
         """Waits, unless the job fails meanwhile."""
         self._closed.wait(pause_ms / 1000)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a newer map."""
+        return self._session.generation > self._map.generation
 
     # ---- inside
 
@@ -370,7 +376,6 @@ class Router:
             budget_ms,
             self._check,
             f"{waiting_for} on {line.peer.name}",
-            explains=False,
             worthwhile=lambda: self._session.recovering,
         )
 
@@ -387,7 +392,7 @@ class Router:
     def _check(self) -> None:
         """Raises MapChanged, and what the job failed with."""
         self._session.check()
-        if self._session.generation > self._map.generation:
+        if self.is_behind:
             raise MapChanged
 
     def _look_around(self, error: errors.ShardyardError) -> None:
@@ -398,9 +403,8 @@ class Router:
         # a server that was started again knows nothing of the job, and the coordinator may not know of it yet
         moved = isinstance(error, _MOVED)
         if moved or self._session.recovering:
-            with ExplainedWait(lambda: f"a partition map after generation {self._map.generation}", logger=log) as wait:
+            with self._vigil.over(lambda: f"a partition map after generation {self._map.generation}"):
                 while True:
-                    wait.tick()
                     self.pause(LOOK_AGAIN_MS)
                     self._session.refresh()
                     self._check()

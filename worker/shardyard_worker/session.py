@@ -18,6 +18,7 @@ from shardyard.ground.types import Caller, Generation, Incarnation, JobId, Membe
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.settings import JobSettings, Settings
+from shardyard.runtime.waiting import Vigil
 from shardyard.transport.enrolment import Enrolment, Membership
 from shardyard.transport.peers import Network
 from shardyard.transport.status import from_detail
@@ -46,7 +47,6 @@ class Progress:
 
     step: int = 0
     samples: int = 0
-    waiting_for: str = ""
 
 
 class Session:
@@ -56,6 +56,8 @@ class Session:
         self.network = network
         self.settings = settings
         self.progress = Progress()
+        self.vigil = Vigil(logger=log)
+        """Whatever this worker waits for is said here: in its log, and to the coordinator."""
         self.metrics: Callable[[], dict[str, float]] = dict
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._lock = threading.Lock()
@@ -115,6 +117,7 @@ class Session:
         patience_ms = 0 if error or lost else self.settings.worker.retry_budget_ms
         self._enrolment.leave(error, patience_ms=patience_ms)
         self._peer.close()
+        self.vigil.close()
 
     def _report_last(self) -> None:
         """A last heartbeat, so that what `status` shows of a finished job is complete."""
@@ -190,9 +193,8 @@ class Session:
                 self._on_failure.remove(callback)
 
     def reached(self, step: int) -> None:
-        """The worker stands at a step, and waits for nothing."""
+        """The worker stands at a step."""
         self.progress.step = step
-        self.progress.waiting_for = ""
         bind_process(step=step)
 
     # ---- calls
@@ -202,12 +204,15 @@ class Session:
         is longer than the grace after which the enrolment calls it lost, which `check` then says."""
         budget_ms = self.settings.membership.coordinator_grace_ms + self.settings.worker.retry_budget_ms
         patience = Patience(budget_ms, self.check, f"the coordinator to answer {method.name}")
-        return patience.call(lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms))
+        with self.vigil.over(lambda: patience.explanation):
+            return patience.call(
+                lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
+            )
 
     def _report(self, request: wire.HeartbeatRequest) -> None:
         request.step = self.progress.step
         request.samples = self.progress.samples
-        request.waiting_for = self.progress.waiting_for[:1000]
+        request.waiting_for = self.vigil.waiting_for
         for name, value in sorted(self.metrics().items()):
             request.metrics.add(name=name, value=value)
 

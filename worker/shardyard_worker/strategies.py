@@ -22,7 +22,6 @@ from typing import TypeVar
 
 from shardyard.ground import errors
 from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard_worker.router import Answer, MapChanged, Shipment, Wish
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
@@ -147,12 +146,19 @@ class AsyncStrategy(Strategy):
         if flight is not None:
             self._land(flight.name, flight.sending, partial(self._await_flight, flight))
 
-    def _push(self, shipment: Shipment) -> Answer:
+    def _push(self, shipment: Shipment, gap: errors.SequenceGap | None = None) -> Answer:
+        """`gap`: what a try before this one met."""
+        in_vain = False
         while True:
             try:
+                if gap is not None:
+                    # the answer to a rebase that was carried out may have been lost; the next one has nothing to tell
+                    in_vain, gap = not self._rebase(shipment.name, gap, in_vain=in_vain), None
                 return self._training.router.push_pull(shipment, NEWEST)
             except MapChanged:
                 self._go_over(shipment.name)
+            except errors.SequenceGap as error:
+                gap = error
 
     def _await_flight(self, flight: _Flight) -> Answer:
         try:
@@ -161,6 +167,19 @@ class AsyncStrategy(Strategy):
             # gone over to from this thread, which fills the buckets
             self._go_over(flight.name)
             return self._push(flight.shipment)
+        except errors.SequenceGap as gap:
+            return self._push(flight.shipment, gap)
+
+    def _rebase(self, name: PushName, gap: errors.SequenceGap, *, in_vain: bool) -> bool:
+        """Partitions were restored to before pushes of this worker that nobody can compute again: they are lost, and
+        the coordinator has them passed over. Whether there were any. Raises the gap for leased work, and where having
+        it passed over was of no use."""
+        if in_vain or not isinstance(name.key.source, WorkerSource):
+            raise gap
+        lost = self._training.rebase(name.first)
+        if lost:
+            log.warning("pushes of this worker are lost, since partitions were restored: %s", lost)
+        return bool(lost)
 
     def _go_over(self, name: PushName) -> None:
         """To the newest map. Partitions that were restored do not know of leases that were opened since (rule A5).
@@ -298,6 +317,14 @@ class SyncStrategy(Strategy):
         held = self._held[rank]
         return PushName(SourceKey(RankSource(rank)), held.token, held.next, held.next)
 
+    def has_moved(self) -> bool:
+        """Whether there is a newer map, which this worker has gone over to then: the job may stand at an earlier step.
+        For where nothing is asked of the servers, whose answers would have said so."""
+        if not self._training.is_behind:
+            return False
+        self._go_over()
+        return True
+
     def prepare_work(self) -> None:
         """Until a rank is due. The targets then hold its version. Standby must have been asked for before."""
         self._following(self._prepare_work)
@@ -371,7 +398,7 @@ class SyncStrategy(Strategy):
         def waiting_for() -> str:
             return f"step {self._version} to be complete: {explain(answer)}"
 
-        with self._explained(waiting_for) as wait:
+        with self._session.vigil.over(waiting_for):
             while True:
                 self._look_for_ranks()
                 if self._version is None or not self._held:
@@ -384,7 +411,7 @@ class SyncStrategy(Strategy):
                 if not answer.missing:
                     self._arrive()
                     return
-                self._wait_on(wait, waiting_for)
+                self._session.check()
         # all ranks were taken, or exchanged for others, which may stand at other steps
         self._wait_for_ranks()
 
@@ -396,14 +423,14 @@ class SyncStrategy(Strategy):
         def waiting_for() -> str:
             return f"version {version} to begin with: {explain(answer)}"
 
-        with self._explained(waiting_for) as wait:
+        with self._session.vigil.over(waiting_for):
             while True:
                 version = min(held.next for held in self._held.values())
                 self._training.router.abandon_pull()
                 answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
                 if not answer.missing:
                     break
-                self._wait_on(wait, waiting_for)
+                self._session.check()
                 self._look_for_ranks()
                 if not self._held:
                     break
@@ -446,21 +473,12 @@ class SyncStrategy(Strategy):
         log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
 
     def _wait_for_ranks(self) -> None:
-        with self._explained(lambda: "a logical rank to compute; other workers have them all") as wait:
+        with self._session.vigil.over(lambda: "a logical rank to compute; other workers have them all"):
             while self.on_standby:
                 self._session.refresh()
-                self._wait_on(wait, lambda: "a logical rank")
+                self._session.check()
                 self._pause()
         self._align()
 
     def _pause(self) -> None:
         self._training.router.pause(SLICE_MS)
-
-    def _explained(self, describe: Callable[[], str]) -> ExplainedWait:
-        return ExplainedWait(describe, logger=log)
-
-    def _wait_on(self, wait: ExplainedWait, waiting_for: Callable[[], str]) -> None:
-        wait.tick()
-        self._session.check()
-        if wait.waited_ms > 1_000:
-            self._session.progress.waiting_for = waiting_for()

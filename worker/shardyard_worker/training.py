@@ -32,7 +32,6 @@ from shardyard.ground.types import (
     VariableSpec,
     WorkerSource,
 )
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.buckets import Buckets, Codes, check_tensor
@@ -165,6 +164,11 @@ class Training:
             self.feedback.use(copies)
         old.close()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a newer map."""
+        return self.router.is_behind
+
     def reach(self, ask: Callable[[Router], R]) -> R:
         """Asks under the newest map, again whenever there is a newer one: for what has the same name, or the same
         meaning, under each."""
@@ -173,6 +177,13 @@ class Training:
                 return ask(self.router)
             except MapChanged:
                 self.follow_map()
+
+    def rebase(self, next_sequence: int) -> str:
+        """Has the partitions go on with this worker's own source at that sequence (rule A11). What they lacked before
+        it, for people; empty where they lacked nothing."""
+        caller = convert.caller_to_wire(self.session.caller)
+        reply = self.session.ask(methods.REBASE_SOURCE, wire.RebaseSourceRequest(caller=caller, next=next_sequence))
+        return "; ".join(f"#{each.first} to #{each.last} in partition {each.partition}" for each in reply.lost)
 
     def close(self) -> None:
         self._gradients.close()
@@ -273,7 +284,7 @@ class Training:
         """Waits for a version, and puts it or a later one into the targets: the same of all partitions, while others
         go on with the steps of a synchronous job."""
         number, answer = at_least, Answer()
-        with ExplainedWait(lambda: f"version {number}: {explain(answer)}") as wait:
+        with self.session.vigil.over(lambda: f"version {number}: {explain(answer)}"):
             self.router.abandon_pull()
             while True:
                 try:
@@ -287,7 +298,6 @@ class Training:
                     continue
                 if not answer.missing:
                     break
-                wait.tick()
                 self.session.check()
         self.load()
 
@@ -305,12 +315,11 @@ class Training:
     def _await_values(self) -> None:
         """Until the servers have first values: another worker gives them, or, if it dies, this one."""
         answer = Answer()
-        with ExplainedWait(lambda: explain(answer)) as wait:
+        with self.session.vigil.over(lambda: f"first values: {explain(answer)}"):
             while True:
                 answer = self.reach(lambda router: router.pull(Wish(0, exactly=False, wait_ms=SLICE_MS)))
                 if not answer.missing:
                     return
-                wait.tick()
                 self.session.check()
                 if self.session.initializer:
                     self._initialize()

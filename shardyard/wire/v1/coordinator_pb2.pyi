@@ -334,6 +334,30 @@ class BeginBatchReply(_message.Message):
     careful_below: int
     def __init__(self, quarantined: bool = ..., retry_ms: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
 
+class RebaseSourceRequest(_message.Message):
+    __slots__ = ("caller", "next")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    next: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., next: _Optional[int] = ...) -> None: ...
+
+class LostRange(_message.Message):
+    __slots__ = ("partition", "first", "last")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    first: int
+    last: int
+    def __init__(self, partition: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
+class RebaseSourceReply(_message.Message):
+    __slots__ = ("lost",)
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    lost: _containers.RepeatedCompositeFieldContainer[LostRange]
+    def __init__(self, lost: _Optional[_Iterable[_Union[LostRange, _Mapping]]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -387,7 +411,7 @@ class FeedStatus(_message.Message):
     def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "waits")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -403,6 +427,8 @@ class JobStatus(_message.Message):
     FEEDS_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LOST_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -418,19 +444,23 @@ class JobStatus(_message.Message):
     feeds: _containers.RepeatedCompositeFieldContainer[FeedStatus]
     parameters: int
     payload_bytes: int
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    lost_pushes: int
+    waits: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("term", "members", "jobs", "uptime_ms")
+    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for")
     TERM_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     term: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_ms: int
-    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ...) -> None: ...
+    waiting_for: str
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class ListQuarantinedRequest(_message.Message):
     __slots__ = ("job",)

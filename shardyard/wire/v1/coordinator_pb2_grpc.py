@@ -89,6 +89,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.FromString,
                 _registered_method=True)
+        self.RebaseSource = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/RebaseSource',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/Status',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
@@ -187,6 +192,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RebaseSource(self, request, context):
+        """For a worker of an asynchronous job that pushes under its own incarnation, and is told of a gap since partitions were
+        restored: what they lack is lost. The coordinator writes that down, has it passed over, and says what it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """For a person or a launcher.
         """
@@ -265,6 +278,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.BeginBatch,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.SerializeToString,
+            ),
+            'RebaseSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebaseSource,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -579,6 +597,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/BeginBatch',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebaseSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/RebaseSource',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceReply.FromString,
             options,
             channel_credentials,
             insecure,

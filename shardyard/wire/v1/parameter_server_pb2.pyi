@@ -150,6 +150,24 @@ class ForgetSourcesReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PassOverRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "worker", "next")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    worker: int
+    next: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., worker: _Optional[int] = ..., next: _Optional[int] = ...) -> None: ...
+
+class PassOverReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class InitializeReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -59,6 +59,11 @@ class ParameterServerStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesReply.FromString,
                 _registered_method=True)
+        self.PassOver = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/PassOver',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverReply.FromString,
+                _registered_method=True)
         self.DropJob = channel.unary_unary(
                 '/shardyard.wire.v1.ParameterServer/DropJob',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.DropJobRequest.SerializeToString,
@@ -138,6 +143,14 @@ class ParameterServerServicer(object):
     def ForgetSources(self, request, context):
         """For the coordinator, once a checkpoint is committed: sources that are closed in it need not be remembered, since
         tokens below the floor are refused from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PassOver(self, request, context):
+        """For the coordinator: partitions of an asynchronous job pass over what they lack of a worker's own source, which is
+        lost and was reported. A watermark that is there already stays.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,6 +241,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.ForgetSources,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesReply.SerializeToString,
+            ),
+            'PassOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.PassOver,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverReply.SerializeToString,
             ),
             'DropJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DropJob,
@@ -405,6 +423,33 @@ class ParameterServer(object):
             '/shardyard.wire.v1.ParameterServer/ForgetSources',
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ForgetSourcesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PassOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/PassOver',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverReply.FromString,
             options,
             channel_credentials,
             insecure,

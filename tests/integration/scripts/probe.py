@@ -2,6 +2,7 @@
 
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
 `count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
+`own`: four variables, to all of which each push adds 1, without leased data.
 `loader`: the network again, with a DataLoader of its own and two loader processes.
 """
 
@@ -75,20 +76,32 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
+def train_own(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    job.register({f"v{index}": torch.zeros(16, dtype=torch.float64) for index in range(4)}, optimizer="sgd", lr=1.0)
+    for computed in range(1, options.samples + 1):
+        time.sleep(options.pause_ms / 1000)
+        job.push({f"v{index}": -torch.ones(16, dtype=torch.float64) for index in range(4)})
+        announce(computed)
+    return {"values": {name: value.tolist() for name, value in job.pull().items()}}
+
+
 def announce(computed: int) -> None:
     print(f"computed {computed}", flush=True)
 
 
+MODES = {"model": train_model, "loader": train_model, "count": train_count, "own": train_own}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("mode", choices=("model", "count", "loader"))
+    parser.add_argument("mode", choices=tuple(MODES))
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--pause-ms", type=float, default=0)
     options = parser.parse_args()
     with sy.connect() as job:
-        result = train_count(job, options) if options.mode == "count" else train_model(job, options)
+        result = MODES[options.mode](job, options)
         result |= {"step": job.step, "chief": job.chief, "pid": os.getpid(), "threads": torch.get_num_threads()}
     with open(options.out, "w") as file:
         json.dump(result, file)

@@ -1,0 +1,325 @@
+"""A schedule, played against a yard of real processes that trains the digits.
+
+Owns: the yard's places, links and disks, when each fault begins and ends. Invariants: a fault begins when so much of
+the job is done as the schedule says, and not before there is a checkpoint, without which a lost server ends a job;
+whoever dies is started again; every wait is bounded; nothing is left. Must not know: what a right end is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from places import SCRIPTS, Place, SmallDisk, tail
+from proxy import Proxy, Way
+from schedules import AGENT, COORDINATOR, LEASE_S, Crash, Cut, Fault, Full, Hold, Kill, Plan, Schedule, Slow, Stop
+
+from shardyard.ground import errors
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+SAMPLES = 640
+BATCH = 16
+EPOCHS = 3
+BATCHES = EPOCHS * SAMPLES // BATCH
+BLOCK_BYTES = 1_024
+PAUSE_MS = 30
+JOB = "digits"
+LOOK_S = 0.02
+BEGIN_S = 90.0
+PLAY_S = 120.0
+FINISH_S = 30.0
+PORTS = range(18_000, 28_000)
+"""Below those that the system gives to callers, so that a dead process's port is still free for the next."""
+
+
+def job_settings(plan: Plan) -> dict[str, object]:
+    """In force wherever this plan's job is run."""
+    return {
+        "job.partitions": plan.partitions,
+        "job.block_bytes": BLOCK_BYTES,
+        "job.consistency.mode": "sync" if plan.sync else "async",
+        "job.consistency.logical_ranks": plan.logical_ranks,
+        "job.data.batches_per_data_shard": plan.batches_per_data_shard,
+        "job.checkpoint.every_steps": plan.every_steps,
+        "job.rank_grace_ms": 500,
+    }
+
+
+def script_arguments(plan: Plan, out: Path) -> list[str]:
+    parts = plan.logical_ranks if plan.sync else 1
+    numbers = {"samples": SAMPLES, "batch-size": BATCH, "epochs": EPOCHS, "parts": parts}
+    options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
+    return [str(SCRIPTS / "digits.py"), str(out), *options]
+
+
+def as_environment(settings: dict[str, object]) -> dict[str, str]:
+    return {"SHARDYARD__" + path.upper().replace(".", "__"): str(value) for path, value in settings.items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is there when all workers are done. `results`: of the scripts that ended well. `computed`: how often each
+    sample was, by whomever."""
+
+    results: list[dict[str, object]]
+    computed: Counter[int]
+    batches_computed: int
+    checkpoints: str
+    job_state: int
+    codes: dict[str, int | None]
+    begun: list[str]
+    """Faults that took place, with the time in seconds since the beginning."""
+    endings: list[str]
+    """How processes ended that nobody killed."""
+    seconds: float
+
+
+class Battlefield:
+    """The yard of a plan: processes, links and disks, in `folder`. `more`: settings of the job beside the plan's."""
+
+    def __init__(self, plan: Plan, folder: Path, stack: ExitStack, more: dict[str, object] | None = None) -> None:
+        self.plan = plan
+        self.out = folder / "out"
+        self.out.mkdir(parents=True)
+        self._gate = folder / "gate"
+        self._logs = folder / "logs"
+        self._logs.mkdir()
+        self._more = more or {}
+        self.disks = {name: SmallDisk(folder / name) for name in ("checkpoints", "journal")}
+        for disk in self.disks.values():
+            stack.callback(disk.close)
+        ports = free_ports(1 + plan.servers)
+        self._address = f"127.0.0.1:{ports[0]}"
+        self._bound = dict(zip(plan.server_names, (f"127.0.0.1:{port}" for port in ports[1:]), strict=True))
+        targets = {**self._bound, **{f"up-{member}": self._address for member in plan.members}}
+        self.links = {name: stack.enter_context(Proxy(target)) for name, target in targets.items()}
+        self.places = {name: self._place(name) for name in (COORDINATOR, *plan.members)}
+        stack.callback(self._end_all)
+
+    # ---- the course of it
+
+    def begin(self) -> None:
+        """Returns when the job may be joined."""
+        for place in self.places.values():
+            place.start()
+        until = time.monotonic() + BEGIN_S
+        while not all(self.places[name].is_ready for name in (COORDINATOR, *self.plan.server_names)):
+            self.tend()
+            assert time.monotonic() < until, f"the yard is not ready\n{self.tails()}"
+            time.sleep(LOOK_S)
+        self._gate.touch()
+
+    def tend(self) -> None:
+        for place in self.places.values():
+            place.tend()
+
+    @property
+    def is_done(self) -> bool:
+        """All workers are. Once one is, all data is counted, and nobody waits for those that have not joined again."""
+        workers = [self.places[name] for name in (AGENT, *self.plan.worker_names)]
+        if not any(worker.is_done for worker in workers):
+            return False
+        for worker in workers:
+            if not worker.is_running:
+                worker.give_up()
+        return all(worker.is_done for worker in workers)
+
+    @property
+    def batches_computed(self) -> int:
+        return len(self._computed())
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(self.disks["checkpoints"].folder.glob(f"{JOB}/*/manifest.json"))
+
+    def await_finished(self) -> int:
+        """The job's state when it has ended, or is not about to."""
+        peer = GrpcNetwork().connect(self._address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        until = time.monotonic() + FINISH_S
+        state: int = wire.JOB_STATE_UNSPECIFIED
+        try:
+            while state != wire.JOB_STATE_FINISHED and time.monotonic() < until:
+                self.tend()
+                try:
+                    jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=1_000).jobs
+                except errors.Unavailable:
+                    jobs = []
+                state = jobs[0].state if len(jobs) == 1 else wire.JOB_STATE_UNSPECIFIED
+                time.sleep(LOOK_S)
+        finally:
+            peer.close()
+        return state
+
+    def collect(self) -> tuple[list[dict[str, object]], Counter[int]]:
+        results = [json.loads(path.read_text()) for path in sorted(self.out.glob("*.json"))]
+        return results, Counter(sample for _, samples in self._computed() for sample in samples)
+
+    def stop(self) -> dict[str, int | None]:
+        """Ends all services in good order; their exit codes."""
+        names = (AGENT, *self.plan.server_names, COORDINATOR)
+        return {name: self.places[name].end() for name in names}
+
+    def tails(self) -> str:
+        """The end of every log."""
+        logs = [log for place in self.places.values() for log in place.logs]
+        return "\n".join(f"---- {log.name}\n{tail(log)}" for log in logs)
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Every log by name."""
+        for place in self.places.values():
+            for log in place.logs:
+                yield log.name, log.read_text("utf-8", "replace")
+
+    # ---- faults
+
+    def inflict(self, fault: Fault) -> list[tuple[float, Callable[[], None]]]:
+        """Begins it; gives what is to be done after so many seconds."""
+        match fault:
+            case Kill(places, down_s):
+                for name in places:
+                    self.places[name].kill(down_s)
+            case Stop(name, for_s):
+                self.places[name].pause()
+                return [(for_s, self.places[name].resume)]
+            case Crash(name, failpoint, passing):
+                self.places[name].kill(0.0, f"{failpoint}=exit@{passing}")
+            case Cut(link, replies, nbytes):
+                self.links[link].cut_after(Way.REPLIES if replies else Way.REQUESTS, nbytes)
+            case Hold(link, requests, replies, for_s, resets):
+                proxy = self.links[link]
+                proxy.hold(*(way for way, held in ((Way.REQUESTS, requests), (Way.REPLIES, replies)) if held))
+                return [(for_s, proxy.cut_now if resets else proxy.let_go), (for_s, proxy.let_go)]
+            case Slow(link, delay_ms, for_s):
+                self.links[link].slow(delay_ms)
+                return [(for_s, self.links[link].let_go)]
+            case Full(name, for_s):
+                writers = (COORDINATOR,) if name == "journal" else (COORDINATOR, *self.plan.server_names)
+                self.disks[name].fill(pid for writer in writers if (pid := self.places[writer].pid) is not None)
+                return [(for_s, self.disks[name].free)]
+        return []
+
+    # ---- inside
+
+    def _computed(self) -> list[tuple[int, list[int]]]:
+        try:
+            lines = (self.out / "computed").read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in lines]
+
+    def _place(self, name: str) -> Place:
+        plan = self.plan
+        common = {
+            "membership.heartbeat_ms": 250,
+            "membership.lease_ms": round(LEASE_S * 1_000),
+            "worker.rpc_deadline_ms": 2_000,
+            "worker.same_host": "auto" if plan.same_host else "never",
+            "worker.window": plan.window,
+            "worker.overlap": "always" if plan.overlap else "never",
+            "yard.restarts_max": 20,
+            "job.checkpoint.url": self.disks["checkpoints"].folder,
+            "job.workers_expected": plan.workers + 1,
+            **job_settings(plan),
+            **self._more,
+        }
+        environment = as_environment(common) | {"SHARDYARD_JOB": JOB}
+        script = [*script_arguments(plan, self.out), "--pause-ms", str(PAUSE_MS), "--gate", str(self._gate)]
+        tied = ["--ends-with", str(os.getpid())]
+        if name == COORDINATOR:
+            arguments = [name, *tied, "--bind", self._address, "--state", str(self.disks["journal"].folder)]
+            environment = as_environment({key: common[key] for key in common if not key.startswith("job.")})
+        elif name in self._bound:
+            arguments = ["server", *tied, "--bind", self._bound[name], "--advertise", self.links[name].address]
+        elif name == AGENT:
+            arguments = [name, *tied, "--bind", "127.0.0.1:0", "--workers", "1", "--", *script]
+        else:
+            arguments = script
+        if name != COORDINATOR:
+            environment["SHARDYARD_COORDINATOR"] = self.links[f"up-{name}"].address
+        return Place(name, arguments, folder=self._logs, environment=environment, jumping=name in plan.jumping)
+
+    def _end_all(self) -> None:
+        for place in reversed(self.places.values()):
+            place.give_up()
+
+
+def play(schedule: Schedule, folder: Path, *, tell: Callable[[str], None] = print) -> Outcome:
+    """Plays it, and ends everything. Raises AssertionError where the job does not come to its end in time."""
+    begun_s = time.monotonic()
+    begun: list[str] = []
+
+    def note(what: str) -> None:
+        begun.append(f"{time.monotonic() - begun_s:5.1f} s  {what}")
+        tell(begun[-1])
+
+    with battlefield(schedule.plan, folder) as field:
+        field.begin()
+        note("the job begins")
+        due = list(schedule.faults)
+        ends: list[tuple[float, str, Callable[[], None]]] = []
+        until = time.monotonic() + PLAY_S
+        while not field.is_done:
+            field.tend()
+            now = time.monotonic()
+            for end in [each for each in ends if each[0] <= now]:
+                ends.remove(end)
+                note(f"ends: {end[1]}")
+                end[2]()
+            if due and field.has_checkpoint and field.batches_computed >= due[0].at * BATCHES:
+                timed = due.pop(0)
+                note(f"{timed}")
+                ends += [(now + after_s, str(timed.fault), act) for after_s, act in field.inflict(timed.fault)]
+            assert now < until, f"the job does not end\n{field.tails()}"
+            time.sleep(LOOK_S)
+        note("all workers are done")
+        for _, _, act in ends:
+            act()
+        state = field.await_finished()
+        note("the job is finished")
+        codes = field.stop()
+        results, computed = field.collect()
+        kept = folder / "kept"  # the small disk goes with the yard
+        shutil.copytree(field.disks["checkpoints"].folder, kept)
+        endings = [ending for place in field.places.values() for ending in place.endings]
+        return Outcome(
+            results,
+            computed,
+            field.batches_computed,
+            str(kept),
+            state,
+            codes,
+            begun,
+            endings,
+            time.monotonic() - begun_s,
+        )
+
+
+@contextmanager
+def battlefield(plan: Plan, folder: Path, more: dict[str, object] | None = None) -> Iterator[Battlefield]:
+    with ExitStack() as stack:
+        yield Battlefield(plan, folder, stack, more)
+
+
+def free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")

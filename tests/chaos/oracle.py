@@ -1,0 +1,148 @@
+"""What must be true when a job has ended, whatever happened to it on the way.
+
+Owns: the checks, and the undisturbed run that synchronous ones are held against. Must not know: which faults there
+were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from battle import BATCH, BATCHES, EPOCHS, JOB, SAMPLES, Outcome, as_environment, job_settings, script_arguments
+from places import KEPT_ENVIRONMENT
+from schedules import Plan
+
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import Manifest
+from shardyard.checkpoints.storage import open_storage
+from shardyard.ground.failpoints import EXIT_CODE
+from shardyard.ground.types import DataShardSource, PartitionId, RankSource, SourceKey
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+COUNTS = "counts"
+ALONE_S_MAX = 120
+BATCHES_PER_EPOCH = SAMPLES // BATCH
+
+EXPECTED_ENDINGS = (
+    f"exit code {EXIT_CODE}:",
+    "is no member of this yard",
+    "does not answer",
+    "did not answer",
+)
+"""How a process may end that nobody killed: at a failpoint; since it was declared dead; since a peer was stopped or cut
+off for longer than its patience."""
+
+
+def check(plan: Plan, outcome: Outcome, undisturbed: str | None) -> None:
+    """Raises AssertionError. `undisturbed`: the digest of a synchronous job's end, where nothing went wrong."""
+    check_scripts(outcome)
+    check_processes(outcome)
+    library = CheckpointLibrary(open_storage(outcome.checkpoints))
+    findings = library.verify(JOB)
+    assert not findings, findings
+    manifest = library.load(JOB)
+    check_counts(library, manifest)
+    check_ledgers(plan, library, manifest)
+    if plan.sync:
+        assert manifest.step == BATCHES // plan.logical_ranks, manifest.step
+        assert digest(library, manifest) == undisturbed, "other bits than those of the undisturbed run"
+
+
+def check_scripts(outcome: Outcome) -> None:
+    """What the workers say: each sample's coordinate, and that each was computed at least once an epoch."""
+    assert outcome.results, "no worker has come to the end"
+    for result in outcome.results:
+        assert wrong(result[COUNTS]) == {}, "coordinates of samples, as a worker has them"
+    missing = {sample: outcome.computed[sample] for sample in range(SAMPLES) if outcome.computed[sample] < EPOCHS}
+    assert missing == {}, "samples that were computed less than once an epoch"
+
+
+def check_processes(outcome: Outcome) -> None:
+    assert outcome.job_state == wire.JOB_STATE_FINISHED, outcome.job_state
+    assert {name: code for name, code in outcome.codes.items() if code} == {}, "services that did not end well"
+    strange = [ending for ending in outcome.endings if not any(each in ending for each in EXPECTED_ENDINGS)]
+    assert not strange, strange
+
+
+def check_counts(library: CheckpointLibrary, manifest: Manifest) -> None:
+    """Each sample's coordinate, as the last checkpoint has it."""
+    (counts,) = (values for name, values in library.export_state(manifest) if name == COUNTS)
+    assert wrong(counts.tolist()) == {}, "coordinates of samples, in the last checkpoint"
+
+
+def check_ledgers(plan: Plan, library: CheckpointLibrary, manifest: Manifest) -> None:
+    """In every partition each source stands where all of its work is counted."""
+    for partition in range(len(manifest.layout.partitions)):
+        state = library.load_partition(manifest, PartitionId(partition))
+        marks = {mark.key: mark.next for mark in state.marks}
+        off = {
+            str(key.source): (marks.get(key), wanted) for key, wanted in wanted_marks(plan) if marks.get(key) != wanted
+        }
+        assert off == {}, f"watermarks of partition {partition}: found, wanted"
+
+
+def wanted_marks(plan: Plan) -> Iterator[tuple[SourceKey, int]]:
+    """Every source, and its next sequence at the end."""
+    if plan.sync:
+        yield from ((SourceKey(RankSource(rank)), BATCHES // plan.logical_ranks) for rank in range(plan.logical_ranks))
+        return
+    per_shard = plan.batches_per_data_shard
+    for epoch in range(EPOCHS):
+        for index, begin in enumerate(range(0, BATCHES_PER_EPOCH, per_shard)):
+            yield SourceKey(DataShardSource(0, epoch, index)), min(per_shard, BATCHES_PER_EPOCH - begin)
+
+
+def wrong(counts: object) -> Mapping[int, float]:
+    """Coordinates that are not one for each epoch; whole numbers, so that none is nearly right."""
+    assert isinstance(counts, list)
+    assert len(counts) == SAMPLES, len(counts)
+    return {sample: count for sample, count in enumerate(counts) if count != EPOCHS}
+
+
+def digest(library: CheckpointLibrary, manifest: Manifest) -> str:
+    """SHA-256 of all values and all optimizer state, with the number of updates of each block."""
+    found = hashlib.sha256()
+    for partition in range(len(manifest.layout.partitions)):
+        for block in library.load_partition(manifest, PartitionId(partition)).blocks:
+            found.update(f"{partition} {block.index} {block.count}".encode())
+            for name, values in sorted({"values": block.values, **block.slots}.items()):
+                found.update(name.encode() + np.ascontiguousarray(values).tobytes())
+    return found.hexdigest()
+
+
+class Undisturbed:
+    """Digests of plans' jobs, each run once, alone in one process, and kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._digests: dict[tuple[int, int], str] = {}
+
+    def digest(self, plan: Plan) -> str:
+        key = plan.logical_ranks, plan.partitions
+        if key not in self._digests:
+            self._digests[key] = self._run(plan, self._folder / f"{plan.logical_ranks}-{plan.partitions}")
+        return self._digests[key]
+
+    def _run(self, plan: Plan, folder: Path) -> str:
+        folder.mkdir(parents=True)
+        calm = replace(plan, every_steps=0)
+        settings = job_settings(calm) | {"job.checkpoint.url": folder / "checkpoints", "yard.servers": 1}
+        done = subprocess.run(
+            [sys.executable, *script_arguments(plan, folder)],
+            env={**KEPT_ENVIRONMENT, "OMP_NUM_THREADS": "1", "SHARDYARD_JOB": JOB, **as_environment(settings)},
+            capture_output=True,
+            text=True,
+            timeout=ALONE_S_MAX,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        library = CheckpointLibrary(open_storage(str(folder / "checkpoints")))
+        manifest = library.load(JOB)
+        check_counts(library, manifest)
+        return digest(library, manifest)

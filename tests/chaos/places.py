@@ -1,0 +1,212 @@
+"""Processes of a yard under fire: each a place that is taken by one process after the other, and disks that fill up.
+
+Owns: the processes, their logs, one for each start. Invariants: only processes that were started here get a signal, by
+the handle that started them; a process gets the same address in each of its lives; `end` leaves none. Must not know:
+what goes wrong when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+READY = "ready "
+AGAIN_S = 0.3
+"""After so long a process that has died by itself is started again."""
+STARTS_MAX = 20
+END_S = 10.0
+TAIL_LINES = 25
+KEPT_ENVIRONMENT = {key: text for key, text in os.environ.items() if not key.startswith("SHARDYARD")}
+
+
+class Place:
+    """`arguments`: a role's, or a script's. `jumping`: its wall clock jumps."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        folder: Path,
+        environment: Mapping[str, str],
+        jumping: bool = False,
+    ) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._folder = folder
+        self._environment = {**KEPT_ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment}
+        self._jumping = jumping
+        self._process: subprocess.Popen[bytes] | None = None
+        self._due_s: float | None = None
+        self._failpoints = ""
+        self.starts = 0
+        self.endings: list[str] = []
+        """How each process that died by itself ended."""
+        self.is_done = False
+        """It has ended well, or is not wanted any more."""
+
+    # ---- what is done to it
+
+    def start(self) -> None:
+        assert self._process is None, self.name
+        self.starts += 1
+        self._due_s = None
+        armed, self._failpoints = self._failpoints, ""
+        program = self._program(list(self._arguments))
+        with self.log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", *program],
+                env={**self._environment, **({"SHARDYARD_FAILPOINTS": armed} if armed else {})},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    def kill(self, down_s: float, failpoints: str = "") -> None:
+        """kill -9; the next one is started after `down_s`, with failpoints armed."""
+        if self.is_done:
+            return
+        self._failpoints = failpoints
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        self._due_s = time.monotonic() + down_s
+
+    def pause(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def tend(self) -> None:
+        """Starts what is due, notices what has died. Raises AssertionError for one that dies again and again."""
+        if self.is_done:
+            return
+        if self._process is None:
+            if self._due_s is not None and time.monotonic() >= self._due_s:
+                self.start()
+            return
+        code = self._process.poll()
+        if code is None:
+            return
+        self._process = None
+        if code == 0:
+            self.is_done = True
+            return
+        self.endings.append(f"{self.name}, start {self.starts}: exit code {code}: {last_error(self.text)}")
+        assert self.starts < STARTS_MAX, "\n".join([*self.endings, self.text])
+        self._due_s = time.monotonic() + AGAIN_S
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        self.kill(0)
+        self.is_done = True
+
+    def end(self) -> int | None:
+        """Ends it, with SIGKILL if it does not when asked; its exit code, None where none was there."""
+        process, self._process, self.is_done = self._process, None, True
+        if process is None:
+            return None
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        try:
+            return process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    # ---- what is known of it
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def log(self) -> Path:
+        return self._folder / f"{self.name}.{self.starts}.log"
+
+    @property
+    def logs(self) -> list[Path]:
+        return [self._folder / f"{self.name}.{number}.log" for number in range(1, self.starts + 1)]
+
+    @property
+    def text(self) -> str:
+        """What the process that was started last has said."""
+        return self.log.read_text("utf-8", "replace") if self.starts else ""
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """It has said so since it was started last."""
+        return any(line.startswith(READY) for line in self.text.splitlines())
+
+    def _program(self, arguments: list[str]) -> list[str]:
+        if self._jumping:
+            return [str(SCRIPTS / "jumping.py"), *arguments]
+        return (
+            arguments if arguments[0].endswith(".py") else ["-P", "-m", "shardyard_launcher.command_line", *arguments]
+        )
+
+
+class SmallDisk:
+    """A folder with little room: a file system of its own where this process may mount one, else a limit on the size
+    of the files that the processes which write there can make."""
+
+    LIMIT_BYTES = 4 << 20
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={self.LIMIT_BYTES}", "tmpfs", str(folder)],
+            capture_output=True,
+            check=False,
+        )
+        self._is_mounted = mounted.returncode == 0
+        self._limited: list[int] = []
+
+    def fill(self, writers: Iterable[int]) -> None:
+        """No byte more has room. `writers`: the processes that write there."""
+        if not self._is_mounted:
+            for pid in writers:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+                self._limited.append(pid)
+            return
+        with contextlib.suppress(OSError), (self.folder / "balloon").open("ab", buffering=0) as balloon:
+            while True:
+                balloon.write(bytes(4096))
+
+    def free(self) -> None:
+        for pid in self._limited:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        self._limited.clear()
+        (self.folder / "balloon").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._is_mounted:
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text("utf-8", "replace").splitlines()[-TAIL_LINES:])
+
+
+def last_error(text: str) -> str:
+    """The line that says why a process has ended."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
+    return lines[-1] if lines else ""

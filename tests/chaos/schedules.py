@@ -1,0 +1,298 @@
+"""Schedules of faults, drawn from a seed: what goes wrong, with whom, when, for how long.
+
+Owns: the kinds of faults and how a schedule is dealt. Invariants: a schedule is a function of its seed alone; any DECK
+in a row of faults has each kind once, so a few seeds in a row have all of them. Pure. Must not know: processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+COORDINATOR = "coordinator"
+AGENT = "agent"
+
+PUSH_PLACES = ("push.before_apply", "push.before_publish", "push.after_partition", "push.before_reply")
+SAVE_PLACES = (
+    "storage.before_write",
+    "storage.before_fsync",
+    "storage.before_rename",
+    "storage.after_rename",
+    "storage.after_fsync_folder",
+)
+DECIDE_PLACES = ("journal.before_append", "journal.before_commit", "journal.after_append")
+COMMIT_PLACES = (
+    "checkpoint.before_manifest",
+    "storage.before_rename",
+    "storage.after_rename",
+    "checkpoint.after_manifest",
+    "storage.before_delete",
+)
+RESUME_PLACES = ("journal.in_replace", "journal.before_append")
+FAULTS = 3
+LEASE_S = 1.5
+"""What members' leases are set to."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """kill -9, of all at once; each is started again after `down_s`."""
+
+    places: tuple[str, ...]
+    down_s: float
+
+    def __str__(self) -> str:
+        return f"kill -9 of {', '.join(self.places)}, down for {self.down_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """SIGSTOP, and SIGCONT after `for_s`, which is longer than the lease."""
+
+    place: str
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"SIGSTOP of {self.place} for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Crash:
+    """kill -9, and again, of the process that is started then, at its passing number `passing` of `failpoint`."""
+
+    place: str
+    failpoint: str
+    passing: int
+
+    def __str__(self) -> str:
+        return f"kill -9 of {self.place}, and again at {self.failpoint}@{self.passing}"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The link is cut when `nbytes` more bytes have come over it: of replies, or of requests."""
+
+    link: str
+    replies: bool
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.link} cut after {self.nbytes} bytes of {'replies' if self.replies else 'requests'}"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Nothing comes over the link for `for_s`: of requests, of replies, or of both. Then all of it does, or, with
+    `resets`, the connections are gone."""
+
+    link: str
+    requests: bool
+    replies: bool
+    for_s: float
+    resets: bool
+
+    def __str__(self) -> str:
+        ways = [name for name, held in (("requests", self.requests), ("replies", self.replies)) if held]
+        end = "then reset" if self.resets else "then let go"
+        return f"{self.link} holds {' and '.join(ways)} for {self.for_s:.1f} s, {end}"
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Each piece that comes over the link is late."""
+
+    link: str
+    delay_ms: int
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"{self.link} slower by {self.delay_ms} ms for {self.for_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class Full:
+    """The disk of "checkpoints" or "journal" is full for `for_s`."""
+
+    disk: str
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"disk of {self.disk} full for {self.for_s:.1f} s"
+
+
+Fault = Kill | Stop | Crash | Cut | Hold | Slow | Full
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A fault when so much of the job is done: 0 to 1."""
+
+    at: float
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"at {self.at:.0%}: {self.fault}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The job and its yard. `workers` are started by hand, one more by the agent. `jumping`: whose wall clocks jump."""
+
+    sync: bool
+    servers: int
+    workers: int
+    partitions: int
+    logical_ranks: int
+    batches_per_data_shard: int
+    every_steps: int
+    same_host: bool
+    window: int
+    overlap: bool
+    jumping: tuple[str, ...]
+
+    @property
+    def server_names(self) -> tuple[str, ...]:
+        return tuple(f"server-{number}" for number in range(self.servers))
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        return tuple(f"worker-{number}" for number in range(self.workers))
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """All but the coordinator."""
+        return (*self.server_names, AGENT, *self.worker_names)
+
+    def __str__(self) -> str:
+        how = (
+            f"sync, {self.logical_ranks} ranks"
+            if self.sync
+            else f"async, {self.batches_per_data_shard} batches a shard"
+        )
+        more = [
+            name
+            for name, chosen in (
+                ("shared memory", self.same_host),
+                ("window", self.window > 0),
+                ("overlap", self.overlap),
+                (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
+            )
+            if chosen
+        ]
+        base = f"{how}, {self.servers} servers, {self.partitions} partitions, {self.workers} + 1 workers"
+        return ", ".join([base, f"a checkpoint every {self.every_steps} steps", *more])
+
+
+@dataclass(frozen=True)
+class Schedule:
+    seed: int
+    plan: Plan
+    faults: tuple[Timed, ...]
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"seed {self.seed}: {self.plan}", *map(str, self.faults)])
+
+
+def _down(chance: random.Random) -> float:
+    """Sometimes for longer than partitions wait for their server."""
+    return chance.choice((0.0, 0.3, 1.0, 4.0))
+
+
+def _past_lease(chance: random.Random) -> float:
+    return LEASE_S * chance.uniform(1.3, 2.2)
+
+
+def _server(plan: Plan, chance: random.Random) -> str:
+    return chance.choice(plan.server_names)
+
+
+def _worker(plan: Plan, chance: random.Random) -> str:
+    return chance.choice(plan.worker_names)
+
+
+def _uplink(plan: Plan, chance: random.Random) -> str:
+    return "up-" + chance.choice(plan.members)
+
+
+def _link(plan: Plan, chance: random.Random) -> str:
+    return chance.choice((_server, _server, _uplink))(plan, chance)
+
+
+def _hold(link: str, chance: random.Random, for_s: float) -> Hold:
+    requests, replies = chance.choice(((True, True), (False, True), (False, True), (True, False)))
+    return Hold(link, requests, replies, for_s, chance.random() < 0.5)
+
+
+Draw = Callable[[Plan, random.Random], Fault]
+DECK: tuple[tuple[str, Draw], ...] = (
+    ("kill server", lambda p, c: Kill((_server(p, c),), _down(c))),
+    ("stop worker", lambda p, c: Stop(_worker(p, c), _past_lease(c))),
+    ("cut", lambda p, c: Cut(_link(p, c), c.random() < 0.7, c.randint(1, 20_000))),
+    ("kill coordinator", lambda p, c: Kill((COORDINATOR,), _down(c))),
+    ("stop server", lambda p, c: Stop(_server(p, c), _past_lease(c))),
+    ("crash in push", lambda p, c: Crash(_server(p, c), c.choice(PUSH_PLACES), c.randint(1, 60))),
+    ("kill worker", lambda p, c: Kill((_worker(p, c),), _down(c))),
+    ("hold server", lambda p, c: _hold(_server(p, c), c, c.uniform(0.3, 4.0))),
+    ("crash in decision", lambda p, c: Crash(COORDINATOR, c.choice(DECIDE_PLACES), c.randint(1, 25))),
+    ("stop coordinator", lambda p, c: Stop(COORDINATOR, _past_lease(c))),
+    ("crash in save", lambda p, c: Crash(_server(p, c), c.choice(SAVE_PLACES), c.randint(1, 12))),
+    ("kill agent", lambda p, c: Kill((AGENT,), _down(c))),
+    ("full checkpoints", lambda p, c: Full("checkpoints", c.uniform(1.0, 4.0))),
+    ("cut off", lambda p, c: _hold("up-" + _server(p, c), c, _past_lease(c))),
+    ("kill yard", lambda p, c: Kill((COORDINATOR, *p.server_names), c.choice((0.0, 1.0)))),
+    ("stop agent", lambda p, c: Stop(AGENT, _past_lease(c))),
+    ("crash in commit", lambda p, c: Crash(COORDINATOR, c.choice(COMMIT_PLACES), c.randint(1, 3))),
+    ("slow", lambda p, c: Slow(_link(p, c), c.choice((20, 100, 300)), c.uniform(0.5, 3.0))),
+    ("full journal", lambda p, c: Full("journal", c.uniform(0.5, 2.0))),
+    ("kill servers", lambda p, c: Kill(tuple(c.sample(p.server_names, 2)), _down(c))),
+    ("crash at resume", lambda p, c: Crash(COORDINATOR, c.choice(RESUME_PLACES), c.randint(1, 2))),
+    ("kill all", lambda p, c: Kill((COORDINATOR, *p.members), c.choice((0.0, 1.0)))),
+    ("cut off worker", lambda p, c: _hold("up-" + _worker(p, c), c, _past_lease(c))),
+)
+"""Each kind of fault, with its name."""
+
+
+def dealt(seed: int) -> tuple[str, ...]:
+    """The kinds of a schedule's faults."""
+    return tuple(DECK[(seed * FAULTS + number) % len(DECK)][0] for number in range(FAULTS))
+
+
+def draw(seed: int) -> Schedule:
+    plan = _plan(seed)
+    chance = random.Random(f"{seed} faults")
+    kinds = dict(DECK)
+    names = list(dealt(seed))
+    chance.shuffle(names)
+    width = 0.65 / FAULTS
+    faults = tuple(
+        Timed(0.1 + width * (number + chance.random()), kinds[name](plan, chance)) for number, name in enumerate(names)
+    )
+    return Schedule(seed, plan, faults)
+
+
+def _plan(seed: int) -> Plan:
+    chance = random.Random(f"{seed} plan")
+    sync = bool((seed + seed // 8) % 2)
+    servers = chance.choice((3, 3, 4))
+    workers = chance.choice((1, 2))
+    plan = Plan(
+        sync=sync,
+        servers=servers,
+        workers=workers,
+        partitions=chance.choice((8, 8, 11)),
+        logical_ranks=chance.choice((2, 4)),
+        batches_per_data_shard=chance.choice((2, 3, 7)),
+        every_steps=chance.choice((4, 8, 20)),
+        same_host=chance.random() < 0.5,
+        window=0 if sync else chance.choice((0, 0, 1)),
+        overlap=False,
+        jumping=(),
+    )
+    return Plan(
+        **{
+            **vars(plan),
+            "overlap": not plan.window and chance.random() < 0.3,
+            "jumping": tuple(sorted(chance.sample((COORDINATOR, *plan.members), 2))) if chance.random() < 0.5 else (),
+        }
+    )

@@ -1,0 +1,85 @@
+"""The job under fire: the digits, and beside them a count, where a sample's gradient adds 1 to its own coordinate.
+
+So a push that was lost or counted twice shows as a whole number that is wrong. What a batch was computed on goes into
+the file OUT/computed, one line a batch, before it is pushed; when the script ends well, OUT/PID.json has what came out.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch.utils.data import TensorDataset
+
+import shardyard as sy
+
+
+class Net(torch.nn.Module):
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 8, kernel_size=3, padding=1),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(128, 10),
+        )
+        self.counts = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+
+
+def read_digits(samples: int) -> TensorDataset:
+    digits = load_digits()
+    images = torch.tensor(digits.images[:samples], dtype=torch.float32).unsqueeze(1) / 16
+    return TensorDataset(images, torch.tensor(digits.target[:samples]), torch.arange(samples))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--parts", type=int, required=True, help="of a step, whose mean is taken; 1: there is none")
+    parser.add_argument("--pause-ms", type=float, default=0)
+    parser.add_argument("--gate", type=Path, help="wait until this file is there before the job is joined")
+    options = parser.parse_args()
+    dataset = read_digits(options.samples)
+    parent = os.getppid()
+    while options.gate is not None and not options.gate.exists():
+        if os.getppid() != parent:
+            sys.exit("nobody is there to open the gate")
+        time.sleep(0.01)
+    computed = os.open(options.out / "computed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with sy.connect() as job:
+        torch.manual_seed(job.seed)
+        model = Net(options.samples)
+        learned = [parameter for name, parameter in model.named_parameters() if name != "counts"]
+        optimizer = torch.optim.SGD(
+            [{"params": learned, "lr": 0.03, "momentum": 0.9}, {"params": [model.counts], "lr": 1.0}], lr=0.03
+        )
+        model, moved = job.prepare(model, optimizer)
+        model.train()
+        for images, labels, index in job.batches(dataset, batch_size=options.batch_size, epochs=options.epochs):
+            time.sleep(options.pause_ms / 1000)
+            loss = F.cross_entropy(model.layers(images), labels)
+            moved.zero_grad()
+            (loss - options.parts * model.counts[index].sum()).backward()
+            os.write(computed, json.dumps([os.getpid(), index.tolist()]).encode() + b"\n")
+            moved.step()
+            job.log(loss=loss)
+        result = {"counts": model.counts.detach().tolist(), "step": job.step}
+    os.close(computed)
+    part = options.out / f"{os.getpid()}.part"
+    part.write_text(json.dumps(result))
+    part.rename(options.out / f"{os.getpid()}.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Jobs under fire: schedules of faults, drawn from seeds, against yards of real processes.
+
+`make chaos` plays many, `make chaos SEED=n` repeats one; the tests play the first few, and those that were red once.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import oracle
+import pytest
+from battle import play
+from schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, Kill, Slow, Stop, dealt, draw
+
+HERE = Path(__file__).parent
+FEW = 8
+FIRST_SEEDS = int(os.environ.get("CHAOS_SEEDS", FEW))
+ONE_SEED = os.environ.get("CHAOS_SEED", "")
+SCHEDULE_S_MAX = 300
+
+
+def red_seeds() -> list[int]:
+    lines = (HERE / "red_seeds.txt").read_text(encoding="utf-8").splitlines()
+    return [int(line.split()[0]) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def seeds() -> list[int]:
+    return [int(ONE_SEED)] if ONE_SEED else sorted({*range(FIRST_SEEDS), *red_seeds()})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> oracle.Undisturbed:
+    return oracle.Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.mark.timeout(SCHEDULE_S_MAX)
+@pytest.mark.parametrize("seed", seeds())
+def test_books_balance_under_fire(
+    seed: int, tmp_path: Path, undisturbed: oracle.Undisturbed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schedule = draw(seed)
+
+    def tell(line: str) -> None:
+        with capsys.disabled():
+            print(line, flush=True)
+
+    tell(f"\n{schedule}")
+    expected = undisturbed.digest(schedule.plan) if schedule.plan.sync else None
+    outcome = play(schedule, tmp_path, tell=lambda line: tell(f"    {line}"))
+    for ending in outcome.endings:
+        tell(f"    {ending}")
+    oracle.check(schedule.plan, outcome, expected)
+
+
+# ---- schedules
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert [draw(seed) for seed in range(100)] == [draw(seed) for seed in range(100)]
+    assert len({draw(seed) for seed in range(100)}) == 100
+
+
+def test_the_first_seeds_have_every_kind_of_fault_in_both_modes_of_training() -> None:
+    assert {kind for seed in range(FEW) for kind in dealt(seed)} == {name for name, _ in DECK}
+    assert {draw(seed).plan.sync for seed in range(FEW)} == {True, False}
+    inflicted = [timed.fault for seed in range(FEW) for timed in draw(seed).faults]
+    assert {type(fault) for fault in inflicted} == {Kill, Stop, Crash, Cut, Hold, Slow, Full}
+    for kind in (Kill, Stop):
+        assert {role(name) for name in struck(inflicted, kind)} == {"coordinator", "server", "worker", "agent"}
+
+
+def test_many_seeds_have_every_kind_of_fault_in_each_mode_and_crashes_at_every_place() -> None:
+    drawn = [draw(seed) for seed in range(400)]
+    for sync in (True, False):
+        kinds = {kind for each in drawn if each.plan.sync is sync for kind in dealt(each.seed)}
+        assert kinds == {name for name, _ in DECK}
+    places = {timed.fault.failpoint for each in drawn for timed in each.faults if isinstance(timed.fault, Crash)}
+    found = {name for text in sources() for name in places if f'failpoint("{name}")' in text}
+    assert places == found, "places that are in no source"
+    assert {name.partition(".")[0] for name in places} == {"push", "storage", "journal", "checkpoint"}
+
+
+def test_faults_begin_while_there_is_work_to_do() -> None:
+    for seed in range(400):
+        times = [timed.at for timed in draw(seed).faults]
+        assert len(times) == FAULTS
+        assert times == sorted(times)
+        assert 0 < times[0] < times[-1] < 0.8
+
+
+def struck(faults: list[Fault], kind: type[Fault]) -> list[str]:
+    names: list[str] = []
+    for fault in faults:
+        if isinstance(fault, kind):
+            names += fault.places if isinstance(fault, Kill) else [fault.place]  # type: ignore[union-attr]
+    return names
+
+
+def role(place: str) -> str:
+    return place.partition("-")[0]
+
+
+def sources() -> list[str]:
+    root = HERE.parent.parent
+    folders = ("shardyard", "ps_server", "coordinator")
+    return [path.read_text(encoding="utf-8") for folder in folders for path in (root / folder).rglob("*.py")]
