@@ -181,7 +181,7 @@ class Archive:
         if ask.subject.mode is not UpdateMode.SYNC:
             return self._save_at(ask, None)
         draft = ask.draft
-        step, ahead = draft.step, 0
+        step, ahead, told = draft.step, 0, False
         for _ in range(TRIES):
             try:
                 return self._save_at(ask, step)
@@ -189,14 +189,13 @@ class Archive:
                 if "newest" not in error.facts:
                     raise
                 # it has passed: the one that stands now, and if workers are taking steps, one ahead of them
-                step = int(error.facts["newest"]) + ahead
+                step, told = int(error.facts["newest"]) + ahead, True
                 ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
-                if ahead == 0:
+                if told and ahead == 0:
                     raise
-                # nobody takes steps any more
-                ahead = 0
-                step = draft.step
+                # nobody takes steps any more, or the job went back since: it is told where it stands
+                step, ahead = 0, 0
         raise NotReady(
             f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )

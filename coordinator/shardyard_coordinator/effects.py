@@ -26,7 +26,7 @@ from shardyard.ground.types import (
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator.checkpoints import Draft, Subject
+from shardyard_coordinator.checkpoints import Committed, Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.placement import Server
@@ -34,10 +34,12 @@ from shardyard_coordinator.records import Entry
 
 
 class JobState(enum.Enum):
-    """STARTING waits for variables and first values; FINISHED and FAILED are ends."""
+    """STARTING waits for variables and first values; FINISHING has no worker any more, and waits for its last
+    checkpoint; FINISHED and FAILED are ends."""
 
     STARTING = "starting"
     RUNNING = "running"
+    FINISHING = "finishing"
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -239,8 +241,20 @@ class Rebased:
     lost: tuple[LostRange, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointStanding:
+    """What became of a checkpoint that was asked for: `taken`, `failure`, or neither yet."""
+
+    job_name: str
+    ticket: int
+    url: str
+    taken: Committed | None = None
+    failure: ShardyardError | None = None
+
+
 Answer = (
     Done
+    | CheckpointStanding
     | Rebased
     | Registered
     | Standing

@@ -22,7 +22,7 @@ from shardyard.ground.types import (
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
+from shardyard_coordinator.checkpoints import CheckpointBook, Committed, Draft, Subject, url_of
 from shardyard_coordinator.data_ledger import DataLedger, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import Base, Effect, RestorePartitions, TakeCheckpoint, Tell, records_of
@@ -186,10 +186,27 @@ class Safekeeping:
             self.trails.commit(taken.number)
         return [*self._records(record), Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")]
 
-    def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
-        if not self.book.fail(draft, now_ms):
+    def fail_checkpoint(self, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
+        if not self.book.fail(draft, failure, now_ms):
             return []
-        return [Tell(f"{self._title}: checkpoint {draft} was not taken: {why}", warning=True)]
+        return [Tell(f"{self._title}: checkpoint {draft} was not taken: {failure.what}", warning=True)]
+
+    def is_whole_at(self, step: int) -> bool:
+        """Whether a checkpoint of a job that stands at `step`, and goes no further, would say nothing new; so for one
+        that is not written down."""
+        if not self.book.enabled or self._deployment.stage is not Stage.OPEN:
+            return True
+        committed = self.book.committed
+        return committed is not None and not self.recovery.needed and self._is_of(committed, step)
+
+    def ask_for_the_last(self, step: int) -> int:
+        """A ticket for a checkpoint of a job that stands at `step`, and goes no further: the one under way, if it was
+        begun there."""
+        draft = self.book.draft
+        return draft.number if draft is not None and self._is_of(draft, step) else self.book.ask()
+
+    def _is_of(self, taken: Draft | Committed, step: int) -> bool:
+        return taken.step == step and taken.data_ledger.get("closed") == self._feeds.closed
 
     def note_log(self, nbytes: int) -> None:
         """A server's log has grown to so many bytes since the last checkpoint was begun."""

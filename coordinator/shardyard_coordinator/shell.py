@@ -90,6 +90,12 @@ class Coordinator:
         self._callers.shutdown(wait=True, cancel_futures=True)
         self._servers.close()
 
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a job waits for its last checkpoint."""
+        with self._lock:
+            return any(job.state is effects.JobState.FINISHING for job in self._machine.jobs)
+
     def _make_service(self) -> Service:
         service = Service("Coordinator")
         service.on(methods.REGISTER, self._register)
@@ -103,6 +109,7 @@ class Coordinator:
         service.on(methods.LEASE_DATA, self._lease_data)
         service.on(methods.CLOSE_LEASE, self._close_lease)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
+        service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
         service.on(methods.STATUS, self._status)
         return service
 
@@ -148,6 +155,9 @@ class Coordinator:
 
     def _rebase_source(self, request: wire.RebaseSourceRequest, _: Context) -> wire.RebaseSourceReply:
         return door.rebase_reply(self._ask(door.rebase_asked(request), effects.Rebased))
+
+    def _take_checkpoint(self, request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
+        return door.checkpoint_reply(self._ask(door.checkpoint_asked(request), effects.CheckpointStanding))
 
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
@@ -236,7 +246,7 @@ class Coordinator:
             case effects.DropJob():
                 self._later(self._drop, effect)
             case effects.TakeCheckpoint():
-                self._later(self._take_checkpoint, effect)
+                self._later(self._write_checkpoint, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -301,9 +311,9 @@ class Coordinator:
         except ShardyardError as error:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
-    def _take_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
+    def _write_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
         job, draft = wanted.subject.job, wanted.draft
-        why = "a defect of the coordinator; its log has more"
+        failure: ShardyardError = Internal("the coordinator could not take it; its log has more")
         try:
             number, step = self._archive.take(
                 wanted.subject,
@@ -316,13 +326,13 @@ class Coordinator:
                 logs=wanted.logs,
             )
         except ShardyardError as error:
-            why = error.what
+            failure = error
         else:
             self._handle(events.CheckpointTaken(job, draft.number, number, step))
             return
         finally:
             # nothing happens where it was taken
-            self._handle(events.CheckpointFailed(job, draft.number, why))
+            self._handle(events.CheckpointFailed(job, draft.number, failure))
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation
