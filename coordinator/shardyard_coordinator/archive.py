@@ -85,8 +85,12 @@ class Archive:
         saved = self._save(ask)
         entries = []
         for partition in range(len(subject.layout.partitions)):
-            version, file = saved[PartitionId(partition)]
+            version, file, _ = saved[PartitionId(partition)]
             entries.append(_entry(subject, former, PartitionId(partition), version, file))
+        # tokens were given since the ledger was copied, and those of another run must be higher
+        before = draft.data_ledger.get("token", 0)
+        assert isinstance(before, int)
+        token = max(before, *(token for _, _, token in saved.values()))
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
         library.commit(
             Manifest(
@@ -100,7 +104,7 @@ class Archive:
                 created=self._now().isoformat(timespec="seconds"),
                 layout=subject.layout,
                 partitions=tuple(entries),
-                data_ledger=draft.data_ledger,
+                data_ledger={**draft.data_ledger, "token": token},
                 token_floor=draft.floor,
             )
         )
@@ -176,7 +180,7 @@ class Archive:
 
     # ---- inside
 
-    def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+    def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
         """What each partition was written as."""
         if ask.subject.mode is not UpdateMode.SYNC:
             return self._save_at(ask, None)
@@ -200,7 +204,7 @@ class Archive:
             f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )
 
-    def _save_at(self, ask: _Ask, step: int | None) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+    def _save_at(self, ask: _Ask, step: int | None) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
         def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
             reply = self._servers.save(
                 ask.subject.job,
@@ -222,7 +226,7 @@ class Archive:
         for saved in self._everywhere(ask.map, save):
             for each in saved:
                 version = convert.version_from_wire(each.version)
-                found[PartitionId(each.partition)] = version, file_from_wire(each.file)
+                found[PartitionId(each.partition)] = version, file_from_wire(each.file), each.token
         return found
 
     def _everywhere(self, map_: PartitionMap, ask: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:

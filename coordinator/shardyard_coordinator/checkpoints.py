@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardyard.ground.errors import NotReady, ShardyardError
-from shardyard.ground.types import Durability, JobId, JobLayout, Token, UpdateMode
+from shardyard.ground.types import Durability, Incarnation, JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
@@ -23,22 +23,25 @@ RETRY_MS_MAX: Final = 60_000
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A checkpoint that is being taken. `step`: where the job stood when it was begun; `data_ledger`: what was closed
-    then; tokens below `floor` are of leases that have ended."""
+    then; tokens below `floor` are of leases that had ended; `gone`: workers of which nothing could come any more."""
 
     number: int
     step: int
     data_ledger: Mapping[str, object]
     floor: Token
+    gone: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that counts. `draft`: the number under which it was begun; `data_ledger`: as its draft's."""
+    """A checkpoint that counts. `draft`: the number under which it was begun; the others as its draft's."""
 
     number: int
     step: int
     data_ledger: Mapping[str, object]
     draft: int = 0
+    floor: Token = Token(0)
+    gone: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,18 @@ class CheckpointBook:
         anything_new = self.committed is None or step != self.committed.step
         return self._wanted or self.committed is None or bool(in_steps or (in_time and anything_new))
 
-    def begin(self, now_ms: int, step: int, data_ledger: Mapping[str, object], floor: Token) -> tuple[Draft, Entry]:
+    def begin(
+        self,
+        now_ms: int,
+        step: int,
+        data_ledger: Mapping[str, object],
+        floor: Token,
+        gone: tuple[Incarnation, ...] = (),
+    ) -> tuple[Draft, Entry]:
         assert self.draft is None
         self._number += 1
         self._begun_ms, self._begun_step, self._wanted = now_ms, step, False
-        self.draft = Draft(self._number, step, data_ledger, floor)
+        self.draft = Draft(self._number, step, data_ledger, floor, gone)
         return self.draft, ("checkpoint_begun", {"number": self._number})
 
     def fail(self, number: int, failure: ShardyardError, now_ms: int) -> bool:
@@ -135,7 +145,7 @@ class CheckpointBook:
         draft, self.draft = self.draft, None
         self._failures = 0
         self._number = max(self._number, written_as)
-        self.committed = Committed(written_as, step, draft.data_ledger, draft.number)
+        self.committed = Committed(written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone)
         return self._committed
 
     def abandon(self) -> None:
@@ -153,6 +163,7 @@ class CheckpointBook:
             "step": self.committed.step,
             "data_ledger": self.committed.data_ledger,
             "draft": self.committed.draft,
+            "floor": self.committed.floor,
         }
 
     def entries(self) -> list[Entry]:
@@ -172,7 +183,11 @@ class CheckpointBook:
         elif kind == "checkpoint_committed":
             self._number = max(self._number, number)
             self.committed = Committed(
-                number, body.number("step"), body.values("data_ledger"), body.number("draft", most=number)
+                number,
+                body.number("step"),
+                body.values("data_ledger"),
+                body.number("draft", most=number),
+                Token(body.number("floor")),
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     DataLease,
+    DoneDataShards,
     Durability,
     Generation,
     Incarnation,
@@ -23,6 +24,7 @@ from shardyard.ground.types import (
     PartitionMap,
     RankLease,
     SourceKey,
+    Token,
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
@@ -157,6 +159,17 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetSources:
+    """Nothing follows: a server that was not reached forgets after the next checkpoint."""
+
+    job: JobId
+    map: PartitionMap
+    done: tuple[DoneDataShards, ...]
+    workers: tuple[Incarnation, ...]
+    floor: Token
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePartitions:
     """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
     same."""
@@ -285,6 +298,7 @@ Effect = (
     | ReadWatermarks
     | PassOver
     | TakeCheckpoint
+    | ForgetSources
     | RestorePartitions
     | DropJob
     | ForgetServer

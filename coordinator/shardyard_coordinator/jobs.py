@@ -236,7 +236,7 @@ class Job:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
                 return self._end_without(f"it was not written within {self.settings.idle_ms / 1000:g} s")
             self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self._step)
-            return self.keeping.tick(now_ms, self._step, servers)
+            return self.keeping.tick(now_ms, self._step, servers, self._gone)
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
             return self._finish(now_ms)
         if not self.workers and now_ms - self._idle_since_ms >= self.settings.idle_ms:
@@ -252,7 +252,7 @@ class Job:
         return [
             *self._rank_records(given),
             *self.deployment.reopen(now_ms),
-            *self.keeping.tick(now_ms, self._step, servers),
+            *self.keeping.tick(now_ms, self._step, servers, self._gone),
         ]
 
     # ---- recovery and checkpoints
@@ -446,6 +446,8 @@ class Job:
         """Reads what each partition has of a worker's own source."""
         if self.ranks is not None:
             raise errors.InvalidRequest(f"{self.title} is synchronous: its workers have no sources of their own")
+        if self.keeping.trails is not None:
+            raise errors.InvalidRequest(f"{self.title} keeps logs, with which no push is lost")
         if self.state is not JobState.RUNNING or self.keeping.recovery.needed:
             raise errors.NotReady(f"{self.title} has partitions that are not there yet")
         assert self.deployment.map is not None
@@ -673,6 +675,11 @@ class Job:
     def _fence(self, worker: Incarnation) -> list[Effect]:
         servers = self.deployment.servers
         return [FenceOnServers(self.id, servers, (worker,))] if servers else []
+
+    @property
+    def _gone(self) -> tuple[Incarnation, ...]:
+        """Workers that have left, or that the servers refuse."""
+        return tuple(worker for worker in self.fenced if worker not in self.fencing)
 
     @property
     def _step(self) -> int:

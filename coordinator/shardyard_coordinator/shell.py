@@ -28,6 +28,7 @@ from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.placement import Server
 from shardyard_coordinator.servers import Servers
 
 log = logging.getLogger("shardyard.coordinator")
@@ -247,6 +248,8 @@ class Coordinator:
                 self._later(self._drop, effect)
             case effects.TakeCheckpoint():
                 self._later(self._write_checkpoint, effect)
+            case effects.ForgetSources():
+                self._later(self._forget_sources, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -333,6 +336,13 @@ class Coordinator:
         finally:
             # nothing happens where it was taken
             self._handle(events.CheckpointFailed(job, draft.number, failure))
+
+    def _forget_sources(self, wanted: effects.ForgetSources) -> None:
+        for server, owned in wanted.map.by_server().items():
+            try:
+                self._servers.forget_sources(wanted, Server(server, owned[0].address))
+            except ShardyardError as error:
+                log.debug("server %s forgets no sources of job %s now: %s", server, wanted.job, error.what)
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation

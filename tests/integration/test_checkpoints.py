@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,10 @@ from yards import Probes, RoleYard, Script, finish
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
 from shardyard.checkpoints.storage import open_storage
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 
 SELDOM = {"job__checkpoint__every_s": 0}
 
@@ -32,6 +36,20 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
 
 def shardyard(*arguments: str) -> Script:
     return Script(["-P", "-m", "shardyard_launcher.command_line", *arguments], {})
+
+
+def sources(yard: RoleYard) -> int:
+    """The largest number of sources that a partition remembers."""
+    found = 0
+    for member in yard.status().members:
+        if member.role == wire.ROLE_SERVER:
+            peer = GrpcNetwork().connect(member.address, name="server")
+            try:
+                said = peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=10_000)
+            finally:
+                peer.close()
+            found = max([found, *(partition.sources for partition in said.partitions)])
+    return found
 
 
 def manifest(url: Path | str, number: int | None = None) -> Manifest:
@@ -116,3 +134,22 @@ def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_wit
     )
     assert failing.wait() == 1
     assert "StorageUnavailable" in failing.output
+
+
+def test_ledgers_of_a_long_job_do_not_grow(yard: RoleYard, probes: Probes) -> None:
+    """800 data shards of one batch each; the coordinator dies half way."""
+    settings = {"job__data__batches_per_data_shard": 1, "job__checkpoint__every_steps": 20}
+    options = ("--samples", "400", "--epochs", "8", "--pause-ms", "5")
+    script, out = probes.start("count", *options, coordinator=yard.address, **settings)
+    script.wait_for("computed 400", timeout_s=100)
+    yard.kill_coordinator()
+    yard.restart_coordinator()
+    most = 0
+    while script.process.poll() is None:
+        most = max(most, sources(yard))
+        time.sleep(0.05)
+    result = finish(script, out)
+    assert result["counts"] == [8.0] * 400
+    assert 0 < most < 400
+    newest = manifest(yard.state / "checkpoints", None)
+    assert newest.token_floor > 400

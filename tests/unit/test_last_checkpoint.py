@@ -10,12 +10,13 @@ import pytest
 from shardyard.ground.errors import InvalidRequest, JobFailed, NotFound, NotReady, ServerLost, StorageUnavailable
 from shardyard.ground.types import (
     Caller,
+    DataLease,
+    DoneDataShards,
     DType,
     Incarnation,
     MemberRole,
     OptimizerSpec,
     Term,
-    Token,
     UpdateMode,
     VariableSpec,
 )
@@ -52,6 +53,7 @@ class Yard:
         self.records: list[effects.Persist] = []
         self.told: list[str] = []
         self.taking: list[effects.TakeCheckpoint] = []
+        self.forgetting: list[effects.ForgetSources] = []
         self.dropped = 0
         self.servers = [self.register(MemberRole.SERVER, f"s:{index}") for index in range(2)]
         self.worker = self.join(settings)
@@ -73,6 +75,8 @@ class Yard:
                     self.told.append(text)
                 case effects.TakeCheckpoint():
                     self.taking.append(effect)
+                case effects.ForgetSources():
+                    self.forgetting.append(effect)
                 case effects.DropJob():
                     self.dropped += 1
                 case effects.Reply(found):
@@ -91,6 +95,16 @@ class Yard:
         answer = self.handle(events.JobJoined(worker, settings.name, settings))
         assert isinstance(answer, effects.Joined)
         return Caller(answer.job, worker)
+
+    def lease(self, worker: Caller) -> DataLease:
+        answer = self.handle(events.LeaseRequested(worker, 0))
+        assert isinstance(answer, DataLease)
+        return answer
+
+    def close(self, worker: Caller, lease: DataLease) -> None:
+        returned = events.LeaseReturned(worker, 0, lease.source, lease.token)
+        self.handle(returned)
+        self.handle(events.LedgerRead(returned, 99))
 
     def restart(self) -> None:
         """Another coordinator goes on from the records."""
@@ -162,10 +176,7 @@ def test_job_whose_newest_checkpoint_has_everything_ends_at_once() -> None:
 def test_data_that_was_closed_without_a_step_is_written_down_too() -> None:
     yard = begun()
     yard.handle(events.FeedOpened(yard.worker, 0, FeedSpec(10, "f", 10, 1, shuffle=False, drop_last=False)))
-    yard.handle(events.LeaseRequested(yard.worker, 0))
-    lease = events.LeaseReturned(yard.worker, 0, yard.machine.jobs[0].feeds._feeds[0].source(0), Token(1))  # type: ignore[union-attr]
-    yard.handle(lease)
-    yard.handle(events.LedgerRead(lease, 1))
+    yard.close(yard.worker, yard.lease(yard.worker))
     yard.leave()
     assert yard.state is JobState.FINISHING
 
@@ -329,3 +340,59 @@ def test_ticket_of_a_job_that_failed_brings_its_failure() -> None:
     with pytest.raises(JobFailed) as caught:
         yard.ask(ticket, SETTINGS.name)
     assert isinstance(caught.value, ServerLost)
+
+
+# ---- what servers may forget (rule A7)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_servers_forget_what_was_closed_when_a_committed_checkpoint_was_begun(restarts: bool) -> None:
+    yard = begun()
+    other = yard.join()
+    yard.handle(events.FeedOpened(yard.worker, 0, FeedSpec(100, "f", 10, 1, shuffle=False, drop_last=False)))
+    first, held = yard.lease(yard.worker), yard.lease(other)
+    yard.close(yard.worker, first)
+    second = yard.lease(yard.worker)
+    yard.close(yard.worker, second)
+    if restarts:
+        yard.restart()
+    yard.ask()
+    yard.tick()
+    assert yard.taking[0].draft.floor == held.token
+    third = yard.lease(yard.worker)
+    yard.close(yard.worker, third)  # too late for this one
+    yard.commit()
+    told = yard.forgetting[-1]
+    assert (told.done, told.floor, told.workers) == ((DoneDataShards(0, 5, 3, frozenset({1})),), held.token, ())
+    assert [first.source in told.done[0], held.source in told.done[0], third.source in told.done[0]] == [
+        True,
+        False,
+        False,
+    ]
+
+
+def test_sources_of_workers_are_forgotten_when_nothing_more_can_come_from_them() -> None:
+    yard = begun()
+    left, dead = yard.join(), yard.join()
+    yard.handle(events.MemberLeft(left.incarnation, ""))
+    agent = yard.register(MemberRole.AGENT, "a:1")
+    yard.handle(events.ExitReported(agent, 7, -9))  # all of this process's workers
+    assert dead.incarnation in yard.machine.jobs[0].fencing
+    yard.ask()
+    yard.tick()
+    yard.commit()
+    assert yard.forgetting[-1].workers == (left.incarnation,)
+    yard.handle(events.WorkersFenced(yard.worker.job, (dead.incarnation,)))
+    yard.ask()
+    yard.tick()
+    yard.commit()
+    assert yard.forgetting[-1].workers == (left.incarnation, dead.incarnation)
+
+
+def test_ranks_are_not_forgotten() -> None:
+    yard = begun(SYNC)
+    yard.ask()
+    yard.tick()
+    assert yard.taking[0].draft.floor == 0
+    yard.commit()
+    assert yard.forgetting == []
