@@ -20,7 +20,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.effects import JobState, Joined, Placed, Rebased, Standing
+from shardyard_coordinator.effects import CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import JobStanding, MemberStanding, YardStanding
@@ -32,6 +32,7 @@ LEASE_RETRY_MS: Final = 100
 _STATES: dict[JobState, wire.JobState] = {
     JobState.STARTING: wire.JOB_STATE_STARTING,
     JobState.RUNNING: wire.JOB_STATE_RUNNING,
+    JobState.FINISHING: wire.JOB_STATE_FINISHING,
     JobState.FINISHED: wire.JOB_STATE_FINISHED,
     JobState.FAILED: wire.JOB_STATE_FAILED,
 }
@@ -124,6 +125,12 @@ def lease_returned(request: wire.CloseLeaseRequest) -> events.LeaseReturned:
     return events.LeaseReturned(convert.caller_from_wire(request.caller), feed, source, Token(request.token))
 
 
+def checkpoint_asked(request: wire.TakeCheckpointRequest) -> events.CheckpointAsked:
+    caller = convert.caller_from_wire(request.caller)
+    name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+    return events.CheckpointAsked(caller if caller.incarnation else None, name, request.ticket)
+
+
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
     if request.next > limits.SEQUENCE_MAX:
         raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
@@ -213,6 +220,19 @@ def lease_reply(answer: DataLease | LeaseWait | FeedDone) -> wire.LeaseDataReply
             return wire.LeaseDataReply(wait=wire.LeaseWait(retry_ms=LEASE_RETRY_MS, waiting_for=waiting_for))
         case FeedDone():
             return wire.LeaseDataReply(done=wire.FeedDone())
+
+
+def checkpoint_reply(standing: CheckpointStanding) -> wire.TakeCheckpointReply:
+    taken = standing.taken
+    return wire.TakeCheckpointReply(
+        ticket=standing.ticket,
+        done=taken is not None,
+        number=0 if taken is None else taken.number,
+        step=0 if taken is None else taken.step,
+        url=standing.url,
+        job_name=standing.job_name,
+        failure=None if standing.failure is None else to_detail(standing.failure),
+    )
 
 
 def rebase_reply(rebased: Rebased) -> wire.RebaseSourceReply:

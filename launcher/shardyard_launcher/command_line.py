@@ -47,22 +47,12 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
     """Show members, jobs, partitions and data of a running yard."""
     from rich.console import Console
 
-    from shardyard.ground import errors
     from shardyard.transport.channel import GrpcNetwork
     from shardyard_launcher import status_view
-    from shardyard_launcher.yard_state import read_state
+    from shardyard_launcher.yard_state import coordinator_of
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
-    address, folder = settings.coordinator, Path(settings.yard.state)
-    if not address:
-        found = read_state(folder)
-        address = found.address_of("coordinator") if found else ""
-    if not address:
-        raise errors.NotFound(
-            f"no yard is up in {settings.yard.state}, and no coordinator's address was given",
-            why="",
-            todo="start one with `shardyard up`, or give --coordinator HOST:PORT",
-        )
+    address, folder = coordinator_of(settings), Path(settings.yard.state)
     report = status_view.ask(GrpcNetwork(), address, status_view.look_here(folder, address))
     if as_json:
         click.echo(status_view.to_json(report))

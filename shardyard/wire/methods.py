@@ -92,6 +92,7 @@ OPEN_FEED = _unary(_C, "OpenFeed", coordinator.OpenFeedRequest, coordinator.Open
 LEASE_DATA = _unary(_C, "LeaseData", coordinator.LeaseDataRequest, coordinator.LeaseDataReply)
 CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinator.CloseLeaseReply)
 REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coordinator.RebaseSourceReply)
+TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
 STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply)
 
 CREATE_PARTITIONS = _unary(_P, "CreatePartitions", server.CreatePartitionsRequest, server.CreatePartitionsReply)
