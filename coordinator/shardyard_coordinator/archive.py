@@ -86,8 +86,12 @@ class Archive:
         saved = self._save(ask)
         entries = []
         for partition in range(len(subject.layout.partitions)):
-            version, file = saved[PartitionId(partition)]
+            version, file, _ = saved[PartitionId(partition)]
             entries.append(_entry(subject, former, PartitionId(partition), version, file))
+        # tokens were given since the ledger was copied, and those of another run must be higher
+        before = draft.data_ledger.get("token", 0)
+        assert isinstance(before, int)
+        token = max(before, *(token for _, _, token in saved.values()))
         failpoint("checkpoint.before_manifest")
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
         library.commit(
@@ -102,7 +106,7 @@ class Archive:
                 created=self._now().isoformat(timespec="seconds"),
                 layout=subject.layout,
                 partitions=tuple(entries),
-                data_ledger=draft.data_ledger,
+                data_ledger={**draft.data_ledger, "token": token},
                 token_floor=draft.floor,
             )
         )
@@ -179,12 +183,12 @@ class Archive:
 
     # ---- inside
 
-    def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+    def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
         """What each partition was written as."""
         if ask.subject.mode is not UpdateMode.SYNC:
             return self._save_at(ask, None)
         draft = ask.draft
-        step, ahead = draft.step, 0
+        step, ahead, told = draft.step, 0, False
         for _ in range(TRIES):
             try:
                 return self._save_at(ask, step)
@@ -192,18 +196,18 @@ class Archive:
                 if "newest" not in error.facts:
                     raise
                 # it has passed: the one that stands now, and if workers are taking steps, one ahead of them
-                step = int(error.facts["newest"]) + ahead
+                step, told = int(error.facts["newest"]) + ahead, True
                 ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
-                if step == 0:
+                if told and ahead == 0:
                     raise
-                # nobody takes steps any more, or the job has gone back: a step that has passed, to be told the newest
-                step = ahead = 0
+                # nobody takes steps any more, or the job went back since: it is told where it stands
+                step, ahead = 0, 0
         raise NotReady(
             f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )
 
-    def _save_at(self, ask: _Ask, step: int | None) -> dict[PartitionId, tuple[Version, PartitionFile]]:
+    def _save_at(self, ask: _Ask, step: int | None) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
         def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
             reply = self._servers.save(
                 ask.subject.job,
@@ -225,7 +229,7 @@ class Archive:
         for saved in self._everywhere(ask.map, save):
             for each in saved:
                 version = convert.version_from_wire(each.version)
-                found[PartitionId(each.partition)] = version, file_from_wire(each.file)
+                found[PartitionId(each.partition)] = version, file_from_wire(each.file), each.token
         return found
 
     def _everywhere(self, map_: PartitionMap, ask: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:

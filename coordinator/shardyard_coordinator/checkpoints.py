@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from shardyard.ground.types import Durability, JobId, JobLayout, Token, UpdateMode
+from shardyard.ground.errors import NotReady, ShardyardError
+from shardyard.ground.types import Durability, Incarnation, JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
@@ -22,21 +23,25 @@ RETRY_MS_MAX: Final = 60_000
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A checkpoint that is being taken. `step`: where the job stood when it was begun; `data_ledger`: what was closed
-    then; tokens below `floor` are of leases that have ended."""
+    then; tokens below `floor` are of leases that had ended; `gone`: workers of which nothing could come any more."""
 
     number: int
     step: int
     data_ledger: Mapping[str, object]
     floor: Token
+    gone: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that counts. `data_ledger`: as its draft's."""
+    """A checkpoint that counts. `draft`: the number under which it was begun; the others as its draft's."""
 
     number: int
     step: int
     data_ledger: Mapping[str, object]
+    draft: int = 0
+    floor: Token = Token(0)
+    gone: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class CheckpointBook:
         self._retry_at_ms = 0
         self._failures = 0
         self._wanted = False
+        self._failed: tuple[int, ShardyardError] | None = None
         self.draft: Draft | None = None
         self.committed: Committed | None = None
 
@@ -81,6 +87,23 @@ class CheckpointBook:
         """Somebody waits for one that begins after now."""
         self._wanted = True
 
+    def ask(self) -> int:
+        """Somebody waits for one that begins after now, at once whatever failed before, and asks with this ticket what
+        became of it."""
+        self._wanted, self._retry_at_ms, self._failures = True, 0, 0
+        return self._number + 1
+
+    def outcome(self, ticket: int) -> Committed | ShardyardError | None:
+        """A checkpoint that was begun since the ticket was given, or what went wrong with the latest one; None while it
+        is under way or due."""
+        if self.committed is not None and self.committed.draft >= ticket:
+            return self.committed
+        if self._failed is not None and self._failed[0] >= ticket and not isinstance(self._failed[1], NotReady):
+            return self._failed[1]
+        if self.draft is None or self.draft.number < ticket:
+            self._wanted = True  # a coordinator that came after the one that gave the ticket does not know
+        return None
+
     def is_due(self, now_ms: int, step: int) -> bool:
         """Whether one is to be begun. `step`: where the job stands."""
         if not self.enabled or self.draft is not None or now_ms < self._retry_at_ms:
@@ -91,18 +114,25 @@ class CheckpointBook:
         anything_new = self.committed is None or step != self.committed.step
         return self._wanted or self.committed is None or bool(in_steps or (in_time and anything_new))
 
-    def begin(self, now_ms: int, step: int, data_ledger: Mapping[str, object], floor: Token) -> tuple[Draft, Entry]:
+    def begin(
+        self,
+        now_ms: int,
+        step: int,
+        data_ledger: Mapping[str, object],
+        floor: Token,
+        gone: tuple[Incarnation, ...] = (),
+    ) -> tuple[Draft, Entry]:
         assert self.draft is None
         self._number += 1
         self._begun_ms, self._begun_step, self._wanted = now_ms, step, False
-        self.draft = Draft(self._number, step, data_ledger, floor)
+        self.draft = Draft(self._number, step, data_ledger, floor, gone)
         return self.draft, ("checkpoint_begun", {"number": self._number})
 
-    def fail(self, number: int, now_ms: int) -> bool:
+    def fail(self, number: int, failure: ShardyardError, now_ms: int) -> bool:
         """The checkpoint was not written; another will be begun, not too soon. False for one that is not under way."""
         if self.draft is None or self.draft.number != number:
             return False
-        self.draft, self._wanted = None, True
+        self.draft, self._wanted, self._failed = None, True, (number, failure)
         self._retry_at_ms = now_ms + min(RETRY_MS << min(self._failures, 16), RETRY_MS_MAX)
         self._failures += 1
         return True
@@ -115,7 +145,7 @@ class CheckpointBook:
         draft, self.draft = self.draft, None
         self._failures = 0
         self._number = max(self._number, written_as)
-        self.committed = Committed(written_as, step, draft.data_ledger)
+        self.committed = Committed(written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone)
         return self._committed
 
     def abandon(self) -> None:
@@ -132,6 +162,8 @@ class CheckpointBook:
             "number": self.committed.number,
             "step": self.committed.step,
             "data_ledger": self.committed.data_ledger,
+            "draft": self.committed.draft,
+            "floor": self.committed.floor,
         }
 
     def entries(self) -> list[Entry]:
@@ -150,7 +182,13 @@ class CheckpointBook:
             self._number = number
         elif kind == "checkpoint_committed":
             self._number = max(self._number, number)
-            self.committed = Committed(number, body.number("step"), body.values("data_ledger"))
+            self.committed = Committed(
+                number,
+                body.number("step"),
+                body.values("data_ledger"),
+                body.number("draft", most=number),
+                Token(body.number("floor")),
+            )
         else:
             raise DamagedRecord("its kind is unknown to this release")
 

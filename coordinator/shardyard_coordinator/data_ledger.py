@@ -17,7 +17,15 @@ from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
-from shardyard.ground.types import DataLease, DataShardSource, Incarnation, LeasedSource, RankSource, Token
+from shardyard.ground.types import (
+    DataLease,
+    DataShardSource,
+    DoneDataShards,
+    Incarnation,
+    LeasedSource,
+    RankSource,
+    Token,
+)
 from shardyard_coordinator.quarantine import Condemned, Quarantine
 from shardyard_coordinator.records import (
     SUM_MAX,
@@ -30,8 +38,6 @@ from shardyard_coordinator.records import (
     require,
 )
 
-FEEDS_MAX: Final = 100_000
-"""Calls of job.batches in one job."""
 DATA_SHARDS_PER_WORKER_MIN: Final = 4
 """Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
 not spent waiting for one worker."""
@@ -334,6 +340,20 @@ class DataLedger:
         self._end(shards, number, worker, token)
         return True
 
+    @property
+    def tokens(self) -> list[Token]:
+        """Of the leases that are held."""
+        return [held.token for shards in self._feeds for held in shards.held.values()]
+
+    @property
+    def done(self) -> tuple[DoneDataShards, ...]:
+        """The data shards that are closed."""
+        return tuple(
+            DoneDataShards(each.feed, each.per_epoch, each.begun, frozenset((*each.returned, *each.held)))
+            for each in self._feeds
+            if each.begun
+        )
+
     def counts(self, last: int) -> tuple[FeedCounts, ...]:
         """Of the `last` feeds opened."""
         return tuple(
@@ -400,9 +420,7 @@ class DataLedger:
     def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
         """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
         given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
-        then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=self._next_token)
-        for kind, body in _entries_of(kept):
-            then.restore(kind, body)
+        then = _read(kept)
         reopened: list[DataShardSource] = []
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
@@ -491,6 +509,19 @@ class DataLedger:
         if feed >= len(self._feeds):
             raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
         return self._feeds[feed]
+
+
+def _read(kept: Mapping[str, object]) -> DataLedger:
+    """The ledger that a checkpoint has. Raises DamagedRecord."""
+    then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
+    for kind, body in _entries_of(kept):
+        then.restore(kind, body)
+    return then
+
+
+def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
+    """The data shards that are closed in the ledger that a checkpoint has. Raises DamagedRecord."""
+    return _read(kept).done
 
 
 @dataclass(slots=True)
@@ -603,6 +634,11 @@ class StepLedger:
         return [*entries, *self.quarantine.entries()]
 
     @property
+    def tokens(self) -> list[Token]:
+        """Of leases: there are none."""
+        return []
+
+    @property
     def closed(self) -> int:
         return sum(each.done for each in self._feeds)
 
@@ -650,7 +686,8 @@ def _entries_of(kept: Mapping[str, object]) -> Iterator[tuple[str, Body]]:
     """The records in a checkpoint's data ledger. Raises DamagedRecord."""
     for item in Body(kept).items("entries"):
         kind, body = checked_items(item, "an entry", count=2)
-        assert isinstance(body, Mapping)
+        require(isinstance(body, dict), "an entry without a body")
+        assert isinstance(body, dict)
         yield checked_text(kind, "an entry"), Body(body)
 
 
@@ -705,8 +742,10 @@ def _feed_of(body: Body, feed: int) -> tuple[int, FeedSpec]:
 
 def _check_opening(feed: int, spec: FeedSpec, opened: Sequence[FeedSpec]) -> None:
     spec.check()
-    if feed >= FEEDS_MAX:
-        raise TooLarge(f"feed {feed}; a job has at most {FEEDS_MAX}", todo="pass epochs to one call of job.batches")
+    if feed >= limits.FEEDS_MAX:
+        raise TooLarge(
+            f"feed {feed}; a job has at most {limits.FEEDS_MAX}", todo="pass epochs to one call of job.batches"
+        )
     if feed > len(opened):
         raise FeedConflict(f"feed {feed} was opened while {len(opened)} feeds are known; expected feed {len(opened)}")
     if feed == len(opened):

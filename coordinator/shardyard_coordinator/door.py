@@ -33,7 +33,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
 from shardyard_coordinator.audit import Page
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.effects import BatchVerdict, JobState, Joined, Placed, Rebased, Standing
+from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import JobStanding, MemberStanding, QuarantineStanding, YardStanding
@@ -46,6 +46,7 @@ BATCH_RETRY_MS: Final = 100
 _STATES: dict[JobState, wire.JobState] = {
     JobState.STARTING: wire.JOB_STATE_STARTING,
     JobState.RUNNING: wire.JOB_STATE_RUNNING,
+    JobState.FINISHING: wire.JOB_STATE_FINISHING,
     JobState.FINISHED: wire.JOB_STATE_FINISHED,
     JobState.FAILED: wire.JOB_STATE_FAILED,
 }
@@ -154,6 +155,12 @@ def audit_wanted(request: wire.ReadAuditRequest) -> tuple[str, int]:
     if request.after > limits.SEQUENCE_MAX:
         raise TooLarge(f"audit entries after {request.after}; at most {limits.SEQUENCE_MAX} are taken")
     return job, request.after
+
+
+def checkpoint_asked(request: wire.TakeCheckpointRequest) -> events.CheckpointAsked:
+    caller = convert.caller_from_wire(request.caller)
+    name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+    return events.CheckpointAsked(caller if caller.incarnation else None, name, request.ticket)
 
 
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
@@ -291,6 +298,19 @@ def audit_reply(job: int, page: Page) -> wire.ReadAuditReply:
         reached=page.reached,
         more=page.more,
         lost=page.lost,
+    )
+
+
+def checkpoint_reply(standing: CheckpointStanding) -> wire.TakeCheckpointReply:
+    taken = standing.taken
+    return wire.TakeCheckpointReply(
+        ticket=standing.ticket,
+        done=taken is not None,
+        number=0 if taken is None else taken.number,
+        step=0 if taken is None else taken.step,
+        url=standing.url,
+        job_name=standing.job_name,
+        failure=None if standing.failure is None else to_detail(standing.failure),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     DataLease,
+    DoneDataShards,
     Durability,
     Generation,
     Incarnation,
@@ -24,10 +25,11 @@ from shardyard.ground.types import (
     PartitionMap,
     RankLease,
     SourceKey,
+    Token,
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator.checkpoints import Draft, Subject
+from shardyard_coordinator.checkpoints import Committed, Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.placement import Server
@@ -35,10 +37,12 @@ from shardyard_coordinator.records import Entry
 
 
 class JobState(enum.Enum):
-    """STARTING waits for variables and first values; FINISHED and FAILED are ends."""
+    """STARTING waits for variables and first values; FINISHING has no worker any more, and waits for its last
+    checkpoint; FINISHED and FAILED are ends."""
 
     STARTING = "starting"
     RUNNING = "running"
+    FINISHING = "finishing"
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -159,6 +163,17 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetSources:
+    """Nothing follows: a server that was not reached forgets after the next checkpoint."""
+
+    job: JobId
+    map: PartitionMap
+    done: tuple[DoneDataShards, ...]
+    workers: tuple[Incarnation, ...]
+    floor: Token
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePartitions:
     """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
     same."""
@@ -252,8 +267,20 @@ class Rebased:
     lost: tuple[LostRange, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointStanding:
+    """What became of a checkpoint that was asked for: `taken`, `failure`, or neither yet."""
+
+    job_name: str
+    ticket: int
+    url: str
+    taken: Committed | None = None
+    failure: ShardyardError | None = None
+
+
 Answer = (
     Done
+    | CheckpointStanding
     | Rebased
     | Registered
     | Standing
@@ -285,6 +312,7 @@ Effect = (
     | ReadWatermarks
     | PassOver
     | TakeCheckpoint
+    | ForgetSources
     | RestorePartitions
     | DropJob
     | ForgetServer

@@ -134,6 +134,15 @@ class RebaseAsked:
     next: int
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointAsked:
+    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+
+    caller: Caller | None
+    job_name: str
+    ticket: int
+
+
 # ---- what became of effects
 
 
@@ -181,7 +190,7 @@ class CheckpointFailed:
 
     job: JobId
     draft: int
-    why: str
+    failure: ShardyardError
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +259,7 @@ Event = (
     | RebaseAsked
     | WatermarksRead
     | PassedOver
+    | CheckpointAsked
     | PartitionsCreated
     | PartitionsRefused
     | PartitionsOpened

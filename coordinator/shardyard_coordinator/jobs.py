@@ -1,9 +1,9 @@
 """One job: who works on it, what state it is in, whose the work is.
 
-Owns: a job's life (STARTING, RUNNING, FINISHED or FAILED), its living workers, and the order of things when one goes:
-fence it on the servers, then give its work to others. Invariants: an ended job changes no more; no work of a lost
-worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests; each change
-has its record in the same effects, and the records alone make the job anew (but for records.NOT_RECORDED).
+Owns: a job's life (STARTING, RUNNING, FINISHING, FINISHED or FAILED), its living workers, and the order of things when
+one goes: fence it on the servers, then give its work to others. Invariants: an ended job changes no more; no work of a
+lost worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests; each
+change has its record in the same effects, and the records alone make the job anew (but for records.NOT_RECORDED).
 Must not know: members that are not its workers, checkpoints' order, the network, what time it is.
 """
 
@@ -31,10 +31,12 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import data_ledger, deployment, losses
+from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
     BatchVerdict,
+    CheckpointStanding,
     Done,
     DropJob,
     Effect,
@@ -72,9 +74,13 @@ from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
 """So many fenced workers are named to servers again and again, the latest."""
+LAST_TRIES: Final = 3
+"""A job whose last checkpoint could not be taken so often ends without."""
 LATE_MS: Final = 10_000
 """A job that is left by its last worker stays open for so long if fewer workers than expected have said goodbye: one
 that starts late, or is restarted, finds its work done, where it would else begin the whole run anew."""
+
+_FINISHING: Final[Entry] = ("job_finishing", {})
 
 
 class Job:
@@ -101,6 +107,8 @@ class Job:
         self._goodbyes = 0
         self._chief_is_done = False
         self._finish_at_ms: int | None = None
+        self._last_ticket = 0
+        self._last_failures = 0
         if settings.consistency.mode is UpdateMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
@@ -144,6 +152,13 @@ class Job:
         if self.state is JobState.FINISHED:
             raise errors.NotFound(
                 f"{self.title} is finished", why="its last worker has left", todo="join again: that starts a new run"
+            )
+
+    def require_joinable(self) -> None:
+        """Raises NotReady in the moment between a job's last worker and its end."""
+        if self.state is JobState.FINISHING:
+            raise errors.NotReady(
+                f"{self.title} writes its last checkpoint", why="its workers have left", todo="join when it is finished"
             )
 
     # ---- workers come and go
@@ -203,7 +218,7 @@ class Job:
             )
             return [record, *self.fail(failure)]
         if not self.workers and self._goodbyes >= self.settings.workers_expected:
-            return [record, *self._end(JobState.FINISHED)]
+            return [record, *self._finish(now_ms)]
         return [record, *self.free((worker,), now_ms), *self._fence(worker)]
 
     def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
@@ -229,8 +244,13 @@ class Job:
         """`servers`: the living."""
         if self.state.ended:
             return []
+        if self.state is JobState.FINISHING:
+            if now_ms - self._idle_since_ms >= self.settings.idle_ms:
+                return self._end_without(f"it was not written within {self.settings.idle_ms / 1000:g} s")
+            self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self._step)
+            return self.keeping.tick(now_ms, self._step, servers, self._gone)
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
-            return self._end(JobState.FINISHED)
+            return self._finish(now_ms)
         if not self.workers and now_ms - self._idle_since_ms >= self.settings.idle_ms:
             return self.fail(
                 errors.WorkerFailed(
@@ -244,7 +264,7 @@ class Job:
         return [
             *self._rank_records(given),
             *self.deployment.reopen(now_ms),
-            *self.keeping.tick(now_ms, self._step, servers),
+            *self.keeping.tick(now_ms, self._step, servers, self._gone),
         ]
 
     # ---- recovery and checkpoints
@@ -261,10 +281,55 @@ class Job:
             return self.fail(error)
 
     def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
-        return [] if self.state.ended else self.keeping.end_checkpoint(taken)
+        if self.state.ended:
+            return []
+        effects = self.keeping.end_checkpoint(taken)
+        if self._last_ticket and isinstance(self.keeping.book.outcome(self._last_ticket), Committed):
+            return [*effects, *self._end(JobState.FINISHED)]
+        return effects
 
-    def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
-        return [] if self.state.ended else self.keeping.fail_checkpoint(draft, why, now_ms)
+    def fail_checkpoint(self, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
+        if self.state.ended:
+            return []
+        effects = self.keeping.fail_checkpoint(draft, failure, now_ms)
+        if effects and self._last_ticket and draft >= self._last_ticket:
+            self._last_failures += 1
+            if self._last_failures >= LAST_TRIES:
+                return [*effects, *self._end_without(f"it failed {LAST_TRIES} times, at last by: {failure.what}")]
+        return effects
+
+    def ask_checkpoint(self, ticket: int) -> list[Effect]:
+        """A checkpoint that begins after `ticket` was given; 0: after now. Raises InvalidRequest where the job has
+        none, NotReady where it has no values yet, and what it failed with."""
+        book = self.keeping.book
+        if book.url is None:
+            raise errors.InvalidRequest(
+                f"{self.title} is not written down", why="job.checkpoint.url is never, or there is no state folder"
+            )
+        found = book.outcome(ticket) if ticket else None
+        if found is None:
+            self.require_unfinished()
+            if self.deployment.stage is not Stage.OPEN:
+                raise errors.NotReady(f"{self.title} has no values yet", todo="call job.prepare first")
+        standing = CheckpointStanding(self.settings.name, ticket or book.ask(), book.url)
+        if isinstance(found, Committed):
+            standing = replace(standing, taken=found)
+        elif found is not None:
+            standing = replace(standing, failure=found)
+        return [Reply(standing)]
+
+    def _finish(self, now_ms: int) -> list[Effect]:
+        """All workers have said goodbye: what the newest checkpoint lacks is written down before the job ends."""
+        if self.keeping.is_whole_at(self._step):
+            return self._end(JobState.FINISHED)
+        self.state = JobState.FINISHING
+        self._last_ticket = self.keeping.ask_for_the_last(self._step)
+        told = Tell(f"{self.title} is done; its last checkpoint is written")
+        return [*self.free(tuple(self.fencing), now_ms), *self._records([_FINISHING]), told]
+
+    def _end_without(self, why: str) -> list[Effect]:
+        told = f"{self.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
+        return [Tell(told, warning=True), *self._end(JobState.FINISHED)]
 
     # ---- variables
 
@@ -530,6 +595,7 @@ class Job:
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
+            *([_FINISHING] if self.state is JobState.FINISHING else []),
             *([self._ended] if self.state.ended else []),
         ]
 
@@ -562,7 +628,7 @@ class Job:
                 | "partitions_opened"
             ):
                 self.deployment.restore(kind, body)
-                if self.deployment.stage is Stage.OPEN and not self.state.ended:
+                if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
                     self.state = JobState.RUNNING
             case (
                 "checkpoint_begun"
@@ -575,6 +641,9 @@ class Job:
                 self.keeping.restore(kind, body, now_ms)
             case "pushes_lost" | "pushes_lost_before":
                 self.lost.restore(kind, body)
+            case "job_finishing":
+                require(not self.state.ended, "the job has ended before")
+                self.state = JobState.FINISHING
             case "job_ended":
                 self._restore_end(body)
             case _:
@@ -700,6 +769,11 @@ class Job:
         held = tuple(source for worker in workers for source in self._held(worker))
         map_ = self.deployment.map if self.deployment.stage is Stage.OPEN else None
         return [FenceOnServers(self.id, servers, workers, held, map_)] if servers else []
+
+    @property
+    def _gone(self) -> tuple[Incarnation, ...]:
+        """Workers that have left, or that the servers refuse."""
+        return tuple(worker for worker in self.fenced if worker not in self.fencing)
 
     @property
     def _step(self) -> int:

@@ -134,6 +134,9 @@ class Machine:
                 return self._require_job(caller).begin_batch(event)
             case events.LedgerRead(returned, next_sequence):
                 return self._require_job(returned.caller).close_lease(returned, next_sequence)
+            case events.CheckpointAsked(asker, job_name, ticket):
+                asked = self._find_job(job_name) if asker is None else self._require_job(asker)
+                return asked.ask_checkpoint(ticket)
             case events.RebaseAsked(caller):
                 return self._require_job(caller).rebase(event)
             case events.WatermarksRead(asked):
@@ -156,8 +159,8 @@ class Machine:
                 return self._jobs[job].end_opening(opened=False, now_ms=now_ms)
             case events.CheckpointTaken(job) if job in self._jobs:
                 return self._jobs[job].end_checkpoint(event)
-            case events.CheckpointFailed(job, draft, why) if job in self._jobs:
-                return self._jobs[job].fail_checkpoint(draft, why, now_ms)
+            case events.CheckpointFailed(job, draft, failure) if job in self._jobs:
+                return self._jobs[job].fail_checkpoint(draft, failure, now_ms)
             case events.PartitionsRestored(job, generation) if job in self._jobs:
                 return self._jobs[job].end_recovery(generation, now_ms)
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
@@ -269,6 +272,7 @@ class Machine:
             return [Reply(self._joined(self._again(worker, event.name), worker, started=False))]
         found = [job for job in self.jobs if job.settings.name == event.name and not job.state.ended]
         if found:
+            found[0].require_joinable()
             job, effects, started = found[0], [], False
         else:
             job, effects, started = *self._start(event.settings, worker, now_ms), True
@@ -325,6 +329,16 @@ class Machine:
             raise errors.NotFound(f"job {worker.job} ended long ago", todo="start the script again for a new run")
         job.require_unfinished()
         return job
+
+    def _find_job(self, name: str) -> Job:
+        """The latest job of that name, or the one unfinished job that there is. Raises NotFound, InvalidRequest."""
+        found = [job for job in self.jobs if (job.settings.name == name if name else not job.state.ended)]
+        names = ", ".join(sorted({repr(job.settings.name) for job in self.jobs if not job.state.ended})) or "no job"
+        if not found:
+            raise errors.NotFound(f"no job {name!r}" if name else "no job runs", why="", todo=f"running: {names}")
+        if not name and len(found) > 1:
+            raise errors.InvalidRequest(f"{len(found)} jobs run: {names}", why="", todo="say which")
+        return found[-1]
 
     def _forget_old_jobs(self) -> list[Effect]:
         ended = [job.id for job in self.jobs if job.state.ended]

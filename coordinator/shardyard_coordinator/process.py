@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.log import bind_process
-from shardyard.runtime.settings import Settings
+from shardyard.runtime.settings import CHECKPOINTS, Settings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.listener import Listener
 from shardyard.transport.memory import tune_malloc
@@ -21,9 +21,6 @@ from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.shell import Coordinator
 
 log = logging.getLogger("shardyard.coordinator")
-
-CHECKPOINTS = "checkpoints"
-"""The folder in the state folder that takes jobs' checkpoints, unless job.checkpoint.url says where."""
 
 
 def serve(

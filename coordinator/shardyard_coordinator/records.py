@@ -27,6 +27,8 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Member.last_seen_ms": "a lease counts as just renewed (rule C4)",
     "Job._idle_since_ms": "a job without workers waits for its idle time anew: nobody could join meanwhile",
     "Job._finish_at_ms": "whether it is set is recorded; the time for late workers begins anew",
+    "Job._last_ticket": "the last checkpoint is begun anew",
+    "Job._last_failures": "and tried as often as if for the first time",
     "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
     "Job._step_seen": "as `progress`",
     "Recovery._since_ms": "lost partitions wait for a server's restart anew",
@@ -37,7 +39,9 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "CheckpointBook._retry_at_ms": "one that failed is tried again at once",
     "CheckpointBook._failures": "and as if for the first time",
     "CheckpointBook._wanted": "who waited asks again",
+    "CheckpointBook._failed": "who waited hears of the next one",
     "CheckpointBook.draft": "it was this process that would have written the manifest",
+    "Committed.gone": "sources of workers that are gone are forgotten after the next checkpoint",
     "Deployment._retry_at_ms": "what was under way is tried again at once",
     "_Standing.unowned_since_ms": "an unowned rank waits for its grace time anew",
 }

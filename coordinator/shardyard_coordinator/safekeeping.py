@@ -15,6 +15,7 @@ from shardyard.ground.types import (
     DataShardSource,
     Durability,
     Generation,
+    Incarnation,
     JobId,
     PartitionId,
     PartitionMap,
@@ -23,10 +24,19 @@ from shardyard.ground.types import (
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator.checkpoints import CheckpointBook, Subject, url_of
+from shardyard_coordinator import data_ledger
+from shardyard_coordinator.checkpoints import CheckpointBook, Committed, Draft, Subject, url_of
 from shardyard_coordinator.data_ledger import DataLedger, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
-from shardyard_coordinator.effects import Base, Effect, RestorePartitions, TakeCheckpoint, Tell, records_of
+from shardyard_coordinator.effects import (
+    Base,
+    Effect,
+    ForgetSources,
+    RestorePartitions,
+    TakeCheckpoint,
+    Tell,
+    records_of,
+)
 from shardyard_coordinator.events import CheckpointTaken
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
@@ -59,9 +69,9 @@ class Safekeeping:
         self.recovery = Recovery()
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
 
-    def tick(self, now_ms: int, step: int, servers: Sequence[Server]) -> list[Effect]:
-        """`step`: where the job stands; `servers`: the living."""
-        return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step)
+    def tick(self, now_ms: int, step: int, servers: Sequence[Server], gone: tuple[Incarnation, ...]) -> list[Effect]:
+        """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more."""
+        return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step, gone)
 
     def begin(self, servers: Sequence[Server]) -> list[Entry]:
         """The variables have their partitions, on these servers among others."""
@@ -186,12 +196,46 @@ class Safekeeping:
             return []
         if self.trails is not None:
             self.trails.commit(taken.number)
-        return [*self._records(record), Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")]
+        told = Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")
+        return [*self._records(record), told, *self._forget()]
 
-    def fail_checkpoint(self, draft: int, why: str, now_ms: int) -> list[Effect]:
-        if not self.book.fail(draft, now_ms):
+    def _forget(self) -> list[Effect]:
+        """What the newest checkpoint has, and nobody may push any more (rule A7). What was closed in one checkpoint is
+        closed in the next, so servers that were not reached need not be asked again."""
+        committed, map_ = self.book.committed, self._deployment.map
+        assert committed is not None
+        assert map_ is not None
+        if not self._forgets:
             return []
-        return [Tell(f"{self._title}: checkpoint {draft} was not taken: {why}", warning=True)]
+        done = data_ledger.done_in(committed.data_ledger)
+        return [ForgetSources(self._job, map_, done, committed.gone, committed.floor)]
+
+    @property
+    def _forgets(self) -> bool:
+        """The ranks of a synchronous job are few, and their tokens live as long as it."""
+        return isinstance(self._feeds, DataLedger)
+
+    def fail_checkpoint(self, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
+        if not self.book.fail(draft, failure, now_ms):
+            return []
+        return [Tell(f"{self._title}: checkpoint {draft} was not taken: {failure.what}", warning=True)]
+
+    def is_whole_at(self, step: int) -> bool:
+        """Whether a checkpoint of a job that stands at `step`, and goes no further, would say nothing new; so for one
+        that is not written down."""
+        if not self.book.enabled or self._deployment.stage is not Stage.OPEN:
+            return True
+        committed = self.book.committed
+        return committed is not None and not self.recovery.needed and self._is_of(committed, step)
+
+    def ask_for_the_last(self, step: int) -> int:
+        """A ticket for a checkpoint of a job that stands at `step`, and goes no further: the one under way, if it was
+        begun there."""
+        draft = self.book.draft
+        return draft.number if draft is not None and self._is_of(draft, step) else self.book.ask()
+
+    def _is_of(self, taken: Draft | Committed, step: int) -> bool:
+        return taken.step == step and taken.data_ledger.get("closed") == self._feeds.closed
 
     def note_log(self, nbytes: int) -> None:
         """A server's log has grown to so many bytes since the last checkpoint was begun."""
@@ -219,7 +263,7 @@ class Safekeeping:
         self.book.want()
         return False
 
-    def _begin_checkpoint(self, now_ms: int, step: int) -> list[Effect]:
+    def _begin_checkpoint(self, now_ms: int, step: int, gone: tuple[Incarnation, ...]) -> list[Effect]:
         deployed = self._deployment
         if deployed.stage is not Stage.OPEN or not self.book.is_due(now_ms, step):
             return []
@@ -229,7 +273,9 @@ class Safekeeping:
         # before any partition is cut (rule A9)
         entries = [[kind, body] for kind, body in self._feeds.entries()]
         ledger = {"entries": entries, "closed": self._feeds.closed, "token": self._tokens.latest}
-        draft, record = self.book.begin(now_ms, step, ledger, Token(0))
+        # lower tokens are of leases that have ended; those to come are higher
+        floor = Token(min(self._feeds.tokens, default=self._tokens.latest + 1)) if self._forgets else Token(0)
+        draft, record = self.book.begin(now_ms, step, ledger, floor, gone)
         keep, base = self._settings.checkpoint.keep, self.book.base
         return [
             *self._records(record),

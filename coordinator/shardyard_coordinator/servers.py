@@ -191,6 +191,18 @@ class Servers:
             what = f"to pass over lost pushes of worker {effect.worker} in job {effect.job}"
             self._call(Server(server, owned[0].address), methods.PASS_OVER, request, CALL_MS, what)
 
+    def forget_sources(self, effect: effects.ForgetSources, server: Server) -> None:
+        request = wire.ForgetSourcesRequest(
+            caller=self._caller(effect.job),
+            server=server.incarnation,
+            generation=effect.map.generation,
+            floor=effect.floor,
+            done=convert.done_to_wire(effect.done),
+            workers=effect.workers,
+        )
+        what = f"to forget what is in the last checkpoint of job {effect.job}"
+        self._call(server, methods.FORGET_SOURCES, request, CALL_MS, what)
+
     def forget(self, server: Incarnation) -> None:
         with self._lock:
             peer = self._peers.pop(server, None)

@@ -29,6 +29,7 @@ from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.placement import Server
 from shardyard_coordinator.servers import Servers
 
 log = logging.getLogger("shardyard.coordinator")
@@ -102,6 +103,12 @@ class Coordinator:
         self._servers.close()
         self._vigil.close()
 
+    @property
+    def is_finishing(self) -> bool:
+        """Whether a job waits for its last checkpoint."""
+        with self._lock:
+            return any(job.state is effects.JobState.FINISHING for job in self._machine.jobs)
+
     def _make_service(self) -> Service:
         service = Service("Coordinator")
         service.on(methods.REGISTER, self._register)
@@ -116,6 +123,7 @@ class Coordinator:
         service.on(methods.CLOSE_LEASE, self._close_lease)
         service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
+        service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
         service.on(methods.READ_AUDIT, self._read_audit)
@@ -178,6 +186,9 @@ class Coordinator:
 
     def _rebase_source(self, request: wire.RebaseSourceRequest, _: Context) -> wire.RebaseSourceReply:
         return door.rebase_reply(self._ask(door.rebase_asked(request), effects.Rebased))
+
+    def _take_checkpoint(self, request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
+        return door.checkpoint_reply(self._ask(door.checkpoint_asked(request), effects.CheckpointStanding))
 
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
@@ -315,7 +326,9 @@ class Coordinator:
             case effects.DropJob():
                 self._later(self._drop, effect)
             case effects.TakeCheckpoint():
-                self._later(self._take_checkpoint, effect)
+                self._later(self._write_checkpoint, effect)
+            case effects.ForgetSources():
+                self._later(self._forget_sources, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -399,9 +412,9 @@ class Coordinator:
         except ShardyardError as error:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
-    def _take_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
+    def _write_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
         job, draft = wanted.subject.job, wanted.draft
-        why = "a defect of the coordinator; its log has more"
+        failure: ShardyardError = Internal("the coordinator could not take it; its log has more")
         try:
             what = f"checkpoint {draft.number} of job {wanted.subject.name!r} to be written to {wanted.url}"
             with self._vigil.over(lambda: what):
@@ -416,13 +429,20 @@ class Coordinator:
                     logs=wanted.logs,
                 )
         except ShardyardError as error:
-            why = error.what
+            failure = error
         else:
             self._handle(events.CheckpointTaken(job, draft.number, number, step))
             return
         finally:
             # nothing happens where it was taken
-            self._handle(events.CheckpointFailed(job, draft.number, why))
+            self._handle(events.CheckpointFailed(job, draft.number, failure))
+
+    def _forget_sources(self, wanted: effects.ForgetSources) -> None:
+        for server, owned in wanted.map.by_server().items():
+            try:
+                self._servers.forget_sources(wanted, Server(server, owned[0].address))
+            except ShardyardError as error:
+                log.debug("server %s forgets no sources of job %s now: %s", server, wanted.job, error.what)
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation

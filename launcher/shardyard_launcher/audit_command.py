@@ -122,7 +122,7 @@ def ask(network: Network, coordinator: str, job: str) -> Iterator[Mapping[str, A
 
 def _look_up(folder: Path, job: str) -> Iterator[Mapping[str, Any]]:
     from shardyard_coordinator.journal import FILE, find_audited_job, read_audit
-    from shardyard_launcher.cluster import JOURNAL
+    from shardyard_launcher.yard_state import JOURNAL
 
     if not (folder / FILE).exists() and (folder / JOURNAL / FILE).exists():
         folder = folder / JOURNAL

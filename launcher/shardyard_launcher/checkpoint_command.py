@@ -1,4 +1,4 @@
-"""`shardyard checkpoint`: list, verify, export and prune what training has left behind.
+"""`shardyard checkpoint`: take one, and list, verify, export and prune what training has left behind.
 
 Owns: what the commands print, and the files of `export`. The JSON of `list` is a promise to scripts: names stay, new
 ones may come. Invariants: an exported file is there whole or not at all; nothing of a checkpoint is changed but by
@@ -11,28 +11,53 @@ import datetime
 import json
 import os
 import sys
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import click
+
+from shardyard_launcher.options import ADDRESS, load_given, settings_options
 
 if TYPE_CHECKING:
     from shardyard.checkpoints.library import CheckpointLibrary, Listed
     from shardyard.checkpoints.manifest import Manifest
     from shardyard.checkpoints.storage import Buffer
+    from shardyard.transport.peers import Peer
 
 DEFAULT_URL: Final = ".shardyard/checkpoints"
 
-_url = click.option(
-    "--url",
-    metavar="URL",
-    default=DEFAULT_URL,
-    show_default=True,
-    help="Where the checkpoints are: a folder, file:, s3: or what else fsspec knows.",
-)
+TIMEOUT_MS: Final = 10_000
+ASK_AGAIN_S: Final = 0.1
+F = TypeVar("F", bound=Callable[..., Any])
+
+_coordinator = click.option("--coordinator", metavar=ADDRESS, help="The yard's (default: that of the state folder).")
+_state = click.option("--state", metavar="DIR", help="The state folder of `shardyard up` (default: yard.state).")
 _job = click.option("--job", metavar="NAME", help="The job; needed where there are checkpoints of several.")
 _number = click.option("--number", type=click.IntRange(1), metavar="N", help="Of one checkpoint (see `list`).")
+
+
+def _where(command: F) -> F:
+    """Adds --url, and the settings that say where checkpoints are without it; the command is given `url`."""
+
+    @wraps(command)
+    def called(*, url: str | None, state: str | None, config: str | None, sets: tuple[str, ...], **given: Any) -> Any:
+        from shardyard_launcher.yard_state import checkpoints_of
+
+        return command(
+            url=url or checkpoints_of(load_given(config, sets, {"yard.state": state}).loaded.settings), **given
+        )
+
+    option = click.option(
+        "--url",
+        metavar="URL",
+        help="Where the checkpoints are: a folder, file:, s3: or what else fsspec knows (default: job.checkpoint.url,"
+        " or the state folder's).",
+    )
+    return cast(F, option(_state(settings_options(called))))
 
 
 @click.group()
@@ -41,7 +66,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@_url
+@_where
 @click.option("--job", metavar="NAME", help="Of one job.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def list_command(url: str, job: str | None, as_json: bool) -> int:
@@ -59,7 +84,7 @@ def list_command(url: str, job: str | None, as_json: bool) -> int:
 
 
 @checkpoint.command()
-@_url
+@_where
 @_job
 @_number
 def verify(url: str, job: str | None, number: int | None) -> int:
@@ -81,7 +106,7 @@ def verify(url: str, job: str | None, number: int | None) -> int:
 
 
 @checkpoint.command()
-@_url
+@_where
 @_job
 @_number
 @click.option(
@@ -114,7 +139,34 @@ def export(url: str, job: str | None, number: int | None, form: str, force: bool
 
 
 @checkpoint.command()
-@_url
+@click.argument("job", required=False, default="")
+@_coordinator
+@_state
+@settings_options
+def take(job: str, coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> int:
+    """Have a job that runs (default: the only one) written down now; wait until that is committed."""
+    from shardyard.runtime.waiting import ExplainedWait
+    from shardyard.transport.status import from_detail
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    request = wire.TakeCheckpointRequest(job_name=job)
+    with _asked(coordinator, state, config, sets) as peer, ExplainedWait(lambda: "the checkpoint") as wait:
+        while True:
+            reply = peer.call(methods.TAKE_CHECKPOINT, request, timeout_ms=TIMEOUT_MS)
+            if reply.HasField("failure"):
+                raise from_detail(reply.failure)
+            if reply.done:
+                break
+            request.job_name, request.ticket = reply.job_name, reply.ticket
+            wait.tick()
+            time.sleep(ASK_AGAIN_S)
+    click.echo(f"checkpoint {reply.number} of job {reply.job_name}, step {reply.step:,}, in {reply.url}")
+    return 0
+
+
+@checkpoint.command()
+@_where
 @_job
 @click.option("--keep", type=click.IntRange(2), required=True, help="How many of the newest stay; at least 2.")
 def prune(url: str, job: str | None, keep: int) -> int:
@@ -125,6 +177,23 @@ def prune(url: str, job: str | None, keep: int) -> int:
     gone = f"checkpoints {', '.join(map(str, pruned.checkpoints))}" if pruned.checkpoints else "no checkpoint"
     click.echo(f"job {name}: deleted {gone}; {pruned.files} files, {pruned.nbytes:,} bytes")
     return 0
+
+
+@contextmanager
+def _asked(coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> Iterator[Peer]:
+    """The coordinator that is to be asked."""
+    from shardyard.ground.errors import CoordinatorUnavailable
+    from shardyard.transport.channel import GrpcNetwork
+    from shardyard_launcher.yard_state import coordinator_of
+
+    address = coordinator_of(
+        load_given(config, sets, {"yard.state": state, "coordinator": coordinator}).loaded.settings
+    )
+    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=CoordinatorUnavailable)
+    try:
+        yield peer
+    finally:
+        peer.close()
 
 
 def _library(url: str) -> CheckpointLibrary:

@@ -29,7 +29,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.restarts import GivenUp, Restarts
 from shardyard_launcher.role_process import FORMER, POLL_S, RoleProcess, RunningRole, start_role, tail
-from shardyard_launcher.yard_state import LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
+from shardyard_launcher.yard_state import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
 
 READY_MS_MAX: Final = 60_000
 STATUS_TIMEOUT_MS: Final = 2_000
@@ -37,7 +37,6 @@ STOP_MS: Final = {SUPERVISOR: 30_000, "agent": 10_000, "server": 5_000, "coordin
 """How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped. A
 supervisor that is stopped while the yard starts ends all the others first."""
 SETTINGS_FILE: Final = "settings.yaml"
-JOURNAL: Final = "coordinator"
 
 _LOST: Final[dict[str, type[errors.ShardyardError]]] = {
     "coordinator": errors.CoordinatorLost,
@@ -325,6 +324,21 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
         todo="see the error above; `shardyard config explain` shows the settings in force" if starting else None,
         facts={"process": process.name},
     )
+
+
+def await_last_checkpoints(coordinator: str, stop: threading.Event) -> None:
+    """Until no job waits for its last checkpoint any more, which is bounded on the coordinator's side; or until `stop`.
+    Raises CoordinatorUnavailable."""
+    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    try:
+        with ExplainedWait(lambda: "the job's last checkpoint to be written") as wait:
+            while True:
+                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
+                if all(job.state != wire.JOB_STATE_FINISHING for job in status.jobs) or stop.wait(POLL_S):
+                    return
+                wait.tick()
+    finally:
+        peer.close()
 
 
 def unregistered(coordinator: str, members: Iterable[RoleProcess]) -> list[RoleProcess]:

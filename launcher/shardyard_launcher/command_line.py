@@ -18,7 +18,7 @@ import click
 from shardyard_launcher import doctor, roles, supervisor, yard
 from shardyard_launcher.audit_command import audit
 from shardyard_launcher.checkpoint_command import checkpoint
-from shardyard_launcher.options import ADDRESS, find_coordinator, load_given, settings_options
+from shardyard_launcher.options import ADDRESS, load_given, settings_options
 from shardyard_launcher.quarantine_command import quarantined
 
 if TYPE_CHECKING:
@@ -51,10 +51,11 @@ def status(coordinator: str | None, state: str | None, as_json: bool, config: st
 
     from shardyard.transport.channel import GrpcNetwork
     from shardyard_launcher import status_view
+    from shardyard_launcher.yard_state import coordinator_of
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
-    address = find_coordinator(settings)
-    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(Path(settings.yard.state), address))
+    address, folder = coordinator_of(settings), Path(settings.yard.state)
+    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(folder, address))
     if as_json:
         click.echo(status_view.to_json(report))
     else:

@@ -7,11 +7,13 @@ yard, to the last bit in synchronous mode. Owns: the order of starting and stopp
 from __future__ import annotations
 
 import logging
+import time
 
 from shardyard.ground import errors
 from shardyard.ground.types import Durability
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.settings import Settings
+from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.shell import Coordinator
@@ -21,6 +23,7 @@ from shardyard_worker import job as worker
 
 log = logging.getLogger("shardyard.local")
 
+LOOK_AGAIN_S = 0.02
 COORDINATOR = "in-process:coordinator"
 
 
@@ -45,7 +48,11 @@ class LocalYard:
             self._servers.append(server)
 
     def close(self) -> None:
-        """Stops all of it; no thread is left."""
+        """Stops all of it, once the last checkpoint is written; no thread is left."""
+        with ExplainedWait(lambda: "the last checkpoint of the job", logger=log) as wait:
+            while self._coordinator.is_finishing:
+                wait.tick()
+                time.sleep(LOOK_AGAIN_S)
         for server in self._servers:
             server.leave()
             server.close()

@@ -1,7 +1,6 @@
 """What the commands have in common: options for settings, the end by a signal.
 
-Owns: `-c`, `--set`, `--log-format` and their way into settings; which coordinator is meant; `StopSignals`. Must not
-know: what a command does.
+Owns: `-c`, `--set`, `--log-format` and their way into settings; `StopSignals`. Must not know: what a command does.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import click
 
 if TYPE_CHECKING:
     from shardyard.runtime.configuration import Flag, Loaded
-    from shardyard.runtime.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,25 +63,6 @@ def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, objec
     if "log.format" in own:
         parsed = (*parsed, ("log.format", Flag(str(own["log.format"]), "--log-format")))
     return Given(loaded, file, parsed)
-
-
-def find_coordinator(settings: Settings) -> str:
-    """The address of a running yard's coordinator: the one that was given, else that of `shardyard up`. Raises
-    NotFound."""
-    from shardyard.ground import errors
-    from shardyard_launcher.yard_state import read_state
-
-    address = settings.coordinator
-    if not address:
-        found = read_state(Path(settings.yard.state))
-        address = found.address_of("coordinator") if found else ""
-    if not address:
-        raise errors.NotFound(
-            f"no yard is up in {settings.yard.state}, and no coordinator's address was given",
-            why="",
-            todo="start one with `shardyard up`, or give --coordinator HOST:PORT",
-        )
-    return address
 
 
 class StopSignals:

@@ -49,6 +49,8 @@ def progress_line(status: wire.StatusReply, job: wire.JobStatus | None) -> str:
         parts.append(f"{_count(workers, 'worker')}, {_count(servers, 'server')}")
     if job.state == wire.JOB_STATE_STARTING:
         parts.append("starting")
+    elif job.state == wire.JOB_STATE_FINISHING:
+        parts.append("writes its last checkpoint")
     elif job.state == wire.JOB_STATE_FINISHED:
         parts.append("finished")
     elif job.state == wire.JOB_STATE_FAILED:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardyard_launcher.options import ADDRESS, find_coordinator, load_given, settings_options
+from shardyard_launcher.options import ADDRESS, load_given, settings_options
 
 if TYPE_CHECKING:
     from shardyard.transport.peers import Network
@@ -39,9 +39,10 @@ def quarantined(
 ) -> int:
     """Show the batches that do not count, since they have killed workers: of JOB, a name or an id, or of all jobs."""
     from shardyard.transport.channel import GrpcNetwork
+    from shardyard_launcher.yard_state import coordinator_of
 
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
-    found = ask(GrpcNetwork(), find_coordinator(settings), job)
+    found = ask(GrpcNetwork(), coordinator_of(settings), job)
     batches = [batch for name, reply in found for batch in described(name, reply)]
     if as_json:
         click.echo(json.dumps({"batches": batches}, indent=2))

@@ -36,6 +36,7 @@ ROLES: Final = {wire.ROLE_SERVER: "server", wire.ROLE_WORKER: "worker", wire.ROL
 STATES: Final = {
     wire.JOB_STATE_STARTING: "starting",
     wire.JOB_STATE_RUNNING: "running",
+    wire.JOB_STATE_FINISHING: "finishing",
     wire.JOB_STATE_FINISHED: "finished",
     wire.JOB_STATE_FAILED: "failed",
 }

@@ -141,7 +141,7 @@ def _run_on_running(
 
 
 def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> int:
-    from shardyard_launcher.cluster import Interrupted, LocalCluster
+    from shardyard_launcher.cluster import Interrupted, LocalCluster, await_last_checkpoints
     from shardyard_launcher.run_folder import run_folder
 
     settings = given.loaded.settings
@@ -151,7 +151,10 @@ def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> 
         try:
             cluster.start(stop=signals.stop)
             script = _script(command, given, whole=True, workers=0)
-            return _follow(cluster.coordinator, cluster.agent, script, signals, lambda: _tend(cluster), sys.stderr)
+            code = _follow(cluster.coordinator, cluster.agent, script, signals, lambda: _tend(cluster), sys.stderr)
+            if code == 0:
+                await_last_checkpoints(cluster.coordinator, signals.stop)
+            return code
         except Interrupted:
             return 130
         finally:

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardyard.ground import errors
+from shardyard.runtime.settings import AUTO, CHECKPOINTS, NEVER, Settings
 from shardyard_launcher.role_process import RoleProcess
 
 FORMAT: Final = 1
 STATE_FILE: Final = "yard.json"
 LOCK_FILE: Final = "yard.lock"
 LOGS: Final = "logs"
+JOURNAL: Final = "coordinator"
+"""The coordinator's own state folder, within."""
 SUPERVISOR: Final = "supervisor"
 RESTARTS_KEPT: Final = 50
 """The latest restarts that the file remembers."""
@@ -117,6 +120,28 @@ def read_state(folder: Path) -> YardState | None:
             why="it says which processes belong to the yard",
             todo="end the yard's processes by hand, then delete the file",
         ) from error
+
+
+def coordinator_of(settings: Settings) -> str:
+    """The address of the coordinator that a command is about: the one given, else that of the state folder's yard.
+    Raises NotFound."""
+    if settings.coordinator:
+        return settings.coordinator
+    found = read_state(Path(settings.yard.state))
+    address = found.address_of("coordinator") if found else ""
+    if not address:
+        raise errors.NotFound(
+            f"no yard is up in {settings.yard.state}, and no coordinator's address was given",
+            why="",
+            todo="start one with `shardyard up`, or give --coordinator HOST:PORT",
+        )
+    return address
+
+
+def checkpoints_of(settings: Settings) -> str:
+    """The URL of the checkpoints of a job with these settings, in the yard of their state folder."""
+    url = settings.job.checkpoint.url
+    return str(Path(settings.yard.state) / JOURNAL / CHECKPOINTS) if url in (AUTO, NEVER) else url
 
 
 def _process(entry: Any) -> RoleProcess:

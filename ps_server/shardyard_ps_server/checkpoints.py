@@ -23,7 +23,7 @@ from shardyard.checkpoints.partition_file import BlockSource, BlockState, Partit
 from shardyard.checkpoints.storage import Storage
 from shardyard.checkpoints.tensors import bytes_of
 from shardyard.ground.errors import CheckpointDamaged, NotReady
-from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Version
+from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Token, Version
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.partition import Partition
@@ -51,11 +51,12 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class Saved:
-    """A partition's file, with the blocks that are in it."""
+    """A partition's file, with the blocks that are in it. `token`: the highest one that its ledger has."""
 
     partition: PartitionId
     version: Version
     file: PartitionFile
+    token: Token
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Saver:
         finally:
             cut.release()
         self._remember(cut, order.number)
-        return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)))
+        token = max((mark.token for mark in cut.marks), default=Token(0))
+        return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)), token)
 
     def _changed(self, cut: Cut, base: int) -> list[int]:
         before = self._written.get(cut.partition, {}).get(base)

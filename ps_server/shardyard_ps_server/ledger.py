@@ -14,7 +14,17 @@ from typing import Final
 
 from shardyard.ground.errors import InvalidRequest, SequenceGap, StaleToken, StraddlingRange, TooLarge
 from shardyard.ground.limits import LEDGER_SOURCES_MAX
-from shardyard.ground.types import PartitionId, PushName, SourceKey, SourceMark, Token, WorkerSource
+from shardyard.ground.types import (
+    DataShardSource,
+    DoneDataShards,
+    Incarnation,
+    PartitionId,
+    PushName,
+    SourceKey,
+    SourceMark,
+    Token,
+    WorkerSource,
+)
 
 
 @dataclass(slots=True)
@@ -24,6 +34,7 @@ class _Entry:
 
 
 _UNSEEN: Final = _Entry()
+_NONE: Final = DoneDataShards(0, 1, 0)
 
 
 class Ledger:
@@ -123,17 +134,17 @@ class Ledger:
         self._latest = self._next_push = None
         self._floor = floor
 
-    def forget(self, keys: Iterable[SourceKey], floor: Token) -> None:
-        """Rule A7: closed sources, contained in a committed checkpoint, with tokens below the floor. Raises
-        InvalidRequest, having changed nothing, where a token is not."""
-        gone = [key for key in keys if key in self._entries]
+    def forget(self, done: Iterable[DoneDataShards], workers: Iterable[Incarnation], floor: Token) -> None:
+        """Rule A7: data shards that are closed and contained in a committed checkpoint, as far as no token of theirs is
+        at the floor or above, which are refused from now on; and sources of workers that are gone."""
+        closed = {each.feed: each for each in done}
+        gone = [SourceKey(WorkerSource(worker)) for worker in workers]
+        for key, entry in self._entries.items():
+            source = key.source
+            if isinstance(source, DataShardSource) and entry.token < floor and source in closed.get(source.feed, _NONE):
+                gone.append(key)
         for key in gone:
-            if self._entries[key].token >= floor:
-                raise InvalidRequest(
-                    f"{key.source} to be forgotten under floor {floor}; its token is {self._entries[key].token}"
-                )
-        for key in gone:
-            del self._entries[key]
+            self._entries.pop(key, None)
         self._latest = self._next_push = None
         self._floor = Token(max(self._floor, floor))
 

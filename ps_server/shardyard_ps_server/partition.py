@@ -23,6 +23,8 @@ from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, TooLarge
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import (
+    DoneDataShards,
+    Incarnation,
     JobLayout,
     Missing,
     Outcome,
@@ -198,10 +200,17 @@ class Partition:
             self._open = True
             self._changed.notify_all()
 
-    def forget(self, keys: Sequence[SourceKey], floor: Token) -> None:
-        """Rule A7. Raises InvalidRequest."""
+    def forget(
+        self,
+        done: Sequence[DoneDataShards],
+        workers: Sequence[Incarnation],
+        floor: Token,
+        check_current: Callable[[], None],
+    ) -> None:
+        """Rule A7. Raises StaleGeneration: a partition that was restored since may not have it closed."""
         with self._changed:
-            self._ledger.forget(keys, floor)
+            check_current()
+            self._ledger.forget(done, workers, floor)
 
     def pass_over(self, key: SourceKey, next_sequence: int, check_current: Callable[[], None]) -> None:
         """Rule A11. Raises StaleGeneration."""

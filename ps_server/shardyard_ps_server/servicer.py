@@ -101,6 +101,7 @@ class Servicer:
                     partition=each.partition,
                     version=convert.version_to_wire(each.version),
                     file=file_to_wire(each.file),
+                    token=each.token,
                 )
                 for each in saved
             ]
@@ -109,9 +110,15 @@ class Servicer:
     def forget_sources(self, request: wire.ForgetSourcesRequest, _: Context) -> wire.ForgetSourcesReply:
         caller = convert.caller_from_wire(request.caller)
         self._store.check_coordinator(caller)
-        keys = [key for key, _ in convert.sources_from_wire(request.sources)]
+        if len(request.workers) > limits.MEMBERS_MAX:
+            raise TooLarge(f"{len(request.workers)} workers that are gone; at most {limits.MEMBERS_MAX} are taken")
         self._store.forget(
-            caller, Incarnation(request.server), Generation(request.generation), keys, Token(request.floor)
+            caller,
+            Incarnation(request.server),
+            Generation(request.generation),
+            convert.done_from_wire(request.done),
+            [Incarnation(worker) for worker in request.workers],
+            Token(request.floor),
         )
         return wire.ForgetSourcesReply()
 

@@ -35,6 +35,7 @@ from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
+    DoneDataShards,
     Durability,
     Generation,
     Incarnation,
@@ -449,7 +450,9 @@ class Store:
                 hosted.wal.rotate(order.number)
             self._prune(hosted.wal, hosted.job, order)
         partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
-        return hosted.saver.save(partitions, order, open_storage(url))
+        saved = hosted.saver.save(partitions, order, open_storage(url))
+        hosted.check_generation(generation)  # else some of them were cut before, some after they were restored
+        return saved
 
     def _prune(self, wal: Wal, job: JobId, order: SaveOrder) -> None:
         assert self._logs is not None
@@ -459,12 +462,23 @@ class Store:
                 other.remove()
 
     def forget(
-        self, caller: Caller, server: Incarnation, generation: Generation, keys: Sequence[SourceKey], floor: Token
+        self,
+        caller: Caller,
+        server: Incarnation,
+        generation: Generation,
+        done: Sequence[DoneDataShards],
+        workers: Sequence[Incarnation],
+        floor: Token,
     ) -> None:
-        """Rule A7. Raises InvalidRequest where a source's token is not below the floor."""
+        """Rule A7. `workers` are gone: they are refused from now on, here too. Raises InvalidRequest where ranks, whose
+        tokens live as long as the job, would be refused."""
         hosted = self.admit(caller, server, generation, reads=True)
-        for number in sorted(hosted.partitions):
-            hosted.partitions[number].forget(keys, floor)
+        if hosted.mode is UpdateMode.SYNC:
+            raise InvalidRequest(f"sources to be forgotten in job {hosted.job}, which is sync")
+        self.fence(workers)
+        with hosted.deciding():
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].forget(done, workers, floor, partial(hosted.check_generation, generation))
 
     def pass_over(
         self, caller: Caller, server: Incarnation, generation: Generation, worker: Incarnation, next_sequence: int
@@ -473,7 +487,8 @@ class Store:
         hosted = self.admit(caller, server, generation, reads=True)
         if hosted.mode is UpdateMode.SYNC or next_sequence > limits.SEQUENCE_MAX:
             raise InvalidRequest(
-                f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}"
+                f"#{next_sequence} of worker {worker} to go on with in job {hosted.job}, which is {hosted.mode.value}",
+                why="ranks are computed again",
             )
         key, check_current = SourceKey(WorkerSource(worker)), partial(hosted.check_generation, generation)
         if hosted.wal is None:

@@ -56,6 +56,8 @@ METRICS_MAX: Final = 64
 METRIC_NAME_CHARACTERS_MAX: Final = 128
 TEXT_CHARACTERS_MAX: Final = 4_096
 SETTINGS_BYTES_MAX: Final = 64 * KIB
+FEEDS_MAX: Final = 100_000
+"""Calls of job.batches in one job."""
 SAMPLES_MAX: Final = 1 << 48
 EPOCHS_MAX: Final = 1_000_000
 BATCH_SIZE_MAX: Final = 1 << 24

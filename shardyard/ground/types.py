@@ -291,6 +291,21 @@ class Watermark:
 
 
 @dataclass(frozen=True, slots=True)
+class DoneDataShards:
+    """Data shards of a feed that are closed: of those with a number (epoch * `per_epoch` + index) below `begun` all but
+    `open`."""
+
+    feed: int
+    per_epoch: int
+    begun: int
+    open: frozenset[int] = frozenset()
+
+    def __contains__(self, source: DataShardSource) -> bool:
+        number = source.epoch * self.per_epoch + source.index
+        return source.feed == self.feed and number < self.begun and number not in self.open
+
+
+@dataclass(frozen=True, slots=True)
 class RankLease:
     """`careful_below`: steps before it are announced to the coordinator before they are computed."""
 

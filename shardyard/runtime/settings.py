@@ -33,6 +33,8 @@ from shardyard.ground.types import Durability, UpdateMode
 
 PARTITIONS_AUTO: Final = 8
 AUTO: Final = "auto"
+CHECKPOINTS: Final = "checkpoints"
+"""The folder in the coordinator's state folder that takes the checkpoints of jobs that leave it to it."""
 WAL_FOLDER: Final = "wal"
 NEVER: Final = "never"
 PORT_MAX: Final = 65_535

@@ -21,6 +21,7 @@ from shardyard.ground.types import (
     Caller,
     DataLease,
     DataShardSource,
+    DoneDataShards,
     DType,
     Durability,
     Generation,
@@ -670,6 +671,20 @@ def sources_from_wire(messages: Sequence[server.SourceToken]) -> tuple[tuple[Sou
         (SourceKey(source_from_wire(m.source), m.lane), Token(m.token))
         for m in _bounded(messages, limits.SOURCES_PER_REQUEST_MAX, "sources")
     )
+
+
+def done_to_wire(done: Iterable[DoneDataShards]) -> list[server.DoneDataShards]:
+    return [
+        server.DoneDataShards(feed=each.feed, per_epoch=each.per_epoch, begun=each.begun, open=sorted(each.open))
+        for each in done
+    ]
+
+
+def done_from_wire(messages: Sequence[server.DoneDataShards]) -> tuple[DoneDataShards, ...]:
+    _bounded(messages, limits.FEEDS_MAX, "feeds")
+    if sum(len(message.open) for message in messages) > limits.SOURCES_PER_REQUEST_MAX:
+        raise TooLarge(f"more than {limits.SOURCES_PER_REQUEST_MAX} data shards that are open")
+    return tuple(DoneDataShards(m.feed, m.per_epoch, m.begun, frozenset(m.open)) for m in messages)
 
 
 def watermarks_to_wire(found: Iterable[tuple[SourceKey, Sequence[Watermark]]]) -> list[server.SourceWatermarks]:

@@ -55,7 +55,7 @@ def test_training_goes_on_over_a_restart_and_counts_each_sample_once(yard: RoleY
     before = yard.status()
     results = train(yard, probes, "count", kills=3, job__data__batches_per_data_shard=17)
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
-    status = yard.status()
+    status = yard.ended()
     assert (before.term, status.term) == (1, 4)
     assert members_of(status, wire.ROLE_SERVER) == members_of(before, wire.ROLE_SERVER)
     assert [server.process.poll() for server in yard.servers] == [None] * SERVERS

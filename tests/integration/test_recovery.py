@@ -60,7 +60,7 @@ def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, r
         wait_for_more(started)
     results = [finish(script, out) for script, out in started]
     assert [result["counts"] for result in results] == [[float(EPOCHS)] * 203] * 2
-    (job,) = yard.status().jobs
+    (job,) = yard.ended().jobs
     assert job.state == wire.JOB_STATE_FINISHED
     told = "with all that was acknowledged" if durability == "wal" else "are restored, of step"
     assert told in yard.coordinator.output

@@ -174,6 +174,16 @@ class RoleYard:
         finally:
             peer.close()
 
+    def ended(self, *, timeout_s: float = 30) -> wire.StatusReply:
+        """The status once no job is unfinished."""
+        until = time.monotonic() + timeout_s
+        while True:
+            found = self.status()
+            if all(job.state in (wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED) for job in found.jobs):
+                return found
+            assert time.monotonic() < until, found
+            time.sleep(0.05)
+
     def stop(self) -> None:
         for script in (*self.servers, self.coordinator):
             script.kill()

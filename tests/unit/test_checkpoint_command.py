@@ -21,8 +21,9 @@ from shardyard.ground import failpoints
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import DType, JobId, OptimizerSpec, UpdateMode, VariableKind, VariableSpec, Version
 from shardyard_coordinator.placement import plan
-from shardyard_launcher.checkpoint_command import DEFAULT_URL
 from shardyard_launcher.command_line import main
+
+DEFAULT_URL = ".shardyard/coordinator/checkpoints"
 
 
 @pytest.fixture(autouse=True)

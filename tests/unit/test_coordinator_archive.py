@@ -12,7 +12,7 @@ import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import CheckpointNotFound, NotReady
+from shardyard.ground.errors import CheckpointNotFound, NotReady, StorageUnavailable
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Block,
@@ -64,6 +64,7 @@ LAYOUT = JobLayout(
     OptimizerSpec("adam", RATE),
     tuple(PartitionLayout(p, 128, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in PARTITIONS),
 )
+FULL = StorageUnavailable("no space left")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
@@ -164,7 +165,7 @@ def test_checkpoint_has_all_partitions_and_what_the_job_is(yard: Yard, tmp_path:
     assert (manifest.created, manifest.settings, manifest.data_ledger) == (
         NOW.isoformat(),
         {"name": "ads"},
-        {"feeds": 1},
+        {"feeds": 1, "token": 1},
     )
     assert [entry.version.number for entry in manifest.partitions] == [1] * 4
     assert list(library.verify("ads")) == []
@@ -311,8 +312,8 @@ def test_checkpoints_are_due_by_time_by_steps_and_on_command() -> None:
 def test_checkpoint_that_failed_is_tried_again_under_another_number_and_not_too_soon() -> None:
     found = committed(book())
     draft, _ = found.begin(0, 5, {}, Token(0))
-    assert found.fail(draft.number, 1_000)
-    assert not found.fail(draft.number, 1_000)
+    assert found.fail(draft.number, FULL, 1_000)
+    assert not found.fail(draft.number, FULL, 1_000)
     assert found.commit(draft.number, 5, 9) is None
     assert not found.is_due(1_000 + RETRY_MS - 1, 5)
     assert found.is_due(1_000 + RETRY_MS, 5)
@@ -338,3 +339,53 @@ def test_records_bring_back_the_newest_checkpoint_and_the_next_number() -> None:
         assert (again.committed, again.draft) == (found.committed, None)
         assert again.entries() == found.entries()
         assert again.begin(0, 9, {}, Token(0))[0].number == 3
+
+
+def test_checkpoint_that_is_asked_for_begins_after_the_asking() -> None:
+    found = committed(book(every_s=0))
+    under_way, _ = found.begin(0, 5, {}, Token(0))
+    ticket = found.ask()
+    assert found.commit(under_way.number, 5, 40) is not None  # other runs have left 39
+    assert found.outcome(ticket) is None
+    draft, _ = found.begin(0, 5, {}, Token(0))
+    assert found.commit(draft.number, 5, draft.number) is not None
+    assert found.outcome(ticket) == found.committed
+
+
+def test_who_asked_for_a_checkpoint_hears_of_its_failure_and_of_the_next_ones_success() -> None:
+    found = committed(book(every_s=0))
+    ticket = found.ask()
+    draft, _ = found.begin(0, 5, {}, Token(0))
+    found.fail(draft.number, NotReady("a server is being started"), 0)
+    assert found.outcome(ticket) is None
+    draft, _ = found.begin(0, 5, {}, Token(0))
+    found.fail(draft.number, FULL, 0)
+    assert found.outcome(ticket) is FULL
+    assert found.outcome(found.ask()) is None
+    draft, _ = found.begin(0, 5, {}, Token(0))
+    found.commit(draft.number, 5, draft.number)
+    assert found.outcome(ticket) == found.committed
+
+
+def test_ticket_of_a_coordinator_that_died_is_good_for_the_next_one() -> None:
+    found = committed(book(every_s=0))
+    found.begin(0, 5, {}, Token(0))
+    ticket = found.ask()
+    again = book(every_s=0)
+    for kind, body in found.entries():
+        again.restore(kind, Body(body))
+    assert not again.is_due(0, 5)
+    assert again.outcome(ticket) is None
+    assert again.is_due(0, 5)
+    draft, _ = again.begin(0, 5, {}, Token(0))
+    again.commit(draft.number, 5, draft.number)
+    assert again.outcome(ticket) == again.committed
+
+
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_sync_checkpoint_of_a_step_that_the_job_went_back_from_is_of_where_it_stands(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STEP_WAIT_MS", 50)
+    yard.push(0)
+    assert yard.take(tmp_path, 1, step=50) == 1

@@ -32,6 +32,7 @@ from shardyard.ground.types import (
     Block,
     Caller,
     DataShardSource,
+    DoneDataShards,
     DType,
     Generation,
     Incarnation,
@@ -55,6 +56,7 @@ from shardyard.ground.types import (
     UpdateMode,
     VariableSpec,
     Version,
+    WorkerSource,
 )
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.wire import convert, methods
@@ -64,6 +66,7 @@ from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Restore, Store
 from shardyard_ps_server.versions import aligned_empty
 
+WORKER = Incarnation(10)
 JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
 RATE = (make_group("adam", {"lr": 0.5}),)
 SHARD = DataShardSource(0, 0, 0)
@@ -369,12 +372,68 @@ def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_pa
         store.save(COORDINATOR, Incarnation(9), GENERATION, SaveOrder(1, None, 0, 0), str(tmp_path))
 
 
+DONE = [DoneDataShards(SHARD.feed, 1 + SHARD.index, (1 + SHARD.epoch) * (1 + SHARD.index))]
+
+
+def sources(store: Store) -> int:
+    """The largest number of sources that a partition remembers."""
+    return max(partition.describe()[1] for partition in store.hosted()[0].partitions.values())
+
+
+def test_workers_that_are_gone_are_refused_before_their_sources_are_forgotten() -> None:
+    store = server()
+    push(store, 0, source=WorkerSource(WORKER))
+    assert sources(store) == 1
+    store.forget(COORDINATOR, HERE, GENERATION, [], [WORKER], Token(0))
+    assert sources(store) == 0
+    with pytest.raises(StaleIncarnation):
+        push(store, 0, source=WorkerSource(WORKER))
+
+
+def test_order_to_forget_that_meets_a_restore_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = leased(server())
+    push(store, 0)
+    hosted = store.hosted()[0]
+    fence = store.fence
+
+    def late(workers: object) -> None:
+        fence(workers)  # type: ignore[arg-type]
+        hosted.generation = NEXT
+
+    monkeypatch.setattr(store, "fence", late)
+    with pytest.raises(StaleGeneration):
+        store.forget(COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
+    assert sources(store) == 1
+
+
+def test_ranks_are_never_forgotten() -> None:
+    store = server(UpdateMode.SYNC)
+    with pytest.raises(InvalidRequest, match="which is sync"):
+        store.forget(COORDINATOR, HERE, GENERATION, [], [], Token(9))
+
+
+def test_checkpoint_that_meets_a_restore_is_not_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = leased(server())
+    hosted = store.hosted()[0]
+    write = hosted.saver.save
+
+    def restored_meanwhile(*given: object) -> object:
+        found = write(*given)  # type: ignore[arg-type]
+        hosted.generation = NEXT
+        return found
+
+    monkeypatch.setattr(hosted.saver, "save", restored_meanwhile)
+    with pytest.raises(StaleGeneration):
+        save(store, tmp_path, 1)
+
+
 def test_forgotten_sources_are_refused_on_all_partitions(tmp_path: Path) -> None:
     store = leased(server())
     push(store, 0)
-    with pytest.raises(InvalidRequest, match="floor 1"):
-        store.forget(COORDINATOR, HERE, GENERATION, [SourceKey(SHARD)], Token(1))
-    store.forget(COORDINATOR, HERE, GENERATION, [SourceKey(SHARD)], Token(2))
+    store.forget(COORDINATOR, HERE, GENERATION, DONE, [], Token(1))
+    assert sources(store) == 1
+    store.forget(COORDINATOR, HERE, GENERATION, DONE, [], Token(2))
+    assert sources(store) == 0
     with pytest.raises(StaleToken):
         push(store, 1)
     other = restored(tmp_path, entries(save(store, tmp_path, 1)))
@@ -418,7 +477,7 @@ def test_coordinator_saves_restores_and_forgets_by_messages(tmp_path: Path) -> N
         caller=caller,
         server=HERE,
         generation=NEXT,
-        sources=convert.sources_to_wire([(SourceKey(SHARD), Token(0))]),
+        done=convert.done_to_wire(DONE),
         floor=2,
     )
     peer.call(methods.FORGET_SOURCES, forget, timeout_ms=5_000)

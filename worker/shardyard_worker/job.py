@@ -297,6 +297,23 @@ class Job:
                 raise UnknownVariable(f"{name!r}; the job has {', '.join(sorted(self._names)[:8])}")
         return {name: training.variables[self._names[name]].target.detach().clone() for name in chosen}
 
+    # ---- checkpoints
+
+    def checkpoint(self) -> int:
+        """Has the job written down as it is now, or a little later, with all that this worker has pushed. Returns the
+        checkpoint's number when it is committed. Other workers train on meanwhile.
+
+        Raises InvalidRequest where the job is not written down (job.checkpoint.url), StorageUnavailable and other
+        errors that kept it from being written, JobFailed.
+        """
+        self._need_training()
+        assert self._strategy is not None
+        try:
+            self._strategy.drain()
+        except LostWork:
+            log.info("the last batch was computed by another worker as well; this one's does not count")
+        return self._session.take_checkpoint()
+
     # ---- leaving
 
     def close(self, error: str = "") -> None:

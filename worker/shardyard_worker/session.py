@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from shardyard.ground import errors
 from shardyard.ground.types import Caller, Generation, Incarnation, JobId, MemberRole, RankLease, UpdateMode
@@ -28,6 +29,9 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.patience import Patience
 
 log = logging.getLogger("shardyard.worker")
+
+ASK_AGAIN_MS: Final = 100
+"""Between two questions whether a checkpoint is committed."""
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -208,6 +212,19 @@ class Session:
             return patience.call(
                 lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
             )
+
+    def take_checkpoint(self) -> int:
+        """Waits until a checkpoint that begins after now is committed; its number. Raises what went wrong with it."""
+        request = wire.TakeCheckpointRequest(caller=convert.caller_to_wire(self.caller))
+        with self.vigil.over(lambda: "a checkpoint of the job to be committed"):
+            while True:
+                reply = self.ask(methods.TAKE_CHECKPOINT, request)
+                if reply.done:
+                    return int(reply.number)
+                if reply.HasField("failure"):
+                    raise from_detail(reply.failure)
+                request.ticket = reply.ticket
+                time.sleep(ASK_AGAIN_MS / 1000)
 
     def _report(self, request: wire.HeartbeatRequest) -> None:
         request.step = self.progress.step

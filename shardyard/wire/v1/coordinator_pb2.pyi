@@ -22,6 +22,7 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_RUNNING: _ClassVar[JobState]
     JOB_STATE_FINISHED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
+    JOB_STATE_FINISHING: _ClassVar[JobState]
 ROLE_UNSPECIFIED: Role
 ROLE_SERVER: Role
 ROLE_WORKER: Role
@@ -31,6 +32,7 @@ JOB_STATE_STARTING: JobState
 JOB_STATE_RUNNING: JobState
 JOB_STATE_FINISHED: JobState
 JOB_STATE_FAILED: JobState
+JOB_STATE_FINISHING: JobState
 
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
@@ -357,6 +359,34 @@ class RebaseSourceReply(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     lost: _containers.RepeatedCompositeFieldContainer[LostRange]
     def __init__(self, lost: _Optional[_Iterable[_Union[LostRange, _Mapping]]] = ...) -> None: ...
+
+class TakeCheckpointRequest(_message.Message):
+    __slots__ = ("caller", "job_name", "ticket")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    job_name: str
+    ticket: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., job_name: _Optional[str] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class TakeCheckpointReply(_message.Message):
+    __slots__ = ("ticket", "done", "number", "step", "url", "job_name", "failure")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    done: bool
+    number: int
+    step: int
+    url: str
+    job_name: str
+    failure: _common_pb2.ErrorDetail
+    def __init__(self, ticket: _Optional[int] = ..., done: bool = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., job_name: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

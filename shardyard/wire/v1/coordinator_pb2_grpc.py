@@ -94,6 +94,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceReply.FromString,
                 _registered_method=True)
+        self.TakeCheckpoint = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/TakeCheckpoint',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/Status',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
@@ -200,6 +205,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeCheckpoint(self, request, context):
+        """For a worker or a person: a checkpoint that begins after the first asking. Ask again with the ticket until it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """For a person or a launcher.
         """
@@ -283,6 +295,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.RebaseSource,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceReply.SerializeToString,
+            ),
+            'TakeCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeCheckpoint,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -624,6 +641,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/RebaseSource',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/TakeCheckpoint',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -117,14 +117,16 @@ class SaveCheckpointRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ..., oldest: _Optional[int] = ..., logs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SavedPartition(_message.Message):
-    __slots__ = ("partition", "version", "file")
+    __slots__ = ("partition", "version", "file", "token")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     partition: int
     version: _common_pb2.Version
     file: CheckpointFile
-    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., file: _Optional[_Union[CheckpointFile, _Mapping]] = ...) -> None: ...
+    token: int
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., file: _Optional[_Union[CheckpointFile, _Mapping]] = ..., token: _Optional[int] = ...) -> None: ...
 
 class SaveCheckpointReply(_message.Message):
     __slots__ = ("partitions",)
@@ -133,18 +135,32 @@ class SaveCheckpointReply(_message.Message):
     def __init__(self, partitions: _Optional[_Iterable[_Union[SavedPartition, _Mapping]]] = ...) -> None: ...
 
 class ForgetSourcesRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "sources", "floor")
+    __slots__ = ("caller", "server", "generation", "floor", "done", "workers")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    SOURCES_FIELD_NUMBER: _ClassVar[int]
     FLOOR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
-    sources: _containers.RepeatedCompositeFieldContainer[SourceToken]
     floor: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., sources: _Optional[_Iterable[_Union[SourceToken, _Mapping]]] = ..., floor: _Optional[int] = ...) -> None: ...
+    done: _containers.RepeatedCompositeFieldContainer[DoneDataShards]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., floor: _Optional[int] = ..., done: _Optional[_Iterable[_Union[DoneDataShards, _Mapping]]] = ..., workers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DoneDataShards(_message.Message):
+    __slots__ = ("feed", "per_epoch", "begun", "open")
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    feed: int
+    per_epoch: int
+    begun: int
+    open: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, feed: _Optional[int] = ..., per_epoch: _Optional[int] = ..., begun: _Optional[int] = ..., open: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ForgetSourcesReply(_message.Message):
     __slots__ = ()

@@ -141,8 +141,8 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetSources(self, request, context):
-        """For the coordinator, once a checkpoint is committed: sources that are closed in it need not be remembered, since
-        tokens below the floor are refused from now on.
+        """For the coordinator, once a checkpoint is committed: sources that are closed in it, under tokens below the floor, need
+        not be remembered, since such tokens are refused from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

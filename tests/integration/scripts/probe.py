@@ -80,6 +80,8 @@ def train_own(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     job.register({f"v{index}": torch.zeros(16, dtype=torch.float64) for index in range(4)}, optimizer="sgd", lr=1.0)
     for computed in range(1, options.samples + 1):
         time.sleep(options.pause_ms / 1000)
+        if computed == options.checkpoint_at:
+            print(f"took checkpoint {job.checkpoint()}", flush=True)
         job.push({f"v{index}": -torch.ones(16, dtype=torch.float64) for index in range(4)})
         announce(computed)
     return {"values": {name: value.tolist() for name, value in job.pull().items()}}
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=0)
     options = parser.parse_args()
     with sy.connect() as job:

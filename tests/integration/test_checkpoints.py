@@ -1,0 +1,155 @@
+"""Checkpoints in yards of processes: the last one, those on command, and a storage that refuses."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from yards import Probes, RoleYard, Script, finish
+
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import Manifest
+from shardyard.checkpoints.storage import open_storage
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+
+SELDOM = {"job__checkpoint__every_s": 0}
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[RoleYard]:
+    begun = RoleYard(tmp_path)
+    yield begun
+    begun.stop()
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Iterator[Probes]:
+    with Probes(tmp_path) as running:
+        yield running
+
+
+def shardyard(*arguments: str) -> Script:
+    return Script(["-P", "-m", "shardyard_launcher.command_line", *arguments], {})
+
+
+def sources(yard: RoleYard) -> int:
+    """The largest number of sources that a partition remembers."""
+    found = 0
+    for member in yard.status().members:
+        if member.role == wire.ROLE_SERVER:
+            peer = GrpcNetwork().connect(member.address, name="server")
+            try:
+                said = peer.call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=10_000)
+            finally:
+                peer.close()
+            found = max([found, *(partition.sources for partition in said.partitions)])
+    return found
+
+
+def manifest(url: Path | str, number: int | None = None) -> Manifest:
+    return CheckpointLibrary(open_storage(str(url))).load("probe", number)
+
+
+def values(url: Path | str, number: int | None = None) -> set[float]:
+    library = CheckpointLibrary(open_storage(str(url)))
+    return {float(array.min()) for _, array in library.export_state(library.load("probe", number))}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_newest_checkpoint_of_a_finished_job_has_everything(yard: RoleYard, probes: Probes, mode: str) -> None:
+    probes.run("own", "--samples", "30", coordinator=yard.address, job__consistency__mode=mode, **SELDOM)
+    (job,) = yard.ended().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    url = yard.state / "checkpoints"
+    assert values(url) == {30.0}
+    assert manifest(url).step == 30
+
+
+def test_job_alone_in_a_process_has_its_last_checkpoint_too(probes: Probes, tmp_path: Path) -> None:
+    url = tmp_path / "kept"
+    probes.run("own", "--samples", "20", job__checkpoint__url=url, **SELDOM)
+    assert values(url) == {20.0}
+
+
+def test_run_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
+    url, script = tmp_path / "kept", Path(__file__).parent / "scripts" / "probe.py"
+    settings = ("--set", f"job.checkpoint.url={url}", "--set", "job.checkpoint.every_s=0", "--set", "job.name=probe")
+    settings += ("--set", "yard.workers=1")
+    ran = shardyard("run", *settings, str(script), "own", str(tmp_path / "out.json"), "--samples", "20")
+    assert ran.wait() == 0, ran.output
+    assert values(url) == {20.0}
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("window", [0, 1])
+def test_script_takes_a_checkpoint_of_all_that_it_has_pushed(
+    yard: RoleYard, probes: Probes, mode: str, window: int
+) -> None:
+    options = ("--samples", "30", "--checkpoint-at", "15")
+    settings = {"job__consistency__mode": mode, "worker__window": window} | SELDOM
+    script, out = probes.start("own", *options, coordinator=yard.address, **settings)
+    finish(script, out)
+    (line,) = [line for line in script.lines if line.startswith("took checkpoint ")]
+    url = yard.state / "checkpoints"
+    assert values(url, int(line.rpartition(" ")[2])) == {14.0}
+
+
+def test_checkpoint_is_taken_by_command(yard: RoleYard, probes: Probes) -> None:
+    script, out = probes.start("own", "--samples", "200", "--pause-ms", "20", coordinator=yard.address, **SELDOM)
+    script.wait_for("computed 10")
+    taken = shardyard("checkpoint", "take", "--coordinator", yard.address)
+    assert taken.wait() == 0, taken.output
+    said = re.fullmatch(r"checkpoint (\d+) of job probe, step \d+, in (.+)", taken.output)
+    assert said is not None, taken.output
+    assert min(values(said[2], int(said[1]))) >= 10.0
+    finish(script, out)
+    other = shardyard("checkpoint", "take", "other", "--coordinator", yard.address)
+    assert other.wait() == 1
+    assert "no job 'other'" in other.output
+
+
+def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_without(
+    yard: RoleYard, probes: Probes, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    url = tmp_path / "file" / "kept"
+    options = ("--samples", "100", "--pause-ms", "20")
+    script, out = probes.start("own", *options, coordinator=yard.address, job__checkpoint__url=url, **SELDOM)
+    script.wait_for("computed 5")
+    taken = shardyard("checkpoint", "take", "probe", "--coordinator", yard.address)
+    assert taken.wait() == 1
+    assert str(url) in taken.output
+    finish(script, out)
+    (job,) = yard.ended().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    assert "ends without its last checkpoint: it failed 3 times" in yard.coordinator.output
+    failing, _ = probes.start(
+        "own", *options, "--checkpoint-at", "5", coordinator=yard.address, job__checkpoint__url=url, **SELDOM
+    )
+    assert failing.wait() == 1
+    assert "StorageUnavailable" in failing.output
+
+
+def test_ledgers_of_a_long_job_do_not_grow(yard: RoleYard, probes: Probes) -> None:
+    """800 data shards of one batch each; the coordinator dies half way."""
+    settings = {"job__data__batches_per_data_shard": 1, "job__checkpoint__every_steps": 20}
+    options = ("--samples", "400", "--epochs", "8", "--pause-ms", "5")
+    script, out = probes.start("count", *options, coordinator=yard.address, **settings)
+    script.wait_for("computed 400", timeout_s=100)
+    yard.kill_coordinator()
+    yard.restart_coordinator()
+    most = 0
+    while script.process.poll() is None:
+        most = max(most, sources(yard))
+        time.sleep(0.05)
+    result = finish(script, out)
+    assert result["counts"] == [8.0] * 400
+    assert 0 < most < 400
+    newest = manifest(yard.state / "checkpoints", None)
+    assert newest.token_floor > 400
