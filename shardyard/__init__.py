@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardyard.ground import errors
+    from shardyard_worker.files import FixedRecords, FramedRecords, TextLines
     from shardyard_worker.job import Job
 
-__all__ = ["Job", "__version__", "connect", "errors"]
+__all__ = ["FixedRecords", "FramedRecords", "Job", "TextLines", "__version__", "connect", "errors"]
 
 
 def connect(
@@ -64,6 +65,10 @@ def __getattr__(name: str) -> Any:
         from shardyard_worker.job import Job
 
         return Job
+    if name in ("FixedRecords", "FramedRecords", "TextLines"):
+        import shardyard_worker.files
+
+        return getattr(shardyard_worker.files, name)
     if name == "errors":
         import importlib
 

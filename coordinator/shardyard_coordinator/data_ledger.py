@@ -1,9 +1,9 @@
 """Which samples are whose, and which are done (promise 2; rules A1, A6).
 
 Owns: a job's feeds. Asynchronous (`DataLedger`): data shards, each free, leased under a token, or done. Synchronous
-(`StepLedger`): each feed is a range of steps. Invariants: a data shard is leased to one worker at a time; tokens only
-grow; a data shard is done only when the servers' watermarks said so, and stays done; memory does not grow with the
-number of epochs or samples. Must not know: servers, members, time.
+(`StepLedger`): each feed is a range of steps. Both: the batches in quarantine, which do not count. Invariants: a data
+shard is leased to one worker at a time; tokens only grow; a data shard is done only when the servers' watermarks said
+so, and stays done; memory does not grow with the number of epochs or samples. Must not know: servers, members, time.
 """
 
 from __future__ import annotations
@@ -12,12 +12,31 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
-from shardyard.ground.types import DataLease, DataShardSource, DoneDataShards, Incarnation, Token
-from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, checked_items, checked_text, require
+from shardyard.ground.types import (
+    DataLease,
+    DataShardSource,
+    DoneDataShards,
+    Incarnation,
+    LeasedSource,
+    RankSource,
+    Token,
+)
+from shardyard_coordinator.quarantine import Condemned, Quarantine
+from shardyard_coordinator.records import (
+    SUM_MAX,
+    Body,
+    DamagedRecord,
+    Entry,
+    checked_items,
+    checked_number,
+    checked_text,
+    require,
+)
 
 DATA_SHARDS_PER_WORKER_MIN: Final = 4
 """Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
@@ -93,18 +112,34 @@ class FeedCounts:
     leased: int
     done: int
     finished: bool
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedBatch:
+    """A batch that does not count, and its samples: positions [begin, end) of the epoch's permutation."""
+
+    feed: int
+    epoch: int
+    condemned: Condemned
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    """`first`: the batch at which the lease began, the lowest watermark then; None where that was not read."""
+
     worker: Incarnation
     token: Token
+    first: int | None
 
 
 @dataclass(slots=True)
 class _DataShards:
     """One asynchronous feed. Data shards are numbered through all epochs; those below `begun` have been leased at least
-    once, and are done unless they are held or returned."""
+    once, and are done unless they are held or returned. `reached`: the lowest watermark of those that were returned,
+    where it is known."""
 
     feed: int
     spec: FeedSpec
@@ -113,6 +148,7 @@ class _DataShards:
     begun: int = 0
     returned: list[int] = field(default_factory=list)
     held: dict[int, _Held] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -152,6 +188,15 @@ class _DataShards:
         begin, end = self.span(source)
         return -(-(end - begin) // self.spec.batch_size)
 
+    def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
+        begin, end = self.span(source)
+        begin += batch * self.spec.batch_size
+        return begin, min(begin + self.spec.batch_size, end)
+
+    def is_done(self, source: DataShardSource) -> bool:
+        number = self.number(source)
+        return number < self.begun and number not in self.held and number not in self.returned
+
     def lease(self, number: int) -> DataLease:
         source = self.source(number)
         begin, end = self.span(source)
@@ -169,17 +214,29 @@ class _DataShards:
         self.begun += 1
         return self.begun - 1
 
-    def give_back(self, number: int) -> None:
+    def hold(self, number: int, worker: Incarnation, token: Token, *, fresh: bool) -> None:
+        """`fresh`: it was never leased before."""
+        self.held[number] = _Held(worker, token, 0 if fresh else self.reached.pop(number, None))
+
+    def give_back(self, number: int, reached: int | None) -> None:
         del self.held[number]
         bisect.insort(self.returned, number)
+        if reached is not None:
+            self.reached[number] = reached
 
-    def take_again(self, number: int) -> None:
-        """As `take` once did. Raises DamagedRecord."""
+    def forget_reached(self) -> None:
+        """Partitions went back: where leases begin is not known any more."""
+        self.reached.clear()
+        self.held = {number: dataclasses.replace(held, first=None) for number, held in self.held.items()}
+
+    def take_again(self, number: int) -> bool:
+        """As `take` once did; whether it was fresh. Raises DamagedRecord."""
         if number in self.returned:
             self.returned.remove(number)
-        else:
-            require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
-            self.begun += 1
+            return False
+        require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
+        self.begun += 1
+        return True
 
 
 class DataLedger:
@@ -192,6 +249,7 @@ class DataLedger:
         self._workers_expected = workers_expected
         self._next_token = next_token
         self._feeds: list[_DataShards] = []
+        self.quarantine = Quarantine()
         self._closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
 
     def __len__(self) -> int:
@@ -212,20 +270,44 @@ class DataLedger:
         shards = self._require(feed)
         number = shards.held_by(worker)
         if number is None:
+            begun = shards.begun
             number = shards.take()
             if number is None:
                 return LeaseWait(_holders(shards)) if shards.held else FeedDone()
-            shards.held[number] = _Held(worker, self._next_token())
+            shards.hold(number, worker, self._next_token(), fresh=shards.begun > begun)
         return shards.lease(number)
 
-    def release(self, worker: Incarnation) -> list[DataShardSource]:
-        """The worker is gone; what it held is the next to be leased."""
+    def held(self, worker: Incarnation) -> list[DataShardSource]:
+        """What is leased to the worker."""
+        found = [(shards, shards.held_by(worker)) for shards in self._feeds]
+        return [shards.source(number) for shards, number in found if number is not None]
+
+    def check_begin(self, source: LeasedSource, worker: Incarnation, token: Token, batch: int) -> None:
+        """Raises StaleToken, NotFound or InvalidRequest unless the worker may compute the batch now."""
+        if not isinstance(source, DataShardSource):
+            raise InvalidRequest(f"{source} in an asynchronous job")
+        if self.is_closed(source, worker, token):
+            raise StaleToken(f"{source} was closed under token {token}", facts={"token": str(token)})
+        if batch >= self._feeds[source.feed].batches(source):
+            raise InvalidRequest(f"batch {batch} of {source}, which has {self._feeds[source.feed].batches(source)}")
+
+    def first_of(self, source: DataShardSource) -> int | None:
+        """The batch at which the lease of a data shard began; None where that is not known, or nobody holds it."""
+        shards = self._require(source.feed)
+        held = shards.held.get(shards.number(source))
+        return None if held is None else held.first
+
+    def release(
+        self, worker: Incarnation, reached: Mapping[LeasedSource, int] = MappingProxyType({})
+    ) -> list[DataShardSource]:
+        """The worker is gone; what it held is the next to be leased. `reached`: where its sources stand for good."""
         freed = []
         for shards in self._feeds:
             number = shards.held_by(worker)
             if number is not None:
-                shards.give_back(number)
-                freed.append(shards.source(number))
+                source = shards.source(number)
+                shards.give_back(number, reached.get(source))
+                freed.append(source)
         self._closed.pop(worker, None)
         return freed
 
@@ -253,7 +335,7 @@ class DataLedger:
         shards = self._feeds[source.feed]
         number = shards.number(source)
         if next_sequence < shards.batches(source):
-            shards.give_back(number)
+            shards.give_back(number, next_sequence)
             return False
         self._end(shards, number, worker, token)
         return True
@@ -283,13 +365,27 @@ class DataLedger:
                 leased=len(each.held),
                 done=each.done,
                 finished=each.done == each.total,
+                quarantined=self._quarantined_in(each.feed),
             )
             for each in self._feeds[-last:]
         )
 
     def samples_done(self) -> int:
         """Samples counted so far, by the servers' word: those of the data shards that are done."""
-        return sum(each.samples_done for each in self._feeds)
+        left_out = sum(each.end - each.begin for each in self.quarantined() if self._is_done(each.condemned.source))
+        return sum(each.samples_done for each in self._feeds) - left_out
+
+    def quarantined(self) -> Iterator[QuarantinedBatch]:
+        """All batches that do not count, in the order of the verdicts."""
+        for condemned in self.quarantine:
+            source = condemned.source
+            assert isinstance(source, DataShardSource)
+            begin, end = self._feeds[source.feed].batch_span(source, condemned.sequence)
+            yield QuarantinedBatch(source.feed, source.epoch, condemned, begin, end)
+
+    def spec(self, feed: int) -> FeedSpec:
+        """Raises NotFound."""
+        return self._require(feed).spec
 
     # ---- records
 
@@ -301,34 +397,42 @@ class DataLedger:
         closed = sorted(self._closed.items())
         for shards in self._feeds:
             ended = [(shards.number(end[0]), worker, end[1]) for worker, end in closed if end[0].feed == shards.feed]
-            held = [(number, each.worker, each.token) for number, each in sorted(shards.held.items())]
+            held = sorted(shards.held.items())
             opened.append(_feed_opened(shards.feed, shards.spec, shards.batches_per_data_shard, shards.per_epoch, 0))
             if shards.begun:
-                free = sorted([*shards.returned, *(number for number, _, _ in [*ended, *held])])
-                opened.append(("feed_progress", {"feed": shards.feed, "begun": shards.begun, "free": free}))
+                free = sorted([*shards.returned, *(number for number, _, _ in ended), *shards.held])
+                reached = [list(each) for each in sorted(shards.reached.items())]
+                progress = {"feed": shards.feed, "begun": shards.begun, "free": free, "reached": reached}
+                opened.append(("feed_progress", progress))
             for number, worker, token in ended:
-                source = shards.source(number)
-                leases += [data_leased(source, worker, token), data_closed(source, worker, token, done=True)]
-            leases += [data_leased(shards.source(number), worker, token) for number, worker, token in held]
-        return [*opened, *leases]
+                source, end = shards.source(number), shards.batches(shards.source(number))
+                leases.append(data_leased(source, worker, token, first=None))
+                leases.append(data_closed(source, worker, token, done=True, first=None, reached=end))
+            for number, each in held:
+                leases.append(data_leased(shards.source(number), each.worker, each.token, first=each.first))
+        return [*opened, *leases, *self.quarantine.entries()]
 
     @property
     def closed(self) -> int:
         """Data shards that are done, over all feeds."""
         return sum(each.done for each in self._feeds)
 
-    def reopen(self, kept: Mapping[str, object]) -> None:
-        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again:
-        partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
+    def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
+        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
+        given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
         then = _read(kept)
+        reopened: list[DataShardSource] = []
         for shards in self._feeds:
             before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
             begun = 0 if before is None else before.begun
             undone = {*range(begun, shards.begun), *(() if before is None else (*before.returned, *before.held))}
             again = sorted(undone - set(shards.returned) - set(shards.held))
             shards.returned = sorted([*shards.returned, *again])
-            sources = {shards.source(number) for number in again}
+            shards.forget_reached()
+            sources = {shards.source(number): None for number in again}
+            reopened += sources
             self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
+        return reopened
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
@@ -336,6 +440,10 @@ class DataLedger:
             feed, spec = _feed_of(body, len(self._feeds))
             per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
             self._feeds.append(_DataShards(feed, spec, per_shard, per_epoch))
+            return
+        if kind == "batch_quarantined":
+            condemned = self.quarantine.restore(body)
+            require(self._has(condemned), f"#{condemned.sequence} of {condemned.source} does not exist")
             return
         if kind == "feed_closed":
             raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
@@ -345,6 +453,11 @@ class DataLedger:
             shards.begun = body.number("begun", most=shards.total)
             shards.returned = sorted(body.numbers("free", most=shards.begun - 1))
             require(len(set(shards.returned)) == len(shards.returned), "free: a data shard is there twice")
+            for each in body.items("reached"):
+                number, reached = checked_items(each, "a data shard and its watermark", count=2)
+                known = checked_number(number, "a data shard", most=shards.begun - 1)
+                require(known in shards.returned, f"reached: data shard {known} is not free")
+                shards.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
             return
         epoch, index = (
             body.number("epoch", most=shards.spec.epochs - 1),
@@ -354,20 +467,39 @@ class DataLedger:
         worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
         number = shards.number(source)
         if kind == "data_leased":
-            shards.take_again(number)
-            shards.held[number] = _Held(worker, token)
+            shards.hold(number, worker, token, fresh=shards.take_again(number))
+            first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
+            shards.held[number] = _Held(worker, token, first)
             return
-        require(shards.held.get(number) == _Held(worker, token), f"{source} was closed and is not held")
+        held = shards.held.get(number)
+        require(
+            held is not None and (held.worker, held.token) == (worker, token), f"{source} was closed and is not held"
+        )
         if body.flag("done"):
             self._end(shards, number, worker, token)
         else:
-            shards.give_back(number)
+            shards.give_back(number, body.number("next", most=limits.SEQUENCE_MAX))
 
     # ---- within
 
     def _end(self, shards: _DataShards, number: int, worker: Incarnation, token: Token) -> None:
         del shards.held[number]
         self._closed[worker] = (shards.source(number), token)
+
+    def _has(self, condemned: Condemned) -> bool:
+        source = condemned.source
+        if not isinstance(source, DataShardSource) or source.feed >= len(self._feeds):
+            return False
+        shards = self._feeds[source.feed]
+        known = source.epoch < shards.spec.epochs and source.index < shards.per_epoch
+        return known and condemned.sequence < shards.batches(source)
+
+    def _is_done(self, source: LeasedSource) -> bool:
+        assert isinstance(source, DataShardSource)
+        return self._feeds[source.feed].is_done(source)
+
+    def _quarantined_in(self, feed: int) -> int:
+        return sum(isinstance(each.source, DataShardSource) and each.source.feed == feed for each in self.quarantine)
 
     def _choose(self, batches: int) -> int:
         wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
@@ -403,6 +535,12 @@ class _StepRange:
     def end(self) -> int:
         return self.first_step + self.steps_per_epoch * self.spec.epochs
 
+    def span(self, rank: int, step: int, logical_ranks: int) -> tuple[int, int, int]:
+        """An epoch, and [begin, end) of its permutation."""
+        epoch, index = divmod(step - self.first_step, self.steps_per_epoch)
+        begin = min((index * logical_ranks + rank) * self.spec.batch_size, self.spec.samples)
+        return epoch, begin, min(begin + self.spec.batch_size, self.spec.samples)
+
     def samples_before(self, step: int, logical_ranks: int) -> int:
         """Samples of this feed in the steps before `step`."""
         per_step = logical_ranks * self.spec.batch_size
@@ -418,6 +556,7 @@ class StepLedger:
     def __init__(self, *, logical_ranks: int) -> None:
         self._logical_ranks = logical_ranks
         self._feeds: list[_StepRange] = []
+        self.quarantine = Quarantine()
 
     def __len__(self) -> int:
         return len(self._feeds)
@@ -449,12 +588,39 @@ class StepLedger:
             each = self._feeds[feed]
             total = each.end - each.first_step
             done = total if each.done else max(0, min(step - each.first_step, total))
-            counts.append(FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done))
+            left_out = sum(each.first_step <= condemned.sequence < each.end for condemned in self.quarantine)
+            counts.append(
+                FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done, left_out)
+            )
         return tuple(counts)
 
     def samples_done(self, *, step: int) -> int:
         """Samples of the steps before `step`, at which the job is."""
-        return sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
+        taken = sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
+        return taken - sum(
+            each.end - each.begin
+            for each in self.quarantined()
+            if self._feeds[each.feed].done or each.condemned.sequence < step
+        )
+
+    def check_begin(self, source: LeasedSource, step: int) -> None:
+        """Raises NotFound unless the step is one of a feed."""
+        if not isinstance(source, RankSource) or source.rank >= self._logical_ranks or self._feed_of(step) is None:
+            raise NotFound(f"step {step} of {source}: there is no such step", todo="open the feed first")
+
+    def quarantined(self) -> Iterator[QuarantinedBatch]:
+        """All contributions that do not count, in the order of the verdicts."""
+        for condemned in self.quarantine:
+            feed = self._feed_of(condemned.sequence)
+            assert feed is not None
+            assert isinstance(condemned.source, RankSource)
+            rank, step = condemned.source.rank, condemned.sequence
+            epoch, begin, end = self._feeds[feed].span(rank, step, self._logical_ranks)
+            yield QuarantinedBatch(feed, epoch, condemned, begin, end)
+
+    def spec(self, feed: int) -> FeedSpec:
+        """Raises NotFound."""
+        return self._require(feed).spec
 
     # ---- records
 
@@ -465,7 +631,7 @@ class StepLedger:
             entries.append(_feed_opened(feed, each.spec, 0, each.steps_per_epoch, each.first_step))
             if each.done:
                 entries.append(feed_closed(feed))
-        return entries
+        return [*entries, *self.quarantine.entries()]
 
     @property
     def tokens(self) -> list[Token]:
@@ -480,7 +646,7 @@ class StepLedger:
         """The step after a feed's last. Raises NotFound."""
         return self._require(feed).end
 
-    def reopen(self, kept: Mapping[str, object]) -> None:
+    def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
         """Feeds that are done, and were not when a checkpoint was begun that had this to say, are open again:
         partitions that were restored from it may lack their last steps. Raises DamagedRecord."""
         then = StepLedger(logical_ranks=self._logical_ranks)
@@ -488,6 +654,7 @@ class StepLedger:
             then.restore(kind, body)
         for feed, each in enumerate(self._feeds):
             each.done = each.done and feed < len(then) and then.is_closed(feed)
+        return []
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""
@@ -495,10 +662,19 @@ class StepLedger:
             _, spec = _feed_of(body, len(self._feeds))
             self._feeds.append(_StepRange(spec, body.number("first_step", most=SUM_MAX), body.number("units", least=1)))
             return
+        if kind == "batch_quarantined":
+            condemned = self.quarantine.restore(body)
+            known = isinstance(condemned.source, RankSource) and condemned.source.rank < self._logical_ranks
+            found = known and self._feed_of(condemned.sequence) is not None
+            require(found, f"#{condemned.sequence} of {condemned.source} does not exist")
+            return
         require(kind == "feed_closed", "data shards in a synchronous job")
         self._feeds[body.number("feed", most=len(self._feeds) - 1)].done = True
 
     # ---- within
+
+    def _feed_of(self, step: int) -> int | None:
+        return next((feed for feed, each in enumerate(self._feeds) if each.first_step <= step < each.end), None)
 
     def _require(self, feed: int) -> _StepRange:
         if feed >= len(self._feeds):
@@ -524,12 +700,16 @@ def feed_closed(feed: int) -> Entry:
     return "feed_closed", {"feed": feed}
 
 
-def data_leased(source: DataShardSource, worker: Incarnation, token: Token) -> Entry:
-    return "data_leased", _lease_body(source, worker, token)
+def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
+    """`first`: the batch at which the lease begins; None where that was not read."""
+    return "data_leased", {**_lease_body(source, worker, token), "first": first}
 
 
-def data_closed(source: DataShardSource, worker: Incarnation, token: Token, *, done: bool) -> Entry:
-    return "data_closed", {**_lease_body(source, worker, token), "done": done}
+def data_closed(
+    source: DataShardSource, worker: Incarnation, token: Token, *, done: bool, first: int | None, reached: int
+) -> Entry:
+    """All partitions have the batches below `reached`; those from `first` on were computed under this lease."""
+    return "data_closed", {**_lease_body(source, worker, token), "done": done, "first": first, "next": reached}
 
 
 def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:

@@ -6,12 +6,24 @@ MalformedPayload, TooLarge, InvalidRequest, ConfigurationError. Must not know: a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.types import DataLease, Incarnation, JobId, PartitionId, SourceKey, Term, Token, Watermark
+from shardyard.ground.types import (
+    DataLease,
+    DataShardSource,
+    Incarnation,
+    JobId,
+    PartitionId,
+    RankSource,
+    SourceKey,
+    Term,
+    Token,
+    Watermark,
+)
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.status import to_detail
@@ -19,15 +31,17 @@ from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
+from shardyard_coordinator.audit import Page
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.effects import CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
+from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
-from shardyard_coordinator.standing import JobStanding, MemberStanding, YardStanding
+from shardyard_coordinator.standing import JobStanding, MemberStanding, QuarantineStanding, YardStanding
 
 NAME_CHARACTERS_MAX: Final = 512
 """Of addresses, host names, releases, fingerprints."""
 LEASE_RETRY_MS: Final = 100
+BATCH_RETRY_MS: Final = 100
 
 _STATES: dict[JobState, wire.JobState] = {
     JobState.STARTING: wire.JOB_STATE_STARTING,
@@ -123,6 +137,24 @@ def lease_returned(request: wire.CloseLeaseRequest) -> events.LeaseReturned:
         # a data shard names its feed; it need not be said twice
         feed = source.feed
     return events.LeaseReturned(convert.caller_from_wire(request.caller), feed, source, Token(request.token))
+
+
+def batch_begun(request: wire.BeginBatchRequest) -> events.BatchBegun:
+    source = convert.source_from_wire(request.source)
+    if not isinstance(source, DataShardSource | RankSource):
+        raise MalformedPayload(f"{source} is not leased, so none of its batches is announced")
+    if max(request.sequence, request.highest) > limits.SEQUENCE_MAX:
+        raise TooLarge(f"sequence {max(request.sequence, request.highest)}; at most {limits.SEQUENCE_MAX} are taken")
+    caller = convert.caller_from_wire(request.caller)
+    return events.BatchBegun(caller, source, Token(request.token), request.sequence, request.highest)
+
+
+def audit_wanted(request: wire.ReadAuditRequest) -> tuple[str, int]:
+    """A job's name or id, and the number after which to begin."""
+    job = convert.text(request.job, "a job's name or id", limits.JOB_NAME_CHARACTERS_MAX)
+    if request.after > limits.SEQUENCE_MAX:
+        raise TooLarge(f"audit entries after {request.after}; at most {limits.SEQUENCE_MAX} are taken")
+    return job, request.after
 
 
 def checkpoint_asked(request: wire.TakeCheckpointRequest) -> events.CheckpointAsked:
@@ -222,6 +254,53 @@ def lease_reply(answer: DataLease | LeaseWait | FeedDone) -> wire.LeaseDataReply
             return wire.LeaseDataReply(done=wire.FeedDone())
 
 
+def batch_reply(verdict: BatchVerdict) -> wire.BeginBatchReply:
+    return wire.BeginBatchReply(
+        quarantined=verdict.counts is False,
+        retry_ms=BATCH_RETRY_MS if verdict.counts is None else 0,
+        careful_below=verdict.careful_below,
+    )
+
+
+def quarantined_reply(standing: QuarantineStanding) -> wire.ListQuarantinedReply:
+    return wire.ListQuarantinedReply(
+        batches=[
+            wire.QuarantinedBatch(
+                feed=each.feed,
+                epoch=each.epoch,
+                source=convert.source_to_wire(each.condemned.source),
+                sequence=each.condemned.sequence,
+                begin=each.begin,
+                end=each.end,
+                deaths=each.condemned.deaths,
+            )
+            for each in standing.batches
+        ],
+        seed=standing.seed,
+        feeds=[wire.FeedOrder(feed=feed, samples=spec.samples, shuffle=spec.shuffle) for feed, spec in standing.feeds],
+    )
+
+
+def audit_reply(job: int, page: Page) -> wire.ReadAuditReply:
+    return wire.ReadAuditReply(
+        entries=[
+            wire.AuditEntry(
+                number=each.number,
+                term=each.term,
+                time=each.time,
+                job=each.job,
+                event=each.kind,
+                body_json=json.dumps(each.body, separators=(",", ":")),
+            )
+            for each in page.entries
+        ],
+        job=job,
+        reached=page.reached,
+        more=page.more,
+        lost=page.lost,
+    )
+
+
 def checkpoint_reply(standing: CheckpointStanding) -> wire.TakeCheckpointReply:
     taken = standing.taken
     return wire.TakeCheckpointReply(
@@ -291,6 +370,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
                 leased=feed.leased,
                 done=_uint32(feed.done),
                 finished=feed.finished,
+                quarantined=feed.quarantined,
             )
             for feed in job.feeds
         ],

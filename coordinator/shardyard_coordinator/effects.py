@@ -20,6 +20,7 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     JobLayout,
+    LeasedSource,
     PartitionId,
     PartitionMap,
     RankLease,
@@ -99,11 +100,14 @@ class OpenPartitions:
 
 @dataclass(frozen=True, slots=True)
 class FenceOnServers:
-    """Then WorkersFenced, whichever servers answered."""
+    """Then WorkersFenced, whichever servers answered. `map`: where the books of what the workers held are; None where
+    nobody needs to know."""
 
     job: JobId
     servers: tuple[Server, ...]
     workers: tuple[Incarnation, ...]
+    held: tuple[LeasedSource, ...] = ()
+    map: PartitionMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +252,15 @@ class LeaseClosed:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchVerdict:
+    """Whether a batch that was announced is to be computed; None: that is not decided yet. `careful_below`: sequences
+    of this source before it are announced."""
+
+    counts: bool | None
+    careful_below: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rebased:
     """The worker's own source goes on; what it lost."""
 
@@ -278,6 +291,7 @@ Answer = (
     | LeaseWait
     | FeedDone
     | LeaseClosed
+    | BatchVerdict
 )
 
 

@@ -15,6 +15,7 @@ from shardyard.ground.types import (
     Generation,
     Incarnation,
     JobId,
+    LeasedSource,
     OptimizerSpec,
     PartitionId,
     Token,
@@ -114,6 +115,18 @@ class LeaseReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchBegun:
+    """A worker is about to compute a batch of its data shard, or a step of its logical rank. `highest`: the highest
+    next sequence of the source over all partitions."""
+
+    caller: Caller
+    source: LeasedSource
+    token: Token
+    sequence: int
+    highest: int
+
+
+@dataclass(frozen=True, slots=True)
 class RebaseAsked:
     """A worker's own source is not the next one in every partition. `next`: where the worker goes on."""
 
@@ -197,10 +210,12 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkersFenced:
-    """Every server that answers in time refuses the workers now; their work may go to others."""
+    """Every server that answers in time refuses the workers now; their work may go to others. `reached`: the lowest
+    next sequence, over all partitions, of what they held, as far as that is known for good."""
 
     job: JobId
     workers: tuple[Incarnation, ...]
+    reached: tuple[tuple[LeasedSource, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +255,7 @@ Event = (
     | FeedOpened
     | LeaseRequested
     | LeaseReturned
+    | BatchBegun
     | RebaseAsked
     | WatermarksRead
     | PassedOver

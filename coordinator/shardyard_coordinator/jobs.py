@@ -9,17 +9,19 @@ Must not know: members that are not its workers, checkpoints' order, the network
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
-from shardyard.ground import errors
+from shardyard.ground import errors, limits
 from shardyard.ground.types import (
     DataLease,
     DataShardSource,
     Generation,
     Incarnation,
     JobId,
+    LeasedSource,
     OptimizerSpec,
     RankLease,
     RankSource,
@@ -33,6 +35,7 @@ from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
+    BatchVerdict,
     CheckpointStanding,
     Done,
     DropJob,
@@ -50,10 +53,11 @@ from shardyard_coordinator.effects import (
     Tell,
     records_of,
 )
-from shardyard_coordinator.events import CheckpointTaken, LeaseReturned, RebaseAsked, WatermarksRead
+from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned, RebaseAsked, WatermarksRead
 from shardyard_coordinator.losses import LostPushes, LostRange
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
+from shardyard_coordinator.quarantine import Condemned, Suspects, source_body, source_of
 from shardyard_coordinator.ranks import RankBook, RankGiven
 from shardyard_coordinator.records import (
     SUM_MAX,
@@ -97,6 +101,7 @@ class Job:
         self.ranks: RankBook | None = None
         self.feeds: DataLedger | StepLedger
         self.tokens = Tokens()
+        self.suspects = Suspects(settings.data.poison_deaths)
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
@@ -165,22 +170,29 @@ class Job:
 
     def lose(self, worker: Incarnation, how: str, now_ms: int) -> list[Effect]:
         """A worker died. Its work waits until the servers refuse what it may still send."""
-        record = self._remove(worker, how, now_ms, goodbye=False)
+        record = self._remove(worker, how, now_ms, died=True)
         if self.state.ended:
             return [record]
         fence = self._fence(worker)
         return [record, *(fence or self.free((worker,), now_ms))]
 
-    def free(self, workers: Sequence[Incarnation], now_ms: int) -> list[Effect]:
-        """The lost workers are fenced: others may have their work. Those whose work is free already are passed over."""
+    def free(
+        self,
+        workers: Sequence[Incarnation],
+        now_ms: int,
+        reached: Mapping[LeasedSource, int] = MappingProxyType({}),
+    ) -> list[Effect]:
+        """The lost workers are fenced: others may have their work. Those whose work is free already are passed over.
+        `reached`: where that work stands, as far as it is known."""
         if self.state.ended:
             return []
         effects: list[Effect] = []
         for worker in workers:
             if worker not in self.fencing:
                 continue
-            freed = self._free(worker)
-            effects.append(self._persist("worker_freed", worker=worker))
+            held = [_ended(source, self._first_of(source), reached.get(source)) for source in self._held(worker)]
+            freed = self._free(worker, reached)
+            effects.append(self._persist("worker_freed", worker=worker, held=held))
             effects += [Tell(f"{self.title}: {source} of worker {worker} is free again") for source in freed]
             effects += self._records(self.deployment.remove(worker))
             if self.ranks is not None:
@@ -192,7 +204,7 @@ class Job:
         if self.state.ended:
             living = frozenset(servers)
             return [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation in living]
-        return [FenceOnServers(self.id, self.deployment.servers, tuple(self.fencing))] if self.fencing else []
+        return self._fence(*self.fencing) if self.fencing else []
 
     def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
@@ -411,8 +423,55 @@ class Job:
         leased: list[Entry] = []
         if self.tokens.latest > before:
             assert isinstance(answer, DataLease), answer
-            leased.append(data_ledger.data_leased(answer.source, worker, answer.token))
+            first = self._first_of(answer.source)
+            leased.append(data_ledger.data_leased(answer.source, worker, answer.token, first=first))
+        if isinstance(answer, DataLease):
+            answer = replace(answer, careful_below=self._careful_below(answer.source))
         return [*self._records(leased), Reply(answer)]
+
+    def begin_batch(self, begun: BatchBegun) -> list[Effect]:
+        """Rule A13. A batch that some partition has counted was computed once, and is never condemned."""
+        source, sequence, worker = begun.source, begun.sequence, begun.caller.incarnation
+        self._check_begin(begun)
+        if self.feeds.quarantine.has(source, sequence):
+            return [Reply(BatchVerdict(False, self._careful_below(source)))]
+        told: list[Effect] = []
+        entry: Entry | None
+        if begun.highest > sequence or self.feeds.quarantine.full or not self.suspects.condemns(source, sequence):
+            entry = self.suspects.begin(worker, source, sequence)
+        elif self.keeping.book.draft is not None:
+            # it may have copied the data ledger already, and cut partitions later than this (rule A9)
+            return [Reply(BatchVerdict(None, self._careful_below(source)))]
+        else:
+            condemned = Condemned(source, sequence, self.suspects.deaths(source, sequence))
+            self.feeds.quarantine.add(condemned)
+            entry = condemned.entry
+            what = "step" if self.ranks is not None else "batch"
+            why = f"{condemned.deaths} workers have died at it"
+            told.append(Tell(f"{self.title}: {what} {sequence} of {source} is in quarantine: {why}", warning=True))
+        counts = not told
+        return [
+            *self._records([] if entry is None else [entry]),
+            *told,
+            Reply(BatchVerdict(counts, self._careful_below(source))),
+        ]
+
+    def _check_begin(self, begun: BatchBegun) -> None:
+        """Raises StaleToken, NotFound or InvalidRequest unless the worker has this to compute."""
+        source, worker, token = begun.source, begun.caller.incarnation, begun.token
+        if isinstance(self.feeds, DataLedger):
+            self.feeds.check_begin(source, worker, token, begun.sequence)
+            return
+        self.feeds.check_begin(source, begun.sequence)
+        assert self.ranks is not None
+        if not any(RankSource(lease.rank) == source and lease.token == token for lease in self.ranks.of(worker)):
+            raise errors.StaleToken(
+                f"worker {worker} does not have {source} under token {token}", facts={"token": str(token)}
+            )
+
+    def _careful_below(self, source: LeasedSource) -> int:
+        """Sequences of the source before this one are announced."""
+        return limits.SEQUENCE_MAX if self.suspects.has(source) else self.feeds.quarantine.end(source)
 
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
@@ -439,8 +498,10 @@ class Job:
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
             return [Reply(LeaseClosed(done=True))]
+        first = self._first_of(source)
         done = self.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
-        record = data_ledger.data_closed(source, worker, returned.token, done=done)
+        record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
+        self._settle_suspicion(source, worker, done=done)
         return [*self._records([record]), Reply(LeaseClosed(done))]
 
     # ---- work without leased data
@@ -491,7 +552,8 @@ class Job:
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
-        return () if self.ranks is None else self.ranks.of(worker)
+        leases = () if self.ranks is None else self.ranks.of(worker)
+        return tuple(replace(lease, careful_below=self._careful_below(RankSource(lease.rank))) for lease in leases)
 
     @property
     def samples(self) -> int:
@@ -529,6 +591,7 @@ class Job:
             *self.deployment.entries(),
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
+            *self.suspects.entries(),
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
@@ -548,10 +611,14 @@ class Job:
                 self.tokens.seen(body.number("token"))
             case "token_given":
                 self.tokens.seen(body.number("token"))
-            case "feed_opened" | "feed_progress" | "data_leased" | "data_closed" | "feed_closed":
+            case "feed_opened" | "feed_progress" | "data_leased" | "data_closed" | "feed_closed" | "batch_quarantined":
                 self.feeds.restore(kind, body)
                 if kind == "data_leased":
                     self.tokens.seen(body.number("token"))
+                elif kind == "data_closed":
+                    self._settle_suspicion(source_of(body), Incarnation(body.number("worker")), done=body.flag("done"))
+            case "batch_begun" | "source_suspected":
+                self.suspects.restore(kind, body)
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -598,10 +665,10 @@ class Job:
                 self.ranks.enter(worker)
         elif kind == "worker_gone":
             require(worker in self.workers, f"worker {worker} goes and was not there")
-            self._remove(worker, body.text("how"), now_ms, goodbye=body.flag("goodbye"))
+            self._remove(worker, body.text("how"), now_ms, goodbye=body.flag("goodbye"), died=body.flag("died"))
         else:
             require(worker in self.fencing, f"worker {worker} is free of its work twice")
-            self._free(worker)
+            self._free(worker, dict(_reached(body)))
             self.deployment.forget(worker)
             if self.ranks is not None:
                 self.ranks.vacate(worker, now_ms)
@@ -649,8 +716,13 @@ class Job:
         self.workers = sorted([*self.workers, worker])
         self._finish_at_ms = None
 
-    def _remove(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> Persist:
+    def _remove(
+        self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool = False, died: bool = False
+    ) -> Persist:
         """The worker is gone; what it has is nobody else's until `_free`."""
+        if died:
+            self.suspects.lose(worker, self._held(worker))
+        self.suspects.leave(worker)
         if goodbye:
             self._goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
@@ -666,16 +738,37 @@ class Job:
         self.deployment.suspend(worker)
         self.fenced = [*self.fenced, worker][-FENCED_MAX:]
         self.fencing = [*self.fencing, worker]
-        return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye)
+        return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye, died=died)
 
-    def _free(self, worker: Incarnation) -> list[DataShardSource]:
+    def _free(self, worker: Incarnation, reached: Mapping[LeasedSource, int]) -> list[DataShardSource]:
         """Nobody has the worker's data now; gives what it had."""
         self.fencing = [each for each in self.fencing if each != worker]
-        return self.feeds.release(worker) if isinstance(self.feeds, DataLedger) else []
+        return self.feeds.release(worker, reached) if isinstance(self.feeds, DataLedger) else []
 
-    def _fence(self, worker: Incarnation) -> list[Effect]:
+    def _held(self, worker: Incarnation) -> Sequence[LeasedSource]:
+        """What the worker has to compute."""
+        if isinstance(self.feeds, DataLedger):
+            return self.feeds.held(worker)
+        assert self.ranks is not None
+        return [RankSource(lease.rank) for lease in self.ranks.of(worker)]
+
+    def _first_of(self, source: LeasedSource) -> int | None:
+        """The batch at which the lease of a data shard began, if that is known."""
+        if not isinstance(self.feeds, DataLedger) or not isinstance(source, DataShardSource):
+            return None
+        return self.feeds.first_of(source)
+
+    def _settle_suspicion(self, source: LeasedSource, worker: Incarnation, *, done: bool) -> None:
+        """The worker's lease is closed."""
+        self.suspects.leave(worker)
+        if done:
+            self.suspects.clear(source)
+
+    def _fence(self, *workers: Incarnation) -> list[Effect]:
         servers = self.deployment.servers
-        return [FenceOnServers(self.id, servers, (worker,))] if servers else []
+        held = tuple(source for worker in workers for source in self._held(worker))
+        map_ = self.deployment.map if self.deployment.stage is Stage.OPEN else None
+        return [FenceOnServers(self.id, servers, workers, held, map_)] if servers else []
 
     @property
     def _gone(self) -> tuple[Incarnation, ...]:
@@ -714,3 +807,18 @@ class Job:
 
     def _persist(self, kind: str, **body: object) -> Persist:
         return Persist(kind, {"job": self.id, **body})
+
+
+def _ended(source: LeasedSource, first: int | None, reached: int | None) -> dict[str, object]:
+    """A lease that ended with its worker, for a record."""
+    return {**source_body(source), "first": first, "next": reached}
+
+
+def _reached(body: Body) -> Iterator[tuple[LeasedSource, int]]:
+    """Where the leases of `_ended` stood, as far as that was known. Raises DamagedRecord."""
+    for each in body.items("held"):
+        require(isinstance(each, dict), "held: a lease that is no object")
+        assert isinstance(each, dict)
+        lease = Body(each)
+        if not lease.is_null("next"):
+            yield source_of(lease), lease.number("next", most=limits.SEQUENCE_MAX)

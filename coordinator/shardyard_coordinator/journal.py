@@ -1,11 +1,12 @@
-"""The coordinator's journal: its term and its records, on disk or in memory.
+"""The coordinator's journal: its term, its records, and the audit that is made of them, on disk or in memory.
 
 Owns: a state folder with a SQLite file and a lock file, which also notes the term and the number of the last record:
 SQLite takes a damaged tail of its log for one that was never written, and a file that was moved away takes its terms
 along. Invariants: one process at a time has a folder's journal; each opening has a higher term than all before;
 `append` returns when all its records, or none, are on the disk, in order; `replace` leaves the old records or the new
 ones; `records` gives all of them as they were written, or refuses: a file of another format, a record that is missing,
-a wrong checksum. Must not know: what records mean.
+a wrong checksum. The audit has an entry for each audited record that was ever appended, written with it, until there
+are too many: then the oldest go. Must not know: what records mean.
 """
 
 from __future__ import annotations
@@ -22,16 +23,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shardyard.ground.errors import ConfigurationError
+from shardyard.ground.errors import ConfigurationError, NotFound
 from shardyard.ground.failpoints import failpoint
-from shardyard.ground.types import Term
+from shardyard.ground.types import JobId, Term
+from shardyard_coordinator.audit import JOB_ENDED, JOB_STARTED, Audited, Page, audited
 from shardyard_coordinator.records import Entry, Record
 
 FILE: Final = "coordinator.sqlite"
 LOCK: Final = "coordinator.lock"
 TERMS_KEPT: Final = 16
 NOTE_BYTES: Final = 80
-FORMAT: Final = 1
+AUDIT_MAX: Final = 1_000_000
+"""Entries of the audit, of all jobs; the latest are kept."""
+AUDIT_SLACK: Final = 1_024
+"""So many more may be there before the oldest are deleted."""
+AUDITED_JOBS_MAX: Final = 10_000
+"""Jobs that are found by name."""
+PAGE_ENTRIES_MAX: Final = 20_000
+"""Entries looked at for one page of the audit."""
+PAGE_BYTES_MAX: Final = 4 << 20
+FORMAT: Final = 2
 """Of the file and of what records mean. Kept as SQLite's user_version; 0 is that of a file without a format."""
 
 _TABLES: Final = (
@@ -42,6 +53,10 @@ _TABLES: Final = (
         body TEXT NOT NULL, checksum INTEGER NOT NULL)""",
     "CREATE TABLE kept (first INTEGER NOT NULL)",
     "INSERT INTO kept VALUES (1)",
+    """CREATE TABLE audit (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, term INTEGER NOT NULL, time REAL NOT NULL, job INTEGER NOT NULL,
+        kind TEXT NOT NULL, body TEXT NOT NULL, checksum INTEGER NOT NULL)""",
+    "CREATE TABLE audited_jobs (job INTEGER PRIMARY KEY, name TEXT NOT NULL, first INTEGER NOT NULL, last INTEGER)",
     f"PRAGMA user_version = {FORMAT}",
 )
 _INSERT: Final = "INSERT INTO records (number, term, time, kind, body, checksum) VALUES (?, ?, ?, ?, ?, ?)"
@@ -73,9 +88,15 @@ class Journal:
     """
 
     def __init__(
-        self, folder: Path | None, *, wall_clock: Callable[[], float] = time.time, secluded: bool = False
+        self,
+        folder: Path | None,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        secluded: bool = False,
+        audit_max: int = AUDIT_MAX,
     ) -> None:
         self._wall_clock = wall_clock
+        self._audit_max = audit_max
         self._lock: int | None = None
         noted = Note()
         if folder is None:
@@ -109,6 +130,7 @@ class Journal:
         failpoint("journal.before_append")
         with self._transaction():
             latest = self._insert(entries, self._latest() + 1)
+            self._audit(entries)
             failpoint("journal.before_commit")
         failpoint("journal.after_append")
         self._note(latest, self.term)
@@ -140,6 +162,15 @@ class Journal:
         if latest >= wanted:
             raise self._refused("it is missing", wanted)
         return tuple(found)
+
+    def read_audit(self, job: int, after: int) -> Page:
+        """Of a job, and of the yard while it ran, from the entry after number `after` on. Raises ConfigurationError
+        where an entry is damaged."""
+        return _read_audit(self._database, self.name, job, after)
+
+    def find_job(self, job: str) -> int:
+        """The job of that id, or the latest of that name. Raises NotFound."""
+        return _find_job(self._database, self.name, job)
 
     def close(self) -> None:
         self._database.close()
@@ -202,13 +233,39 @@ class Journal:
         self._database.executemany(_INSERT, rows)
         return first + len(rows) - 1
 
+    def _audit(self, entries: Sequence[Entry]) -> None:
+        now = float(self._wall_clock())
+        first = latest = self._latest("audit")
+        rows: list[tuple[object, ...]] = []
+        for found in (audited(kind, body) for kind, body in entries):
+            if found is None:
+                continue
+            latest += 1
+            job, (kind, body) = found
+            text = json.dumps(body, separators=(",", ":"))
+            checksum = _checksum(latest, self.term, now, int(job), kind.encode(), text.encode())
+            rows.append((latest, self.term, now, int(job), kind, text, checksum))
+            if kind == JOB_STARTED:
+                self._database.execute(
+                    "INSERT OR REPLACE INTO audited_jobs VALUES (?, ?, ?, NULL)", (int(job), str(body["name"]), latest)
+                )
+            elif kind == JOB_ENDED:
+                self._database.execute("UPDATE audited_jobs SET last = ? WHERE job = ?", (latest, int(job)))
+        self._database.executemany("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
+        if latest // AUDIT_SLACK > first // AUDIT_SLACK:
+            self._database.execute("DELETE FROM audit WHERE number <= ?", (latest - self._audit_max,))
+            self._database.execute(
+                "DELETE FROM audited_jobs WHERE job NOT IN (SELECT job FROM audited_jobs ORDER BY first DESC LIMIT ?)",
+                (AUDITED_JOBS_MAX,),
+            )
+
     def _note(self, record: int, term: int) -> None:
         if self._lock is not None:
             _write_note(self._lock, Note(record, term))
 
-    def _latest(self) -> int:
-        """The highest number that a record ever had."""
-        row = self._database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'").fetchone()
+    def _latest(self, table: str = "records") -> int:
+        """The highest number that a record, or an entry of the audit, ever had."""
+        row = self._database.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row is not None else 0
 
     @contextmanager
@@ -235,6 +292,84 @@ class Journal:
         which = f"the journal {self.name}" if number is None else f"record {number} of the journal {self.name}"
         facts = {"file": self.name} if number is None else {"file": self.name, "record": str(number)}
         return ConfigurationError(f"{which} cannot be read: {what}", why=_REFUSED_WHY, todo=_REFUSED_TODO, facts=facts)
+
+
+def find_audited_job(folder: Path, job: str) -> int:
+    """As `Journal.find_job`, of a folder whose coordinator need not run. Raises NotFound, ConfigurationError."""
+    with _reading(folder) as database:
+        return _find_job(database, str(folder / FILE), job)
+
+
+def read_audit(folder: Path, job: int, after: int) -> Page:
+    """As `Journal.read_audit`, of a folder whose coordinator need not run. Raises ConfigurationError."""
+    with _reading(folder) as database:
+        return _read_audit(database, str(folder / FILE), job, after)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    path = folder / FILE
+    if not path.exists():
+        raise NotFound(
+            f"there is no journal of a coordinator in {folder}", why="", todo="give its state folder: --state"
+        )
+    try:
+        database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    except sqlite3.DatabaseError as error:
+        raise _unreadable(str(path), str(error)) from error
+    try:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version != FORMAT:
+            raise _unreadable(str(path), f"it is of format {version}, and this release reads format {FORMAT}")
+        yield database
+    except sqlite3.DatabaseError as error:
+        raise _unreadable(str(path), str(error)) from error
+    finally:
+        database.close()
+
+
+def _find_job(database: sqlite3.Connection, name: str, job: str) -> int:
+    rows = database.execute("SELECT job, name FROM audited_jobs ORDER BY first DESC").fetchall()
+    for number, named in rows:
+        if job in (named, str(JobId(number))):
+            return int(number)
+    known = ", ".join(sorted({str(named) for _, named in rows})[:8]) or "none"
+    raise NotFound(f"no job {job!r} in the audit of {name}, whose jobs are: {known}", why="", todo="")
+
+
+def _read_audit(database: sqlite3.Connection, name: str, job: int, after: int) -> Page:
+    found = database.execute("SELECT first, last FROM audited_jobs WHERE job = ?", (job,)).fetchone()
+    first, last = (1, None) if found is None else found
+    after = max(after, first - 1)
+    (least, latest) = database.execute(
+        "SELECT COALESCE(MIN(number), 1), COALESCE(MAX(number), 0) FROM audit"
+    ).fetchone()
+    reached = min(max(after, least - 1) + PAGE_ENTRIES_MAX, latest)
+    rows = database.execute(
+        """SELECT number, term, time, job, CAST(kind AS BLOB), CAST(body AS BLOB), checksum FROM audit
+        WHERE number > ? AND number <= ? AND (job = ? OR (job = 0 AND number <= ?)) ORDER BY number""",
+        (after, reached, job, latest if last is None else last),
+    )
+    entries: list[Audited] = []
+    nbytes = 0
+    for number, term, at, of, kind, body, checksum in rows:
+        if nbytes >= PAGE_BYTES_MAX:
+            reached = entries[-1].number
+            break
+        if checksum != _checksum(number, term, at, of, kind, body):
+            raise _unreadable(name, f"entry {number} of the audit has a wrong checksum")
+        nbytes += len(body)
+        entries.append(Audited(number, term, at, of, kind.decode(), json.loads(body)))
+    return Page(tuple(entries), max(reached, after), reached < latest, least - 1 if least > first else 0)
+
+
+def _unreadable(name: str, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the audit in {name} cannot be read: {what}",
+        why="an audit from which entries are missing, or wrong, proves nothing",
+        todo="bring the file back from a copy",
+        facts={"file": name},
+    )
 
 
 def _checksum(*values: object) -> int:

@@ -130,6 +130,8 @@ class Machine:
                 return self._require_job(caller).lease(caller.incarnation, feed)
             case events.LeaseReturned(caller):
                 return self._require_job(caller).return_lease(event)
+            case events.BatchBegun(caller):
+                return self._require_job(caller).begin_batch(event)
             case events.LedgerRead(returned, next_sequence):
                 return self._require_job(returned.caller).close_lease(returned, next_sequence)
             case events.CheckpointAsked(asker, job_name, ticket):
@@ -163,8 +165,8 @@ class Machine:
                 return self._jobs[job].end_recovery(generation, now_ms)
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
                 return self._jobs[job].fail_recovery(generation, failure, now_ms)
-            case events.WorkersFenced(job, workers) if job in self._jobs:
-                return self._jobs[job].free(workers, now_ms)
+            case events.WorkersFenced(job, workers, reached) if job in self._jobs:
+                return self._jobs[job].free(workers, now_ms, dict(reached))
             case _:
                 return []
 

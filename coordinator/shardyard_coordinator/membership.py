@@ -222,7 +222,8 @@ def registered(member: Member, job: int = 0) -> Entry:
 
 def removed(member: Member, how: str) -> Entry:
     """The record of a member's end."""
-    return "member_removed", {"incarnation": member.incarnation, "how": how}
+    said = {"role": member.role.value, "address": member.address}
+    return "member_removed", {"incarnation": member.incarnation, "how": how, **said}
 
 
 def _registration_of(body: Body) -> Registration:

@@ -100,6 +100,10 @@ class Body:
         """An object that somebody else reads."""
         return self._mapping(name)
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a value. Raises nothing."""
+        return name in self._values
+
     def is_null(self, name: str) -> bool:
         return self._get(name) is None
 

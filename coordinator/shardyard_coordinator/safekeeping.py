@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
+    DataShardSource,
     Durability,
     Generation,
     Incarnation,
@@ -120,10 +121,12 @@ class Safekeeping:
         assert self.book.committed is not None
         partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
         told = f"{self._title}: partitions {partitions} are restored"
-        self._go_over(attempt.map)
+        reopened = [[each.feed, each.epoch, each.index] for each in self._go_over(attempt.map)]
         if self.trails is None:
+            kind, body = self._deployment.moved
+            taken_back = {"partitions": sorted(attempt.partitions), "checkpoint": self.book.committed.number}
             return [
-                *self._records(self._deployment.moved),
+                *self._records((kind, {**body, **taken_back, "leased_again": reopened})),
                 Tell(f"{told}, of step {self.book.committed.step:,}"),
             ]
         self.book.want()  # so that the next one to read has little to read
@@ -178,13 +181,12 @@ class Safekeeping:
             for number in reversed(trails.kept)
         )
 
-    def _go_over(self, map_: PartitionMap) -> None:
+    def _go_over(self, map_: PartitionMap) -> list[DataShardSource]:
         """To a new map. Without logs restored partitions have what the newest checkpoint has: work that was closed
-        since is open again (rule A11)."""
+        since is open again (rule A11), and given."""
         assert self.book.committed is not None
         self._deployment.map = map_
-        if self.trails is None:
-            self._feeds.reopen(self.book.committed.data_ledger)
+        return [] if self.trails is not None else self._feeds.reopen(self.book.committed.data_ledger)
 
     # ---- checkpoints
 

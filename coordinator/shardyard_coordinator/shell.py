@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from shardyard.ground.errors import ConfigurationError, Internal, NotReady, ShardyardError
 from shardyard.ground.ports import Clock
-from shardyard.ground.types import DataLease
+from shardyard.ground.types import DataLease, JobId, LeasedSource, PartitionMap, SourceKey
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Context, Network, Service
@@ -42,6 +42,8 @@ COMPACT_RECORDS_MIN: Final = 4_096
 ROUNDS_MAX: Final = 4
 """A request that has partitions created or opened is put to the machine again; once is enough."""
 
+HELD_READ_MAX: Final = 64
+"""Of so many leases of workers that are lost at once it is read, for the audit, where they ended."""
 _BROKEN_WHY: Final = "what is decided is written down before anybody is told, or a restart would decide against it"
 _BROKEN_TODO: Final = "make room on the disk; the coordinator goes on by itself then"
 
@@ -119,9 +121,12 @@ class Coordinator:
         service.on(methods.OPEN_FEED, self._open_feed)
         service.on(methods.LEASE_DATA, self._lease_data)
         service.on(methods.CLOSE_LEASE, self._close_lease)
+        service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
         service.on(methods.STATUS, self._status)
+        service.on(methods.LIST_QUARANTINED, self._list_quarantined)
+        service.on(methods.READ_AUDIT, self._read_audit)
         return service
 
     # ---- handlers: one per method
@@ -163,6 +168,21 @@ class Coordinator:
     def _close_lease(self, request: wire.CloseLeaseRequest, _: Context) -> wire.CloseLeaseReply:
         answer = self._ask(door.lease_returned(request), effects.LeaseClosed)
         return wire.CloseLeaseReply(done=answer.done)
+
+    def _begin_batch(self, request: wire.BeginBatchRequest, _: Context) -> wire.BeginBatchReply:
+        return door.batch_reply(self._ask(door.batch_begun(request), effects.BatchVerdict))
+
+    def _list_quarantined(self, request: wire.ListQuarantinedRequest, _: Context) -> wire.ListQuarantinedReply:
+        with self._lock:
+            found = standing.list_quarantined(self._machine, JobId(request.job))
+        return door.quarantined_reply(found)
+
+    def _read_audit(self, request: wire.ReadAuditRequest, _: Context) -> wire.ReadAuditReply:
+        name, after = door.audit_wanted(request)
+        with self._lock:
+            job = self._journal.find_job(name)
+            page = self._journal.read_audit(job, after)
+        return door.audit_reply(job, page)
 
     def _rebase_source(self, request: wire.RebaseSourceRequest, _: Context) -> wire.RebaseSourceReply:
         return door.rebase_reply(self._ask(door.rebase_asked(request), effects.Rebased))
@@ -354,19 +374,37 @@ class Coordinator:
             self._handle(events.PartitionsOpened(job) if opened else events.OpeningFailed(job))
 
     def _fence(self, effect: effects.FenceOnServers) -> None:
+        reached: tuple[tuple[LeasedSource, int], ...] = ()
+        missed = False
         try:
             for server in effect.servers:
                 try:
                     self._servers.fence(effect.job, server, effect.workers)
                 except ShardyardError as error:
+                    missed = True
                     log.warning(
                         "server %s was not told to refuse workers %s (%s); it learns that from its next heartbeat",
                         server.incarnation,
                         ", ".join(map(str, effect.workers)),
                         error.what,
                     )
+            if not missed and effect.map is not None:
+                reached = self._read_for_good(effect.job, effect.map, effect.held[:HELD_READ_MAX])
         finally:
-            self._handle(events.WorkersFenced(effect.job, effect.workers))
+            self._handle(events.WorkersFenced(effect.job, effect.workers, reached))
+
+    def _read_for_good(
+        self, job: JobId, map_: PartitionMap, held: Sequence[LeasedSource]
+    ) -> tuple[tuple[LeasedSource, int], ...]:
+        """Where sources stand whose workers every server refuses; nothing of it if a server does not answer."""
+        try:
+            return tuple(
+                (source, self._servers.lowest_next(effects.ReadLedger(job, map_, (SourceKey(source),))))
+                for source in held
+            )
+        except ShardyardError as error:
+            log.debug("where lost workers have left their work was not read: %s", error.what)
+            return ()
 
     def _drop(self, effect: effects.DropJob) -> None:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from shardyard.ground.errors import ShardyardError
+from shardyard.ground.errors import NotFound, ShardyardError
 from shardyard.ground.types import (
     Incarnation,
     JobId,
@@ -19,7 +19,7 @@ from shardyard.ground.types import (
     UpdateMode,
     VariableKind,
 )
-from shardyard_coordinator.data_ledger import FeedCounts
+from shardyard_coordinator.data_ledger import FeedCounts, FeedSpec, QuarantinedBatch
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.machine import Machine
@@ -73,6 +73,25 @@ class YardStanding:
     uptime_ms: int
     members: tuple[MemberStanding, ...]
     jobs: tuple[JobStanding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineStanding:
+    """The batches of a job that do not count, and what the order of their feeds' samples is made from."""
+
+    seed: int
+    batches: tuple[QuarantinedBatch, ...]
+    feeds: tuple[tuple[int, FeedSpec], ...]
+
+
+def list_quarantined(machine: Machine, number: JobId) -> QuarantineStanding:
+    """Raises NotFound."""
+    job = next((job for job in machine.jobs if job.id == number), None)
+    if job is None:
+        raise NotFound(f"job {number} is unknown to this coordinator", todo="see `shardyard status` for its jobs")
+    batches = tuple(job.feeds.quarantined())
+    feeds = sorted({each.feed for each in batches})
+    return QuarantineStanding(job.settings.seed, batches, tuple((feed, job.feeds.spec(feed)) for feed in feeds))
 
 
 def describe(machine: Machine, now_ms: int) -> YardStanding:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 import click
 
 from shardyard_launcher import doctor, roles, supervisor, yard
+from shardyard_launcher.audit_command import audit
 from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_launcher.options import ADDRESS, load_given, settings_options
+from shardyard_launcher.quarantine_command import quarantined
 
 if TYPE_CHECKING:
     from shardyard.ground.errors import ShardyardError
@@ -80,6 +82,8 @@ def explain(config: str | None, sets: tuple[str, ...]) -> int:
 for command in (roles.coordinator, roles.server, roles.agent, yard.up, yard.down, yard.run, supervisor.supervisor):
     shardyard.add_command(command)
 shardyard.add_command(checkpoint)
+shardyard.add_command(quarantined)
+shardyard.add_command(audit)
 shardyard.add_command(doctor.doctor)
 
 

@@ -196,6 +196,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
                 "data_shards_free": feed.free,
                 "data_shards_leased": feed.leased,
                 "data_shards_done": feed.done,
+                "batches_quarantined": feed.quarantined,
                 "finished": feed.finished,
             }
             for feed in job.feeds
@@ -356,9 +357,9 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         title = f"partitions of {name}, generation {job.map.generation}, {size}"
         found += [_title(title), _partitions_table(report, job.job, owners)]
     if job.feeds:
-        feeds = _table("feed", "samples", "epochs", "free", "leased", "done", "finished")
+        feeds = _table("feed", "samples", "epochs", "free", "leased", "done", "quarantined", "finished")
         for feed in job.feeds:
-            numbers = [feed.feed, feed.samples, feed.epochs, feed.free, feed.leased, feed.done]
+            numbers = [feed.feed, feed.samples, feed.epochs, feed.free, feed.leased, feed.done, feed.quarantined]
             feeds.add_row(*(f"{number:,}" for number in numbers), "yes" if feed.finished else "no")
         found += [_title(f"data of {name}"), feeds]
     return found

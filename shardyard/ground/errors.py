@@ -133,7 +133,8 @@ class FeedConflict(InvalidRequest):
 class UnseekableDataset(InvalidRequest):
     why = "each sample counts once an epoch, so any worker must be able to read any sample again by its index"
     todo = (
-        "give a map-style dataset (with __len__ and __getitem__), or use a DataLoader of your own, without the promise"
+        "give a map-style dataset (with __len__ and __getitem__) or a list of files (shardyard.TextLines, FixedRecords,"
+        " FramedRecords), or use a DataLoader of your own, without the promise"
     )
 
 

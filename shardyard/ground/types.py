@@ -133,6 +133,8 @@ class WorkerSource:
 
 
 Source = DataShardSource | RankSource | WorkerSource
+LeasedSource = DataShardSource | RankSource
+"""What the coordinator gives to workers; each has a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,18 +307,23 @@ class DoneDataShards:
 
 @dataclass(frozen=True, slots=True)
 class RankLease:
+    """`careful_below`: steps before it are announced to the coordinator before they are computed."""
+
     rank: Rank
     token: Token
+    careful_below: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DataLease:
-    """Indices [begin, end) of the epoch's permutation, under a token."""
+    """Indices [begin, end) of the epoch's permutation, under a token. `careful_below`: batches before it are announced
+    to the coordinator before they are computed."""
 
     source: DataShardSource
     token: Token
     begin: int
     end: int
+    careful_below: int = 0
 
 
 @dataclass(frozen=True, slots=True)

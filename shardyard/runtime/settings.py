@@ -113,7 +113,22 @@ PushCoding = Annotated[str, _parsed_by(parse_push_rules), Expected(_CODING.forma
 PullCoding = Annotated[str, _parsed_by(parse_pull_rules), Expected(_CODING.format(", ".join(PULL_KINDS)))]
 Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), Expected("a number from 0 to below 1")]
 Norm = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number from 0")]
+DEATHS_MAX = 1_000
 Auto = Literal["auto"]
+
+
+def _check_deaths(number: int) -> int:
+    if number == 1:
+        raise ValueError("a worker dies for many reasons; one death proves nothing")
+    return number
+
+
+Deaths = Annotated[
+    int,
+    Field(ge=0, le=DEATHS_MAX),
+    AfterValidator(_check_deaths),
+    Expected(f"0, or a whole number from 2 to {DEATHS_MAX}"),
+]
 
 
 class Section(BaseModel):
@@ -182,6 +197,10 @@ class ConsistencySettings(Section):
 class DataSettings(Section):
     batches_per_data_shard: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
         default="auto", description="Batches leased to a worker at a time; auto: the coordinator chooses."
+    )
+    poison_deaths: Deaths = Field(
+        default=3,
+        description="A batch at which so many workers have died does not count any more, and is listed; 0: never.",
     )
 
 

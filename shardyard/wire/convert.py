@@ -713,17 +713,22 @@ def watermarks_from_wire(
 
 
 def rank_leases_to_wire(leases: Iterable[RankLease]) -> list[coordinator.RankLease]:
-    return [coordinator.RankLease(rank=lease.rank, token=lease.token) for lease in leases]
+    return [
+        coordinator.RankLease(rank=lease.rank, token=lease.token, careful_below=lease.careful_below) for lease in leases
+    ]
 
 
 def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[RankLease, ...]:
-    return tuple(RankLease(Rank(m.rank), Token(m.token)) for m in messages)
+    return tuple(RankLease(Rank(m.rank), Token(m.token), m.careful_below) for m in messages)
 
 
 def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:
     name = common.DataShardName(feed=lease.source.feed, epoch=lease.source.epoch, index=lease.source.index)
-    return coordinator.DataLease(data_shard=name, token=lease.token, begin=lease.begin, end=lease.end)
+    return coordinator.DataLease(
+        data_shard=name, token=lease.token, begin=lease.begin, end=lease.end, careful_below=lease.careful_below
+    )
 
 
 def data_lease_from_wire(message: coordinator.DataLease) -> DataLease:
-    return DataLease(data_shard_from_wire(message.data_shard), Token(message.token), message.begin, message.end)
+    source, token = data_shard_from_wire(message.data_shard), Token(message.token)
+    return DataLease(source, token, message.begin, message.end, message.careful_below)

@@ -91,9 +91,12 @@ COMMIT_VARIABLES = _unary(_C, "CommitVariables", coordinator.CommitVariablesRequ
 OPEN_FEED = _unary(_C, "OpenFeed", coordinator.OpenFeedRequest, coordinator.OpenFeedReply)
 LEASE_DATA = _unary(_C, "LeaseData", coordinator.LeaseDataRequest, coordinator.LeaseDataReply)
 CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinator.CloseLeaseReply)
+BEGIN_BATCH = _unary(_C, "BeginBatch", coordinator.BeginBatchRequest, coordinator.BeginBatchReply)
 REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coordinator.RebaseSourceReply)
 TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
 STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply)
+LIST_QUARANTINED = _unary(_C, "ListQuarantined", coordinator.ListQuarantinedRequest, coordinator.ListQuarantinedReply)
+READ_AUDIT = _unary(_C, "ReadAudit", coordinator.ReadAuditRequest, coordinator.ReadAuditReply)
 
 CREATE_PARTITIONS = _unary(_P, "CreatePartitions", server.CreatePartitionsRequest, server.CreatePartitionsReply)
 OPEN_PARTITIONS = _unary(_P, "OpenPartitions", server.OpenPartitionsRequest, server.OpenPartitionsReply)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Iterable
 
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ from shardyard_coordinator.progress import Progress
 from shardyard_coordinator.records import NOT_RECORDED, Record
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
+_WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")
 UNORDERED = ("held", "_closed")
 
 
@@ -149,4 +151,7 @@ def _outcome(machine: Machine, event: events.Event, now_ms: int) -> list[effects
 
 
 def _plain(outcome: list[effects.Effect] | ShardyardError) -> object:
-    return (type(outcome), outcome.what) if isinstance(outcome, ShardyardError) else repr(outcome)
+    if isinstance(outcome, ShardyardError):
+        return type(outcome), outcome.what
+    # since when something is waited for is not recorded, and so neither is what is said of it
+    return repr([each for each in outcome if not (isinstance(each, effects.Tell) and _WAIT.search(each.text))])

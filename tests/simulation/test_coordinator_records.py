@@ -17,9 +17,12 @@ from shardyard.ground.types import (
     DType,
     Incarnation,
     JobId,
+    LeasedSource,
     MemberRole,
     OptimizerSpec,
+    RankSource,
     Term,
+    Token,
     UpdateMode,
     VariableSpec,
 )
@@ -50,11 +53,13 @@ SETTINGS = {
         rank_grace_ms=300,
         idle_ms=2_000,
         consistency=ConsistencySettings(mode=mode, logical_ranks=3),
-        data=DataSettings(batches_per_data_shard=2),
+        data=DataSettings(batches_per_data_shard=2, poison_deaths=2),
     )
     for name, mode in (("a", UpdateMode.ASYNC), ("s", UpdateMode.SYNC))
 }
 ALL_KINDS = {
+    "batch_begun",
+    "batch_quarantined",
     "data_closed",
     "data_leased",
     "feed_closed",
@@ -75,7 +80,7 @@ ALL_KINDS = {
     "worker_gone",
     "worker_joined",
 }
-SNAPSHOT_KINDS = {"feed_progress", "member_former", "token_given", "workers_gone"}
+SNAPSHOT_KINDS = {"feed_progress", "member_former", "source_suspected", "token_given", "workers_gone"}
 
 
 class Fuzz:
@@ -90,6 +95,50 @@ class Fuzz:
         self.jobs: dict[Incarnation, JobId] = {}
         self.leases: dict[Incarnation, DataLease] = {}
         self.fences: list[effects.FenceOnServers] = []
+        if seed % 2:
+            for settings in SETTINGS.values():
+                self._run_job(settings)
+        if seed % 4 == 3:
+            self._die_at_one_batch()
+
+    def _run_job(self, settings: JobSettings) -> None:
+        """A job with variables, feeds and two workers; by chance alone few come so far."""
+        if not self.members:
+            self._register(MemberRole.SERVER)
+            self._register(MemberRole.AGENT)
+        worker, _ = self._hire(settings), self._hire(settings)
+        caller = Caller(self.jobs[worker], worker)
+        for event in (
+            events.VariablesRegistered(caller, VARIABLES, SGD),
+            events.PartitionsCreated(caller.job),
+            events.VariablesRegistered(caller, VARIABLES, SGD),
+            events.VariablesCommitted(caller),
+            events.PartitionsOpened(caller.job),
+            *(events.FeedOpened(caller, feed, spec) for feed, spec in enumerate(FEEDS)),
+        ):
+            self.handle(event)
+
+    def _hire(self, settings: JobSettings) -> Incarnation:
+        worker = self._register(MemberRole.WORKER)
+        answer = self.handle(events.JobJoined(worker, settings.name, settings))
+        assert isinstance(answer, effects.Joined)
+        self.jobs[worker] = answer.job
+        return worker
+
+    def _die_at_one_batch(self) -> None:
+        """One worker after the other, until the batch is condemned."""
+        agent = next(each for each, role in self.members.items() if role is MemberRole.AGENT)
+        for _ in range(3):
+            worker = self._hire(SETTINGS["a"])
+            caller = Caller(self.jobs[worker], worker)
+            lease = self.handle(events.LeaseRequested(caller, 1))
+            assert isinstance(lease, DataLease)
+            self.handle(events.BatchBegun(caller, lease.source, lease.token, 1, 0))
+            pid = next(each.registration.pid for each in self.machines.machine.members if each.incarnation == worker)
+            self.handle(events.ExitReported(agent, pid, -9))
+            while self.fences:
+                fence = self.fences.pop()
+                self.handle(events.WorkersFenced(fence.job, fence.workers))
 
     def handle(self, event: events.Event) -> object:
         try:
@@ -107,7 +156,7 @@ class Fuzz:
     def step(self) -> None:
         chance = self.random.random()
         if chance < 0.08:
-            self._register()
+            self._register_someone()
         elif chance < 0.25:
             self._pass_time()
         elif chance < 0.31:
@@ -117,20 +166,25 @@ class Fuzz:
             self.handle(events.WorkersFenced(fence.job, fence.workers))
         elif chance < 0.45:
             self._join()
+        elif chance < 0.49 and self.jobs:
+            self._be_careful(self.random.choice(sorted(self.jobs)))
         elif self.jobs:
             self._work(self.random.choice(sorted(self.jobs)))
 
-    def _register(self) -> None:
+    def _register_someone(self) -> None:
         roles = [MemberRole.WORKER, MemberRole.WORKER, MemberRole.AGENT]
         if self.random.random() < 0.1 or MemberRole.SERVER not in self.members.values():
             roles = [MemberRole.SERVER]
-        role = self.random.choice(roles)
+        self._register(self.random.choice(roles))
+
+    def _register(self, role: MemberRole) -> Incarnation:
         address = "" if role is MemberRole.WORKER else f"{role.value}:{self.random.randrange(3)}"
         agent = Incarnation(9) if role is MemberRole.WORKER else None
         registration = Registration(role, address, 1, "0", "box", self.random.randrange(5), agent, 1)
         answer = self.handle(events.MemberRegistered(registration))
         assert isinstance(answer, effects.Registered)
         self.members[answer.incarnation] = role
+        return answer.incarnation
 
     def _pass_time(self) -> None:
         self.now_ms += self.random.choice((0, 50, 200, 200, 400))
@@ -185,6 +239,23 @@ class Fuzz:
         answer = self.handle(event)
         if isinstance(answer, DataLease):
             self.leases[worker] = answer
+
+    def _be_careful(self, worker: Incarnation) -> None:
+        """Announces work at which others have died, and dies of it, or not."""
+        caller = Caller(self.jobs[worker], worker)
+        job = next((job for job in self.machines.machine.jobs if job.id == caller.job), None)
+        lease = self.leases.get(worker)
+        announced: list[tuple[LeasedSource, Token]] = [] if lease is None else [(lease.source, lease.token)]
+        announced += [] if job is None else [(RankSource(each.rank), each.token) for each in job.ranks_of(worker)]
+        for source, token in announced:
+            sequence, highest = self.random.choice((0, 0, 1, 3)), self.random.choice((0, 0, 0, 9))
+            self.handle(events.BatchBegun(caller, source, token, sequence, highest))
+        agents = [each for each, role in sorted(self.members.items()) if role is MemberRole.AGENT]
+        dying = 0.4 if job is not None and any(job.suspects.has(source) for source, _ in announced) else 0.1
+        if agents and self.leases.get(worker) is not None and self.random.random() < dying:
+            pids = [each.registration.pid for each in self.machines.machine.members if each.incarnation == worker]
+            for pid in pids:
+                self.handle(events.ExitReported(agents[-1], pid, -9))
 
     def run(self) -> None:
         for number in range(1, EVENTS + 1):

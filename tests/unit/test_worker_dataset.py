@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from shardyard.ground.errors import UnseekableDataset
-from shardyard_worker.dataset import Reader, order
+from shardyard.ground.orders import order
+from shardyard_worker.dataset import Reader
 from shardyard_worker.randomness import seed_everything, undisturbed
 
 CPU = torch.device("cpu")
@@ -131,11 +132,44 @@ class Lengthless(Dataset[int]):
         return index
 
 
-@pytest.mark.parametrize("dataset", [Endless(), Lengthless(), iter([1, 2]), {1, 2}])
+class Unreadable(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+
+class EndlessWithIndex(Endless):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Endless(),
+        EndlessWithIndex(),
+        Lengthless(),
+        Unreadable(),
+        iter([1, 2]),
+        (each for each in range(3)),
+        {1, 2},
+        {0: "a", 1: "b"},
+        range(3).__iter__(),
+    ],
+)
 def test_what_cannot_be_read_by_index_is_refused(dataset: Any) -> None:
     with pytest.raises(UnseekableDataset, match=type(dataset).__name__) as caught:
         Reader(dataset, CPU)
     assert "map-style" in caught.value.todo_text
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(4)), Endless()])
+def test_loader_is_refused_with_what_to_give_instead(dataset: Any) -> None:
+    with pytest.raises(UnseekableDataset, match="a DataLoader, which gives batches in an order of its own") as caught:
+        Reader(DataLoader(dataset), CPU)  # type: ignore[arg-type]
+    assert "loader.dataset" in caught.value.todo_text
 
 
 # ---- fingerprint

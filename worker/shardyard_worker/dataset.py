@@ -1,24 +1,22 @@
-"""Map-style datasets, read by index: length, fingerprint, order, batches.
+"""Map-style datasets, read by index: length, fingerprint, batches.
 
-Owns: the permutation of an epoch, a function of (seed, feed, epoch) alone. Invariant: any worker can read any sample
-again. Must not know: leases, pushes.
+Invariant: any worker can read any sample again. Must not know: leases, pushes, in which order samples are read.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from shardyard.ground.errors import UnseekableDataset
+from shardyard.ground.orders import Indices
+from shardyard_worker.files import FileRecords
 from shardyard_worker.randomness import undisturbed
-
-Indices = npt.NDArray[np.int64]
 
 
 class Reader:
@@ -27,10 +25,7 @@ class Reader:
     def __init__(
         self, dataset: Dataset[Any], device: torch.device, collate: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise UnseekableDataset(f"{type(dataset).__name__} can only be iterated over")
-        if not hasattr(dataset, "__len__"):
-            raise UnseekableDataset(f"{type(dataset).__name__} has no length")
+        _require_seekable(dataset)
         self._dataset: Any = dataset
         self._device = device
         self._collate = collate
@@ -49,8 +44,11 @@ class Reader:
 
     def fingerprint(self) -> str:
         """A digest of the dataset's type and length, of the structure of three samples, and, for a TensorDataset,
-        of their content. (Other datasets may transform samples at random, so their content says nothing.)"""
+        of their content. (Other datasets may transform samples at random, so their content says nothing.) Of a list of
+        files what they are; see FileRecords."""
         digest = hashlib.sha256(f"{type(self._dataset).__name__} {self.samples}".encode())
+        if isinstance(self._dataset, FileRecords):
+            digest.update(self._dataset.fingerprint().encode())
         with undisturbed():
             for index in sorted({0, self.samples // 2, self.samples - 1} if self.samples else ()):
                 sample = self._dataset[index]
@@ -61,12 +59,23 @@ class Reader:
         return digest.hexdigest()[:32]
 
 
-def order(*, seed: int, feed: int, epoch: int, samples: int, shuffle: bool) -> Indices:
-    """The epoch's permutation of [0, samples), int64; by PCG64 seeded with (seed, feed, epoch)."""
-    if not shuffle:
-        return np.arange(samples, dtype=np.int64)
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, feed, epoch])))
-    return generator.permutation(samples).astype(np.int64, copy=False)
+def _require_seekable(dataset: object) -> None:
+    """Raises UnseekableDataset, with what to do instead, for what cannot be read by index."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise UnseekableDataset(
+            "a DataLoader, which gives batches in an order of its own",
+            todo="give its data set: job.batches(loader.dataset, batch_size=..., collate_fn=...); or go through the "
+            "loader itself, without job.batches: gradients count once then, samples are the script's matter",
+        )
+    if isinstance(dataset, IterableDataset | Iterator) or not hasattr(dataset, "__getitem__"):
+        raise UnseekableDataset(f"{kind} can only be iterated over")
+    if isinstance(dataset, Mapping):
+        raise UnseekableDataset(f"{kind} is read by keys, not by index")
+    if type(dataset).__getitem__ is Dataset.__getitem__:
+        raise UnseekableDataset(f"{kind} has no __getitem__ of its own")
+    if not hasattr(dataset, "__len__"):
+        raise UnseekableDataset(f"{kind} has no length")
 
 
 def _structure(sample: Any) -> str:

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardyard.ground.errors import InvalidRequest, ShardyardError, StaleToken
-from shardyard.ground.types import DataLease, PushName, Rank, SourceKey, UpdateMode
+from shardyard.ground.orders import Indices, order
+from shardyard.ground.types import DataLease, PushName, Rank, RankSource, SourceKey, UpdateMode
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.dataset import Indices, Reader, order
+from shardyard_worker.caution import announce
+from shardyard_worker.dataset import Reader
 from shardyard_worker.randomness import seed_everything
 from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy
 from shardyard_worker.training import Sending, Training
@@ -117,6 +119,9 @@ class Feed(ABC):
         if not self._warned:
             log.warning("%s: %s is counted as an empty push", why, work.name)
             self._warned = True
+        self._push_empty(work)
+
+    def _push_empty(self, work: Work) -> None:
         work.taken = True
         try:
             self._strategy.contribute(work.name, None)
@@ -149,12 +154,32 @@ class AsyncFeed(Feed):
             return
         size = self._settings.batch_size
         samples = self._orders.of(lease.source.epoch)[lease.begin : lease.end]
+        nexts = [mark.next for mark in marks]
+        careful_below = lease.careful_below
         pending: Work | None = None
-        for sequence in range(min(mark.next for mark in marks), -(-len(samples) // size)):
+        for sequence in range(min(nexts), -(-len(samples) // size)):
             chosen = samples[sequence * size : (sequence + 1) * size]
             first = sequence if pending is None else pending.name.first
             before = 0 if pending is None else pending.samples
             self.work = Work(PushName(key, lease.token, first, sequence), before + len(chosen))
+            if sequence < careful_below:
+                try:
+                    self._strategy.drain()  # what kills this worker now is this batch, not one before
+                    verdict = announce(
+                        self._training, lease.source, lease.token, sequence, highest=max(*nexts, sequence)
+                    )
+                except (LostWork, StaleToken):
+                    return
+                careful_below = verdict.careful_below
+                if not verdict.counts:
+                    self.work = Work(self.work.name, before)
+                    if pending is None:
+                        self._push_empty(self.work)
+                    else:
+                        pending = self.work  # the push of the batches before names it too
+                    if self.work.lost:
+                        return
+                    continue
             seed_everything(self._session.seed, 1, lease.source.feed, lease.source.epoch, lease.source.index, sequence)
             try:
                 yield self._reader.fetch(chosen)
@@ -233,6 +258,17 @@ class SyncFeed(Feed):
             self._warned = True  # the last step of an epoch may have less work than ranks
             self._drop("no samples")
             return
+        if step < self._strategy.careful_below(rank):
+            try:
+                highest = self._strategy.highest(rank)
+                verdict = announce(self._training, RankSource(rank), name.token, step, highest=highest)
+            except StaleToken as error:
+                log.info("%s is another worker's now: %s", name, error.what)
+                self._session.refresh()
+                return
+            if not verdict.counts:
+                self._push_empty(self.work)
+                return
         seed_everything(self._session.seed, 0, rank, step)
         yield self._reader.fetch(chosen)
         if not self.work.taken:

@@ -227,10 +227,12 @@ class AsyncStrategy(Strategy):
 
 @dataclass
 class _Held:
-    """A logical rank that this worker computes. `next`: the next step of it."""
+    """A logical rank that this worker computes. `next`: the next step of it; `highest`: the highest next step over all
+    partitions when it was taken up."""
 
     token: Token
     next: int
+    highest: int
 
 
 class SyncStrategy(Strategy):
@@ -301,6 +303,15 @@ class SyncStrategy(Strategy):
         """True while other workers compute all ranks."""
         self._following(self._look_for_ranks)
         return not self._held
+
+    def careful_below(self, rank: Rank) -> int:
+        """Steps of the rank before this one are announced."""
+        return max((lease.careful_below for lease in self._session.ranks() if lease.rank == rank), default=0)
+
+    def highest(self, rank: Rank) -> int:
+        """The highest next step of the rank over all partitions."""
+        held = self._held[rank]
+        return max(held.highest, held.next)
 
     def name_of(self, rank: Rank) -> PushName:
         held = self._held[rank]
@@ -457,7 +468,8 @@ class SyncStrategy(Strategy):
             self._refused[rank] = token
             self._held.pop(rank, None)
             return
-        self._held[rank] = _Held(token, min(mark.next for mark in marks))
+        nexts = [mark.next for mark in marks]
+        self._held[rank] = _Held(token, min(nexts), max(nexts))
         log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
 
     def _wait_for_ranks(self) -> None:

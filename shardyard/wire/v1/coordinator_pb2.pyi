@@ -101,12 +101,14 @@ class HeartbeatRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ...) -> None: ...
 
 class RankLease(_message.Message):
-    __slots__ = ("rank", "token")
+    __slots__ = ("rank", "token", "careful_below")
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CAREFUL_BELOW_FIELD_NUMBER: _ClassVar[int]
     rank: int
     token: int
-    def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ...) -> None: ...
+    careful_below: int
+    def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
     __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering")
@@ -257,16 +259,18 @@ class LeaseDataRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ...) -> None: ...
 
 class DataLease(_message.Message):
-    __slots__ = ("data_shard", "token", "begin", "end")
+    __slots__ = ("data_shard", "token", "begin", "end", "careful_below")
     DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    CAREFUL_BELOW_FIELD_NUMBER: _ClassVar[int]
     data_shard: _common_pb2.DataShardName
     token: int
     begin: int
     end: int
-    def __init__(self, data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., token: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+    careful_below: int
+    def __init__(self, data_shard: _Optional[_Union[_common_pb2.DataShardName, _Mapping]] = ..., token: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
 
 class LeaseWait(_message.Message):
     __slots__ = ("retry_ms", "waiting_for")
@@ -307,6 +311,30 @@ class CloseLeaseReply(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     done: bool
     def __init__(self, done: bool = ...) -> None: ...
+
+class BeginBatchRequest(_message.Message):
+    __slots__ = ("caller", "source", "token", "sequence", "highest")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    source: _common_pb2.Source
+    token: int
+    sequence: int
+    highest: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., token: _Optional[int] = ..., sequence: _Optional[int] = ..., highest: _Optional[int] = ...) -> None: ...
+
+class BeginBatchReply(_message.Message):
+    __slots__ = ("quarantined", "retry_ms", "careful_below")
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    CAREFUL_BELOW_FIELD_NUMBER: _ClassVar[int]
+    quarantined: bool
+    retry_ms: int
+    careful_below: int
+    def __init__(self, quarantined: bool = ..., retry_ms: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
 
 class RebaseSourceRequest(_message.Message):
     __slots__ = ("caller", "next")
@@ -393,7 +421,7 @@ class MemberStatus(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FeedStatus(_message.Message):
-    __slots__ = ("feed", "samples", "epochs", "free", "leased", "done", "finished")
+    __slots__ = ("feed", "samples", "epochs", "free", "leased", "done", "finished", "quarantined")
     FEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +429,7 @@ class FeedStatus(_message.Message):
     LEASED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     feed: int
     samples: int
     epochs: int
@@ -408,7 +437,8 @@ class FeedStatus(_message.Message):
     leased: int
     done: int
     finished: bool
-    def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ...) -> None: ...
+    quarantined: int
+    def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
     __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "waits")
@@ -461,3 +491,85 @@ class StatusReply(_message.Message):
     uptime_ms: int
     waiting_for: str
     def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+
+class ListQuarantinedRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    def __init__(self, job: _Optional[int] = ...) -> None: ...
+
+class QuarantinedBatch(_message.Message):
+    __slots__ = ("feed", "epoch", "source", "sequence", "begin", "end", "deaths")
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    DEATHS_FIELD_NUMBER: _ClassVar[int]
+    feed: int
+    epoch: int
+    source: _common_pb2.Source
+    sequence: int
+    begin: int
+    end: int
+    deaths: int
+    def __init__(self, feed: _Optional[int] = ..., epoch: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., sequence: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., deaths: _Optional[int] = ...) -> None: ...
+
+class FeedOrder(_message.Message):
+    __slots__ = ("feed", "samples", "shuffle")
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SHUFFLE_FIELD_NUMBER: _ClassVar[int]
+    feed: int
+    samples: int
+    shuffle: bool
+    def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., shuffle: bool = ...) -> None: ...
+
+class ListQuarantinedReply(_message.Message):
+    __slots__ = ("batches", "seed", "feeds")
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    FEEDS_FIELD_NUMBER: _ClassVar[int]
+    batches: _containers.RepeatedCompositeFieldContainer[QuarantinedBatch]
+    seed: int
+    feeds: _containers.RepeatedCompositeFieldContainer[FeedOrder]
+    def __init__(self, batches: _Optional[_Iterable[_Union[QuarantinedBatch, _Mapping]]] = ..., seed: _Optional[int] = ..., feeds: _Optional[_Iterable[_Union[FeedOrder, _Mapping]]] = ...) -> None: ...
+
+class ReadAuditRequest(_message.Message):
+    __slots__ = ("job", "after")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    after: int
+    def __init__(self, job: _Optional[str] = ..., after: _Optional[int] = ...) -> None: ...
+
+class AuditEntry(_message.Message):
+    __slots__ = ("number", "term", "time", "job", "event", "body_json")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    BODY_JSON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    term: int
+    time: float
+    job: int
+    event: str
+    body_json: str
+    def __init__(self, number: _Optional[int] = ..., term: _Optional[int] = ..., time: _Optional[float] = ..., job: _Optional[int] = ..., event: _Optional[str] = ..., body_json: _Optional[str] = ...) -> None: ...
+
+class ReadAuditReply(_message.Message):
+    __slots__ = ("entries", "job", "reached", "more", "lost")
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    entries: _containers.RepeatedCompositeFieldContainer[AuditEntry]
+    job: int
+    reached: int
+    more: bool
+    lost: int
+    def __init__(self, entries: _Optional[_Iterable[_Union[AuditEntry, _Mapping]]] = ..., job: _Optional[int] = ..., reached: _Optional[int] = ..., more: bool = ..., lost: _Optional[int] = ...) -> None: ...

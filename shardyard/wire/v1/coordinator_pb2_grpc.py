@@ -84,6 +84,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.CloseLeaseRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.CloseLeaseReply.FromString,
                 _registered_method=True)
+        self.BeginBatch = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/BeginBatch',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.FromString,
+                _registered_method=True)
         self.RebaseSource = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/RebaseSource',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.SerializeToString,
@@ -98,6 +103,16 @@ class CoordinatorStub(object):
                 '/shardyard.wire.v1.Coordinator/Status',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
+                _registered_method=True)
+        self.ListQuarantined = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ListQuarantined',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedReply.FromString,
+                _registered_method=True)
+        self.ReadAudit = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ReadAudit',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditReply.FromString,
                 _registered_method=True)
 
 
@@ -174,6 +189,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginBatch(self, request, context):
+        """The worker is about to compute a batch, or a step of its logical rank, that its lease wants announced: workers have
+        died at that work before. The answer says whether it shall count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RebaseSource(self, request, context):
         """For a worker of an asynchronous job that pushes under its own incarnation, and is told of a gap since partitions were
         restored: what they lack is lost. The coordinator writes that down, has it passed over, and says what it was.
@@ -191,6 +214,20 @@ class CoordinatorServicer(object):
 
     def Status(self, request, context):
         """For a person or a launcher.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuarantined(self, request, context):
+        """For a person: the batches of a job that do not count, since they have killed workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadAudit(self, request, context):
+        """For a person: who did what in a job, some entries at a time. Ask again, with `after`, as long as there is more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -249,6 +286,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.CloseLeaseRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.CloseLeaseReply.SerializeToString,
             ),
+            'BeginBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginBatch,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.SerializeToString,
+            ),
             'RebaseSource': grpc.unary_unary_rpc_method_handler(
                     servicer.RebaseSource,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.FromString,
@@ -263,6 +305,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.SerializeToString,
+            ),
+            'ListQuarantined': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuarantined,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedReply.SerializeToString,
+            ),
+            'ReadAudit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadAudit,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -546,6 +598,33 @@ class Coordinator(object):
             _registered_method=True)
 
     @staticmethod
+    def BeginBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/BeginBatch',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RebaseSource(request,
             target,
             options=(),
@@ -616,6 +695,60 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/Status',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuarantined(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ListQuarantined',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ListQuarantinedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAudit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ReadAudit',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadAuditReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,73 @@
+"""Who did what in a yard: which records of the journal make its audit, and how much of each.
+
+Owns: the choice. Invariant: every lease, its end, every verdict and everything that was taken back is there; what is
+large and says nothing about that (layouts, maps, a checkpoint's copy of the books) is not. Must not know: where the
+audit is kept, who reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard_coordinator.records import Entry
+
+JOB_STARTED: Final = "job_started"
+JOB_ENDED: Final = "job_ended"
+UNAUDITED: Final = frozenset(
+    {
+        "batch_begun",
+        "checkpoint_begun",
+        "initializer_chosen",
+        "job_forgotten",
+        "logs_begun",
+        "partitions_created",
+        "variables_committed",
+        "variables_registered",
+        "worker_admitted",
+    }
+)
+LEFT_OUT: Final[Mapping[str, frozenset[str]]] = {
+    "checkpoint_committed": frozenset({"data_ledger"}),
+    "partitions_moved": frozenset({"map"}),
+}
+"""Values, by kind of record, that the audit does not repeat. All others, of kinds that are not UNAUDITED, are there."""
+_SAID_OF_A_JOB: Final = ("name", "seed", "workers_expected", "consistency", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """An entry of the audit. `job`: 0 of what is about the yard; `term`, `time`: as of a record. `body` has no job."""
+
+    number: int
+    term: int
+    time: float
+    job: int
+    kind: str
+    body: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some of the audit, in order. `reached`: the number up to which all was looked at; `more`: whether there is more
+    beyond; `lost`: entries up to this number were given up for newer ones."""
+
+    entries: tuple[Audited, ...]
+    reached: int
+    more: bool
+    lost: int
+
+
+def audited(kind: str, body: Mapping[str, object]) -> tuple[int, Entry] | None:
+    """What the audit keeps of a record, and the job that it is about. None: nothing."""
+    if kind in UNAUDITED:
+        return None
+    job = body.get("job", 0)
+    assert isinstance(job, int), job
+    if kind == JOB_STARTED:
+        settings = body["settings"]
+        assert isinstance(settings, Mapping)
+        return job, (kind, {name: settings[name] for name in _SAID_OF_A_JOB})
+    left_out = LEFT_OUT.get(kind, frozenset())
+    return job, (kind, {name: value for name, value in body.items() if name != "job" and name not in left_out})

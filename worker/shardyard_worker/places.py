@@ -1,0 +1,188 @@
+"""Files of samples, wherever they are: this machine's, or at any URL that fsspec knows.
+
+Owns: how bytes at an offset are read, and by what a file is known to be the one that was indexed. Invariants: what is
+read is exactly what was asked for; a file that has changed since is refused, never read in part. A file may be read in
+processes that were forked off, or that got its place pickled. Must not know: what a record is.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from shardyard.ground.errors import ConfigurationError, InvalidRequest, StorageUnavailable
+
+PIECE_BYTES: Final = 4 << 20
+OPEN_MAX: Final = 64
+"""Files of this machine that are kept open, the latest."""
+
+Span = tuple[int, int]
+"""[begin, end) in bytes."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """By what a file is known: its length, and what else its place says of it (time of change, or an ETag)."""
+
+    nbytes: int
+    version: str
+
+
+class Place(ABC):
+    """One file. `name` is how people call it; `known`: what it was when it was indexed."""
+
+    name: str
+    known: Stamp | None = None
+
+    @abstractmethod
+    def stamp(self) -> Stamp:
+        """Raises StorageUnavailable."""
+
+    @abstractmethod
+    def read(self, spans: Sequence[Span]) -> list[bytes]:
+        """The bytes of each span. Raises StorageUnavailable; InvalidRequest where the file ends before them."""
+
+    def pieces(self, nbytes: int) -> Iterator[bytes]:
+        """All of a file of that length, some MiB at a time. Raises as `read`."""
+        for begin in range(0, nbytes, PIECE_BYTES):
+            yield self.read([(begin, min(begin + PIECE_BYTES, nbytes))])[0]
+
+    def _check(self, span: Span, found: bytes) -> bytes:
+        if len(found) != span[1] - span[0]:
+            raise changed(self.name, f"it ends at byte {span[0] + len(found)}, and had bytes up to {span[1]}")
+        return found
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What a disk or a store refuses, as an error of ours. Stores have exceptions of their own."""
+        try:
+            yield
+        except (InvalidRequest, StorageUnavailable):
+            raise
+        except Exception as error:
+            raise StorageUnavailable(
+                f"cannot read {self.name}: {error or type(error).__name__}",
+                why="samples are read from there when they are needed",
+                todo="check that this machine can reach it, under this name, with these permissions",
+            ) from error
+
+
+class LocalPlace(Place):
+    """A file of this machine."""
+
+    def __init__(self, path: Path, descriptors: Descriptors) -> None:
+        self.name = str(path)
+        self._descriptors = descriptors
+
+    def stamp(self) -> Stamp:
+        with self._explained():
+            found = os.stat(self.name)
+            if not stat.S_ISREG(found.st_mode):
+                raise InvalidRequest(f"{self.name} is not a file", why="", todo="give files, for example by glob.glob")
+        return _stamp_of(found)
+
+    def read(self, spans: Sequence[Span]) -> list[bytes]:
+        with self._explained():
+            descriptor = self._descriptors.of(self.name, self.known)
+            return [self._check(span, os.pread(descriptor, span[1] - span[0], span[0])) for span in spans]
+
+
+class RemotePlace(Place):
+    """A file at a URL."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.name = url
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise ConfigurationError(
+                f"nothing here can open {url!r}: {error}",
+                why="each kind of URL has a package of its own",
+                todo="pip install what the message names, such as s3fs for s3:",
+            ) from error
+
+    def stamp(self) -> Stamp:
+        with self._explained():
+            self._files.invalidate_cache()
+            found: dict[str, Any] = self._files.info(self._path)
+            nbytes = found.get("size")
+            if found.get("type") == "directory" or not isinstance(nbytes, int):
+                raise InvalidRequest(f"{self.name} is not a file with a length", why="", todo="give files")
+            said = (found.get(key) for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"))
+            return Stamp(nbytes, next((str(each) for each in said if each is not None), ""))
+
+    def read(self, spans: Sequence[Span]) -> list[bytes]:
+        with self._explained():
+            if len(spans) == 1:
+                ((begin, end),) = spans
+                found = [self._files.cat_file(self._path, begin, end)]
+            else:
+                begins, ends = [begin for begin, _ in spans], [end for _, end in spans]
+                found = self._files.cat_ranges([self._path] * len(spans), begins, ends, on_error="raise")
+        return [self._check(span, bytes(each)) for span, each in zip(spans, found, strict=True)]
+
+
+class Descriptors:
+    """Files of this machine that are open; of this process alone, also when it was forked off."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, int] = {}
+
+    def of(self, path: str, known: Stamp | None) -> int:
+        """Raises OSError; InvalidRequest where the file is not the one that is known."""
+        found = self._open.pop(path, None)
+        if found is None:
+            while len(self._open) >= OPEN_MAX:
+                os.close(self._open.pop(next(iter(self._open))))
+            found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            now = _stamp_of(os.fstat(found))
+            if known is not None and now != known:
+                os.close(found)
+                raise changed(path, f"it has {now.nbytes} bytes, and had {known.nbytes}, or was written to")
+        self._open[path] = found
+        return found
+
+    def close(self) -> None:
+        for descriptor in self._open.values():
+            with suppress(OSError):
+                os.close(descriptor)
+        self._open.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_open": {}}
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def place_of(file: str | os.PathLike[str], descriptors: Descriptors) -> Place:
+    """Of a path, file:///PATH, or a URL that fsspec knows. Raises ConfigurationError."""
+    name = os.fspath(file)
+    if "://" not in name:
+        return LocalPlace(Path(name), descriptors)
+    split = urlsplit(name)
+    if split.scheme in ("file", "local") and split.netloc in ("", "localhost"):
+        return LocalPlace(Path(unquote(split.path)), descriptors)
+    return RemotePlace(name)
+
+
+def _stamp_of(found: os.stat_result) -> Stamp:
+    return Stamp(found.st_size, str(found.st_mtime_ns))
+
+
+def changed(name: str, how: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name} has changed since it was indexed: {how}",
+        why="samples are known by their offsets, which mean something else now",
+        todo="do not write to files that are trained on; start the job anew for other data",
+        facts={"file": name},
+    )
