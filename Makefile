@@ -9,7 +9,7 @@ NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client up down status protos protos-check check test chaos test-containers test-gpu bench clean
+.PHONY: help setup node-client up down status protos protos-check check test fuzz chaos test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -55,6 +55,9 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 
 test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu
+
+fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
+	@$(BIN)/python tests/fuzz/fuzzing.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))
 
 chaos: $(STAMP) ## kill, stop and cut off real processes by 40 seeds (SEED=n for one)
 	@CHAOS_SEEDS=40 CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos/test_chaos.py -k under_fire

@@ -143,6 +143,7 @@ class Journal:
             failpoint("journal.in_replace")
             self._database.execute("UPDATE kept SET first = ?", (first,))
             latest = self._insert(entries, first)
+        failpoint("journal.after_replace")
         self._note(latest, self.term)
 
     def records(self) -> tuple[Record, ...]:

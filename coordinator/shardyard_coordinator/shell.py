@@ -12,11 +12,14 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Final, TypeVar
 
 from shardyard.ground.errors import ConfigurationError, Internal, NotReady, ShardyardError
+from shardyard.ground.limits import PROTOCOL
 from shardyard.ground.ports import Clock
 from shardyard.ground.types import DataLease, JobId, LeasedSource, PartitionMap, SourceKey
 from shardyard.runtime.settings import MembershipSettings
@@ -80,6 +83,7 @@ class Coordinator:
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
         self._broken: str | None = None
+        self._release = version("shardyard")
         """Why the journal could not be written; the machine is ahead of it then."""
         self._records_until_compaction = 0
         self._compact()
@@ -193,7 +197,9 @@ class Coordinator:
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
             yard = standing.describe(self._machine, self._clock.now_ms())
-        return door.status_reply(yard, waiting_for=self._vigil.waiting_for)
+        reply = door.status_reply(yard, waiting_for=self._vigil.waiting_for)
+        reply.time_ms, reply.protocol, reply.release = time.time_ns() // 1_000_000, PROTOCOL, self._release
+        return reply
 
     # ---- the machine and its effects
 

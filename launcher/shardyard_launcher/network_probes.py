@@ -1,4 +1,4 @@
-"""What `shardyard doctor` looks at between this machine and a yard: name, TCP, TLS, gRPC, releases, members.
+"""What `shardyard doctor` looks at between this machine and a yard: name, TCP, TLS, gRPC, releases, clock, members.
 
 Owns: the order, from the ground up: where one fails, those that build on it are not made. Invariants: each connection
 has a deadline; what the other side sends is bounded and never believed. Must not know: how findings are shown.
@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Final
 
@@ -39,6 +40,8 @@ MEMBERS_MAX: Final = 256
 MEMBERS_AT_ONCE: Final = 32
 MEMBERS_SHOWN_MAX: Final = 20
 MARGIN_MS: Final = 2_000
+SKEW_MS_MAX: Final = 1_000
+"""Between two wall clocks; more is told."""
 
 COORDINATOR: Final = f"{methods.PACKAGE}.Coordinator"
 OTHERS: Final = {f"{methods.PACKAGE}.ParameterServer": "server", f"{methods.PACKAGE}.Agent": "agent"}
@@ -61,7 +64,7 @@ def probe(address: str) -> Iterator[Finding]:
         yield failed("name", error.what, "give --coordinator HOST:PORT")
         return
     known: list[tuple[str, int]] = []
-    status: list[wire.StatusReply] = []
+    status: list[_Answer] = []
     in_all_ms = int(ADDRESSES_MAX * CONNECT_S * 1000) + MARGIN_MS
     calls_ms = 2 * CALL_MS + MARGIN_MS
     steps = [
@@ -70,8 +73,9 @@ def probe(address: str) -> Iterator[Finding]:
         Probe("tls", int(5 * CONNECT_S * 1000) + MARGIN_MS, lambda: _tls(address, known[0])),
         Probe("grpc", calls_ms + len(OTHERS) * CALL_MS, lambda: _grpc(address)),
         Probe("status", calls_ms, lambda: _status(address, status)),
-        Probe("release", 5_000, lambda: _releases(status[0])),
-        Probe("members", _members_ms(), lambda: _members(status[0])),
+        Probe("release", 5_000, lambda: _releases(status[0].status)),
+        Probe("clock", 5_000, lambda: _clock(status[0])),
+        Probe("members", _members_ms(), lambda: _members(status[0].status)),
     ]
     for step in steps:
         found = carry_out(step)
@@ -240,15 +244,25 @@ def _not_the_coordinator(address: str, ask: Callable[[str], str]) -> Finding:
     return failed("grpc", said, "check the port; if it is a coordinator, install one release on all machines")
 
 
-def _status(address: str, status: list[wire.StatusReply]) -> Sequence[Finding]:
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A status, and between which two moments of this machine's wall clock it was given, in ms since 1970."""
+
+    status: wire.StatusReply
+    asked_ms: int
+    came_ms: int
+
+
+def _status(address: str, status: list[_Answer]) -> Sequence[Finding]:
     peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     try:
+        asked_ms = time.time_ns() // 1_000_000
         found = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_MS)
     except errors.ShardyardError as error:
         return [failed("status", error.what, error.todo_text or "see the coordinator's log")]
     finally:
         peer.close()
-    status.append(found)
+    status.append(_Answer(found, asked_ms, time.time_ns() // 1_000_000))
     count = Counter(ROLES.get(member.role, "unknown") for member in found.members)
     members = ", ".join(f"{count[role]} {role}{'s'[: count[role] != 1]}" for role in ROLES.values())
     said = f"term {found.term}, up for {found.uptime_ms / 1000:.0f} s, {members}"
@@ -258,14 +272,35 @@ def _status(address: str, status: list[wire.StatusReply]) -> Sequence[Finding]:
 
 
 def _releases(status: wire.StatusReply) -> Sequence[Finding]:
-    """The protocol is the coordinator's, since its service has it in its name; it does not tell its release."""
+    """A coordinator of an earlier release tells neither its protocol, which is in its service's name, nor its
+    release."""
     ours = version("shardyard")
+    install = "install one release on all machines"
+    if status.protocol not in (0, PROTOCOL):
+        said = f"the coordinator speaks protocol {status.protocol}, and this release speaks {PROTOCOL}"
+        return [failed("release", said, install)]
     said = f"protocol {PROTOCOL} on both ends; release {ours} here"
+    theirs = [_shown(status.release) + " on the coordinator"] if status.release not in ("", ours) else []
     others = Counter(member.release for member in status.members if member.release != ours)
-    if others:
-        told = ", ".join(f"{_shown(release)} on {number}" for release, number in sorted(others.items()))
-        return [warning("release", f"{said}, but {told} of its members", "install one release on all machines")]
-    return [ok("release", f"{said}{' and on all members' if status.members else ''}")]
+    theirs += [f"{_shown(release)} on {number} of its members" for release, number in sorted(others.items())]
+    if theirs:
+        return [warning("release", f"{said}, but {', '.join(theirs)}", install)]
+    return [ok("release", f"{said}, on the coordinator{' and on all members' if status.members else ''}")]
+
+
+def _clock(answer: _Answer) -> Sequence[Finding]:
+    """The coordinator's wall clock against this machine's. Leases are held by clocks that nobody sets; this one is for
+    people who read logs of several machines, and times of checkpoints."""
+    theirs = answer.status.time_ms
+    if not theirs:
+        return [ok("clock", "the coordinator is of a release that does not tell the time")]
+    # it was told at some moment between the question and its answer
+    ahead_ms = max(0, theirs - answer.came_ms) - max(0, answer.asked_ms - theirs)
+    if abs(ahead_ms) <= SKEW_MS_MAX:
+        return [ok("clock", f"the coordinator's is within {SKEW_MS_MAX / 1000:g} s of this machine's")]
+    way = "ahead of" if ahead_ms > 0 else "behind"
+    said = f"the coordinator's is {abs(ahead_ms) / 1000:.1f} s {way} this machine's"
+    return [warning("clock", said, "set both by a time service (NTP): their logs tell different times till then")]
 
 
 def _members_ms() -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardyard.ground import errors
+from shardyard.ground.failpoints import failpoint
 from shardyard.runtime.settings import AUTO, CHECKPOINTS, NEVER, Settings
 from shardyard_launcher.role_process import RoleProcess
 
@@ -96,7 +97,9 @@ class YardState:
         )
         part = folder / (STATE_FILE + ".part")
         part.write_text(text + "\n", encoding="utf-8")
+        failpoint("yard.before_rename")
         os.replace(part, folder / STATE_FILE)
+        failpoint("yard.after_rename")
 
 
 def read_state(folder: Path) -> YardState | None:

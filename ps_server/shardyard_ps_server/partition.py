@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.checkpoints.partition_file import PartitionState
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, TooLarge
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, ShapeMismatch, TooLarge
 from shardyard.ground.failpoints import failpoint
+from shardyard.ground.optimizers import check_update
 from shardyard.ground.types import (
     DoneDataShards,
     Incarnation,
@@ -63,6 +64,7 @@ class Partition:
         memory: Memory = private_memory,
     ) -> None:
         self._layout = layout.partitions[partition]
+        self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
         self._versions = Versions(self._layout.payload_bytes, memory)
@@ -234,6 +236,16 @@ class Partition:
             return Watermark(self.id, self._ledger.next(key), self._versions.newest)
 
     # ---- pushes
+
+    def check_recorded(self, part: PushPart, nbytes: int, groups: Sequence[Sequence[float]] | None) -> None:
+        """Raises InvalidRequest for a part of a push that no server of this job can have admitted: of a payload of
+        another length, in full layout or with absent blocks left out, or with settings of another optimizer."""
+        if groups is not None:
+            check_update(self._optimizer, groups)
+        if part.code_bytes and nbytes:
+            self.check_codes(part)
+        elif nbytes not in (self.expected_bytes(part), self.payload_bytes if nbytes else 0):
+            raise ShapeMismatch(f"partition {self.id} with {nbytes} bytes; expected {self.expected_bytes(part)}")
 
     def expected_bytes(self, part: PushPart) -> int:
         return self._blocks.expected_bytes(part)

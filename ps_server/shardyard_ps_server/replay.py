@@ -63,7 +63,7 @@ def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partitio
     """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says. Raises
     StorageUnavailable, LogDamaged."""
     end = files.take_over()
-    begins = _begins(files.records(base, end, payloads=False))
+    begins = _begins(files, files.records(base, end, payloads=False))
     counted = 0
     for record in files.records(base, end):
         path = files.segment(record.at.segment)
@@ -96,12 +96,16 @@ def pieces_of(order: PushOrder, payload: Bytes) -> Iterator[tuple[PartitionId, B
         at += part.payload_bytes
 
 
-def _begins(records: Iterable[Record]) -> dict[PartitionId, Mark]:
+def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
     """Where each partition began for the last time, where it did."""
     found: dict[PartitionId, Mark] = {}
     for record in records:
         if record.kind is RecordKind.BEGIN:
-            numbers = wire.CreatePartitionsRequest.FromString(record.head).partitions
+            try:
+                numbers = wire.CreatePartitionsRequest.FromString(record.head).partitions
+            except DecodeError as error:
+                path = files.segment(record.at.segment)
+                raise damaged(path, record.at.offset, f"the record cannot be read: {error}") from error
             found.update((PartitionId(number), record.at) for number in numbers)
     return found
 
@@ -115,12 +119,11 @@ def _push(record: Record, partitions: Mapping[PartitionId, Partition]) -> bool:
         partition = partitions.get(number)
         if partition is None:
             continue
+        groups = order.groups if order.kind is PushKind.GRADIENT else None
+        partition.check_recorded(part, len(piece), groups)
         if len(piece):
             piece = _aligned(piece)
-            if part.code_bytes:
-                partition.check_codes(part)
         full, present = partition.unpack(part, piece)
-        groups = order.groups if order.kind is PushKind.GRADIENT else None
         try:
             partition.push(order.name, Contribution(order.weight, groups, full, present), _check_nothing)
         except (SequenceGap, TooLarge):

@@ -535,7 +535,7 @@ class Store:
                 raise StaleIncarnation(
                     f"a request for server {server}; here is server {standing.incarnation}",
                     why="the server was started anew and does not have what the other one had",
-                    todo="see `shardyard status`; start the script again",
+                    todo="fetch the partition map, and send again to whom it names; a worker does so by itself",
                 )
             if caller.incarnation in standing.fenced:
                 raise StaleIncarnation(f"a request of member {caller.incarnation}, which was declared dead")

@@ -212,8 +212,10 @@ class Wal:
         path = self._files.segment(number)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            failpoint("wal.before_segment")
             os.write(fd, segment_header(SegmentHead(self._files.job, self._files.server, number, before)))
             os.fsync(fd)
+            failpoint("wal.after_segment")
         except OSError:
             os.close(fd)
             raise

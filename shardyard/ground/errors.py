@@ -236,13 +236,19 @@ class JobFailed(ShardyardError):
 
 
 class ServerLost(JobFailed):
-    why = "a server has died, and with it the only copy of its partitions"
-    todo = "start a server in its place (`shardyard server`, or the whole yard: `make up`), then the script again"
+    why = "a server has died, and with it the only copy of its partitions: the job had no checkpoint to go back to"
+    todo = (
+        "start the script again, once `shardyard status` shows as many servers as there were (`up`, `run` and compose "
+        "start dead ones again by themselves); with checkpoints (job.checkpoint.url) a job goes on by itself"
+    )
 
 
 class CoordinatorLost(JobFailed):
     why = "without a coordinator nobody can join, lease data or notice a death"
-    todo = "start the coordinator again (`make up`), then the script"
+    todo = (
+        "see its log, and why it was not started again: on its state folder it finds its members and jobs as they were "
+        "for membership.coordinator_grace_ms; after that start the script again"
+    )
 
 
 class WorkerFailed(JobFailed):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardyard.ground import errors
+from shardyard.ground.failpoints import failpoint
 from shardyard.runtime.log import bind
 from shardyard.transport.peers import AtOnce, Context, Handler, request_id
 from shardyard.wire.methods import Method
@@ -20,6 +21,8 @@ from shardyard.wire.methods import Method
 log = logging.getLogger("shardyard.serving")
 
 _END = object()
+REPLY = "reply"
+"""A failpoint of each method, `reply.push` for one: the work is done, and nobody has been told."""
 
 
 def serve(
@@ -29,6 +32,7 @@ def serve(
     scope = contextvars.copy_context()
     scope.run(request_id.set, id_)
     scope.run(bind, request=id_)
+    place = f"{REPLY}.{method.name.lower()}"
     try:
         given: object
         if method.streams_in:
@@ -41,8 +45,10 @@ def serve(
         if method.streams_out:
             answers = iter(answer)
             while (item := scope.run(next, answers, _END)) is not _END:
+                failpoint(place)
                 yield method.response.encode(item)
         else:
+            failpoint(place)
             yield method.response.encode(answer)
     except errors.Internal:
         log.exception("%s failed", method.path)

@@ -15,16 +15,16 @@ from typing import Any
 
 import grpc
 import pytest
+from shop import CALLER, GRADIENT, JOB, ORDERS, SERVER, TERM, VALUES, WORKER, header, layout, stock, wish
 
-from shardyard.ground import errors, optimizers
+from shardyard.ground import errors
 from shardyard.ground.limits import FRAME_BYTES_MAX, PROTOCOL, PUSH_BYTES_MAX
-from shardyard.ground.types import Incarnation, OptimizerSpec, Term
+from shardyard.ground.types import Incarnation, Term
 from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.listener import Listener
 from shardyard.transport.status import DETAIL_KEY
-from shardyard.wire import convert
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import coordinator_pb2_grpc, parameter_server_pb2_grpc
@@ -35,42 +35,6 @@ from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 
 DEADLINE_S = 10.0
-JOB, WORKER, SERVER, TERM = 7, 9, 2, 1
-GROUPS = (optimizers.make_group("sgd", {"lr": 0.5}),)
-CALLER = common.Caller(job=JOB, incarnation=WORKER)
-ORDERS = common.Caller(job=JOB, term=TERM)
-VALUES = struct.pack("<16f", *range(16)) + struct.pack("<4f", *range(16, 20)) + bytes(48)
-GRADIENT = struct.pack("<16f", *[1.0] * 16) + struct.pack("<4f", *[2.0] * 4) + bytes(48)
-
-
-def layout() -> common.JobLayout:
-    """ "w", 20 float32: 16 in partition 0; 4 in partition 1; nothing in partition 2, which the server does not own."""
-    return common.JobLayout(
-        variables=[{"name": "w", "dtype": common.DTYPE_FLOAT32, "shape": [20], "kind": common.VARIABLE_KIND_PARAMETER}],
-        optimizer=convert.optimizer_to_wire(OptimizerSpec("sgd", GROUPS)),
-        partitions=[
-            {"partition": 0, "payload_bytes": 64, "blocks": [{"length": 16}]},
-            {"partition": 1, "payload_bytes": 64, "blocks": [{"offset": 16, "length": 4}]},
-            {"partition": 2},
-        ],
-    )
-
-
-def header(sequence: int = 0, kind: int = wire.PUSH_KIND_GRADIENT) -> wire.PushHeader:
-    return wire.PushHeader(
-        caller=CALLER,
-        server=SERVER,
-        generation=1,
-        name={"source": {"worker": WORKER}, "first": sequence, "last": sequence},
-        kind=kind,
-        parts=[{"partition": 0, "payload_bytes": 64}, {"partition": 1, "payload_bytes": 64}],
-        weight=8.0,
-        groups=convert.groups_to_wire(GROUPS) if kind == wire.PUSH_KIND_GRADIENT else [],
-    )
-
-
-def wish(number: int = 0) -> wire.PullRequest:
-    return wire.PullRequest(caller=CALLER, server=SERVER, generation=1, partitions=[0, 1], number=number)
 
 
 @dataclass
@@ -110,18 +74,13 @@ def shop() -> Iterator[Shop]:
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = parameter_server_pb2_grpc.ParameterServerStub(channel)
-        create = wire.CreatePartitionsRequest(
-            caller=ORDERS,
-            generation=1,
-            layout=layout(),
-            partitions=[0, 1],
-            mode=common.UPDATE_MODE_ASYNC,
-            server=SERVER,
-        )
-        stub.CreatePartitions(create, timeout=DEADLINE_S)
-        first = wire.PushFrame(header=header(kind=wire.PUSH_KIND_VALUES), data=VALUES)
-        stub.Initialize(iter([first]), timeout=DEADLINE_S)
-        stub.OpenPartitions(wire.OpenPartitionsRequest(caller=ORDERS, generation=1), timeout=DEADLINE_S)
+        streams = {"Initialize"}
+
+        def send(name: str, message: object) -> object:
+            sent = iter([message]) if name in streams else message
+            return getattr(stub, name)(sent, timeout=DEADLINE_S)
+
+        stock(send)
         yield Shop(listener.address, channel, stub, coordinator_pb2_grpc.CoordinatorStub(channel))
     listener.stop()
     yard.stop()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -26,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from shardyard.ground import errors
+from shardyard.ground.limits import PROTOCOL
 from shardyard.transport import same_host
 from shardyard.transport.listener import Listener
 from shardyard.transport.peers import Context, Service
@@ -93,9 +96,16 @@ def serving(service: Service, *, ready: bool = True) -> Iterator[str]:
         listener.stop()
 
 
-def coordinator(*members: wire.MemberStatus) -> Service:
+def coordinator(
+    *members: wire.MemberStatus, release: str = OURS, protocol: int = PROTOCOL, ahead_ms: int | None = 0
+) -> Service:
+    """`ahead_ms`: of its wall clock; None: it does not tell."""
+
     def status(_: wire.StatusRequest, __: Context) -> wire.StatusReply:
-        return wire.StatusReply(term=3, uptime_ms=5_000, members=members)
+        time_ms = 0 if ahead_ms is None else time.time_ns() // 1_000_000 + ahead_ms
+        return wire.StatusReply(
+            term=3, uptime_ms=5_000, members=members, time_ms=time_ms, protocol=protocol, release=release
+        )
 
     service = Service("Coordinator")
     service.on(methods.STATUS, status)
@@ -255,9 +265,10 @@ def test_coordinator_in_good_order_has_only_good_findings() -> None:
     with serving(Service("ParameterServer")) as server, serving(coordinator(member(server))) as address:
         found = look(address)
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
-    assert list(found) == ["name", "tcp", "tls", "grpc", "status", "release", "members"]
+    assert list(found) == ["name", "tcp", "tls", "grpc", "status", "release", "clock", "members"]
     assert "term 3, up for 5 s, 1 server, 0 workers, 0 agents" in found["status"].said
-    assert f"release {OURS} here and on all members" in found["release"].said
+    assert f"release {OURS} here, on the coordinator and on all members" in found["release"].said
+    assert "within 1 s" in found["clock"].said
 
 
 def test_coordinator_that_does_not_serve_yet_is_told() -> None:
@@ -313,6 +324,35 @@ def test_yard_without_a_server_and_one_of_mixed_releases_are_warned_of() -> None
     assert found.verdict is Verdict.WARNING
     assert "9.9.9 on 2" in found.said
     assert "\x1b" not in found.line
+
+
+def test_coordinator_of_another_release_is_warned_of_and_one_of_another_protocol_fails() -> None:
+    with serving(coordinator(release="9.9.9")) as address:
+        found = look(address)["release"]
+    assert (found.verdict, "9.9.9 on the coordinator" in found.said) == (Verdict.WARNING, True)
+    with serving(coordinator(protocol=2)) as address:
+        found = last(address)
+    assert (found.probe, found.verdict) == ("release", Verdict.FAILED)
+    assert "speaks protocol 2" in found.said
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "said"), [(90_000, "s ahead of this machine's"), (-3_600_000, "s behind this machine's")]
+)
+def test_clock_that_goes_wrong_is_told_in_one_line(ahead_ms: int, said: str) -> None:
+    with serving(coordinator(ahead_ms=ahead_ms)) as address:
+        found = look(address)["clock"]
+    assert found.verdict is Verdict.WARNING
+    (told,) = re.findall(r"is ([0-9.]+) s", found.said)
+    assert float(told) == pytest.approx(abs(ahead_ms) / 1000, abs=10)
+    assert said in found.said
+    assert "NTP" in found.todo
+
+
+def test_coordinator_that_does_not_tell_the_time_is_in_order() -> None:
+    with serving(coordinator(release="", protocol=0, ahead_ms=None)) as address:
+        found = look(address)
+    assert (found["clock"].verdict, found["release"].verdict) == (Verdict.OK, Verdict.OK)
 
 
 def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:

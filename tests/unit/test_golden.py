@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from shardyard.ground.types import PartitionId, PushKind
 from shardyard.wire import convert, frames
+from shardyard.wire.v1 import agent_pb2, coordinator_pb2, parameter_server_pb2
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -92,3 +93,22 @@ def test_worked_example_of_the_protocol_is_a_golden_vector() -> None:
     text = (GOLDEN.parents[1] / "docs" / "protocol.md").read_text()
     shown = re.findall(r"^ {4}((?:[0-9a-f]{2} ?)+)(?: |$)", text, re.MULTILINE)
     assert bytes.fromhex("".join(shown)) == VECTORS["PushFrame.first"]
+
+
+def test_every_method_is_on_the_protocols_page_under_its_service() -> None:
+    text = (GOLDEN.parents[1] / "docs" / "protocol.md").read_text()
+    table = text[text.index("## Methods") : text.index("## Identity")]
+    listed: dict[str, list[str]] = {}
+    service = ""
+    for line in table.splitlines()[4:]:
+        if line.startswith("|"):
+            first, methods = [cell.strip() for cell in line.split("|")[1:3]]
+            service = first or service
+            listed.setdefault(service, []).extend(methods.split(", "))
+    files = (agent_pb2, coordinator_pb2, parameter_server_pb2)
+    served = {
+        name: sorted(method.name for method in found.methods)
+        for file in files
+        for name, found in file.DESCRIPTOR.services_by_name.items()
+    }
+    assert {name: sorted(methods) for name, methods in listed.items()} == served

@@ -479,18 +479,24 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for")
+    __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release")
     TERM_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    TIME_MS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     term: int
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
     uptime_ms: int
     waiting_for: str
-    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
+    time_ms: int
+    protocol: int
+    release: str
+    def __init__(self, term: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., uptime_ms: _Optional[int] = ..., waiting_for: _Optional[str] = ..., time_ms: _Optional[int] = ..., protocol: _Optional[int] = ..., release: _Optional[str] = ...) -> None: ...
 
 class ListQuarantinedRequest(_message.Message):
     __slots__ = ("job",)

@@ -1,0 +1,483 @@
+"""Everything that reads bytes which somebody else wrote: messages, frames, codes, checkpoints, records, settings.
+
+A decoder gives a value or raises one of our errors. What else it does is a defect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import numpy as np
+from mutations import mutate, mutate_json
+
+from shardyard.checkpoints import manifest, partition_file
+from shardyard.checkpoints.convert import entry_from_wire, file_from_wire
+from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
+from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
+from shardyard.checkpoints.storage import LocalStorage, Written
+from shardyard.codecs import apply, decode, parse_pull_rules, parse_push_rules
+from shardyard.ground.errors import InvalidRequest, ShardyardError
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DataShardSource,
+    DType,
+    Durability,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    MemberRole,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    Version,
+    WorkerSource,
+)
+from shardyard.runtime.configuration import load, parse_job_settings
+from shardyard.runtime.settings import ConsistencySettings, JobSettings
+from shardyard.transport.status import from_detail
+from shardyard.wire import convert, frames
+from shardyard.wire.headers import HeaderReader
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as coordinator
+from shardyard.wire.v1 import parameter_server_pb2 as server
+from shardyard_coordinator import effects, events
+from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.journal import FILE as JOURNAL_FILE
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.records import Record
+from shardyard_launcher.yard_state import STATE_FILE, read_state
+from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.replay import replay
+from shardyard_ps_server.store import Store
+from shardyard_ps_server.versions import aligned_empty
+from shardyard_ps_server.wal_files import SYNCED, LogRoot
+from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_mark, encode_mark, record_header
+from shardyard_worker.agent_launch import read_error_file
+
+GOLDEN: Final = Path(__file__).parents[1] / "golden"
+TWO: Final = (PartitionId(0), PartitionId(2))
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """`read` raises ShardyardErrors alone. `change` makes an input of a valid one. `share`: of the inputs, where one
+    takes longer than those of others."""
+
+    name: str
+    seeds: tuple[bytes, ...]
+    read: Callable[[bytes], object]
+    change: Callable[[Random, bytes, tuple[bytes, ...]], bytes] = mutate
+    share: float = 1.0
+
+
+def decoders(folder: Path) -> Iterator[Decoder]:
+    """All of them. `folder`: where they may put files."""
+    golden = {name: bytes.fromhex(text) for name, text in json.loads((GOLDEN / "vectors.json").read_text()).items()}
+    yield from _messages(golden)
+    yield from _frames(golden)
+    yield from _codes()
+    yield from _checkpoints(folder)
+    yield from _journals(folder)
+    yield from _logs(folder)
+    yield from _settings(folder)
+
+
+def _of(golden: dict[str, bytes], *names: str) -> tuple[bytes, ...]:
+    """The vectors of messages of these names."""
+    return tuple(data for name, data in golden.items() if name.partition(".")[0] in names)
+
+
+# ---- the wire
+
+
+def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
+    layout, restored = common.JobLayout.FromString(golden["JobLayout"]), _restored()
+    name = server.PushHeader.FromString(golden["PushHeader.worker"]).name
+    opening = server.OpenSourcesReply.FromString(golden["OpenSourcesReply"])
+    ticket = server.PushHeader.FromString(golden["PushHeader.attach"]).attach
+    doors: list[tuple[type[Any], list[Any], Callable[[Any], object]]] = [
+        (common.JobLayout, [layout], convert.layout_from_wire),
+        (common.OptimizerSpec, [layout.optimizer], convert.optimizer_from_wire),
+        (common.VariableSpec, list(layout.variables), convert.variable_from_wire),
+        (common.PartitionMap, [common.PartitionMap.FromString(golden["PartitionMap"])], convert.map_from_wire),
+        (common.PushName, [name], convert.name_from_wire),
+        (server.PullRequest, [server.PullRequest.FromString(golden["PullRequest"])], convert.pull_from_wire),
+        (server.SharedMemory, [ticket], convert.ticket_from_wire),
+        (
+            server.PushReply,
+            [server.PushReply.FromString(golden["PushReply"])],
+            lambda message: convert.results_from_wire(message, TWO),
+        ),
+        (server.OpenSourcesReply, [opening], lambda message: convert.watermarks_from_wire(message.sources)),
+        (
+            server.OpenSourcesRequest,
+            [server.OpenSourcesRequest.FromString(golden["OpenSourcesRequest"])],
+            lambda message: convert.sources_from_wire(message.sources),
+        ),
+        (server.RestoredPartition, [restored], entry_from_wire),
+        (server.CheckpointFile, list(restored.files), file_from_wire),
+        (
+            coordinator.LeaseDataReply,
+            [coordinator.LeaseDataReply.FromString(golden["LeaseDataReply.lease"])],
+            lambda message: convert.data_lease_from_wire(message.lease),
+        ),
+        (
+            coordinator.JoinJobReply,
+            [coordinator.JoinJobReply.FromString(golden["JoinJobReply"])],
+            lambda message: convert.rank_leases_from_wire(message.ranks),
+        ),
+        (common.ErrorDetail, [common.ErrorDetail.FromString(golden["ErrorDetail"])], from_detail),
+    ]
+    for kind, examples, door in doors:
+        seeds = tuple(example.SerializeToString() for example in examples)
+        yield Decoder(f"message {kind.DESCRIPTOR.name}", seeds, _through(kind, door))
+
+
+def _through(kind: type[Any], door: Callable[[Any], object]) -> Callable[[bytes], object]:
+    from google.protobuf.message import DecodeError
+
+    def read(data: bytes) -> object:
+        try:
+            message = kind.FromString(data)
+        except DecodeError:
+            return None  # methods.py makes it a MalformedPayload
+        return door(message)
+
+    return read
+
+
+def _restored() -> server.RestoredPartition:
+    file = server.CheckpointFile(path="job/1/p-0.safetensors", length=512, sha256=bytes(32), blocks=[0, 1])
+    return server.RestoredPartition(partition=1, version=common.Version(life=2, number=7), files=[file, file])
+
+
+def _frames(golden: dict[str, bytes]) -> Iterator[Decoder]:
+    pushes = _of(golden, "PushHeader")
+    first = pushes[0]
+
+    def read_stream(header: bytes) -> object:
+        reader = HeaderReader()
+        reader.read(first)
+        reader.read_alike(header)
+        return reader.read(header)
+
+    yield Decoder("frame", _of(golden, "PushFrame", "PullFrame"), frames.decode)
+    yield Decoder("push header", pushes, convert.push_from_header)
+    yield Decoder("push header, not the first", pushes, read_stream)
+    yield Decoder("pull header", _of(golden, "PullHeader"), lambda header: convert.pulled_from_header(header, TWO, TWO))
+
+
+def _codes() -> Iterator[Decoder]:
+    vectors = json.loads((GOLDEN / "codecs.json").read_text())
+    codes = tuple(bytes.fromhex(vector["code"]) for vector in vectors.values())
+
+    def read(code: bytes) -> None:
+        for elements, dtype in ((10, np.float32), (300, np.float32), (33, np.float64)):
+            guard = np.full(elements + 16, 7.0, dtype)
+            try:
+                decode(code, guard[8:-8])
+                apply(code, guard[8:-8])
+            finally:
+                assert (guard[:8] == 7.0).all(), "written before the array"
+                assert (guard[-8:] == 7.0).all(), "written behind the array"
+
+    yield Decoder("code", codes, read)
+    texts = ("int8:64", "topk:0.01:int8+zstd", "powersgd:2", "delta:64+zstd", "bf16", "none", "randomk:0.1:unbiased")
+    seeds = tuple(text.encode() for text in texts)
+    yield Decoder("compression of pushes", seeds, lambda text: parse_push_rules(text.decode("utf-8", "replace")))
+    yield Decoder("compression of pulls", seeds, lambda text: parse_pull_rules(text.decode("utf-8", "replace")))
+
+
+# ---- the disk
+
+
+RATE: Final = (make_group("sgd", {"lr": 0.5, "momentum": 0.5}),)
+LAYOUT: Final = JobLayout(
+    (VariableSpec("w", DType.FLOAT32, (6,)), VariableSpec("v", DType.FLOAT64, (3,))),
+    OptimizerSpec("sgd", RATE),
+    (PartitionLayout(PartitionId(0), 128, (Block(0, 0, 6, 0), Block(1, 0, 3, 64))),),
+)
+STATE: Final = PartitionState(
+    PartitionId(0),
+    Version(2, 31),
+    (
+        BlockState(0, np.arange(6, dtype=np.float32), {"momentum_buffer": np.ones(6, np.float32)}, 31),
+        BlockState(1, np.arange(3, dtype=np.float64), {"momentum_buffer": np.ones(3)}, 30),
+    ),
+    (
+        SourceMark(SourceKey(DataShardSource(1, 2, 3)), Token(5), 8),
+        SourceMark(SourceKey(RankSource(Rank(2)), 1), Token(6), 9),
+        SourceMark(SourceKey(WorkerSource(Incarnation((4 << 32) + 7))), Token(0), (1 << 63) - 1),
+    ),
+    Token(3),
+)
+
+
+def _checkpoints(folder: Path) -> Iterator[Decoder]:
+    digest = hashlib.sha256(b"").hexdigest()
+    file = FileRef(manifest.partition_path(7, PartitionId(0), Incarnation(5)), Written(512, digest))
+    written = Manifest(
+        7,
+        "job",
+        JobId(1),
+        3,
+        {"name": "job"},
+        UpdateMode.ASYNC,
+        12,
+        "2026-01-02T03:04:05+00:00",
+        LAYOUT,
+        (PartitionEntry(PartitionId(0), Version(1, 12), (PartitionFile(file, (0, 1)),)),),
+        {"entries": [], "closed": []},
+        Token(2),
+    )
+    whole = manifest.encode(written)
+    yield Decoder("manifest", (whole,), lambda text: manifest.decode(text, "m"))
+    begin, end = whole.index(b":") + 1, whole.rindex(b',"sha256"')
+    yield Decoder(
+        "manifest of a right digest",
+        (whole[begin:end],),
+        lambda inner: manifest.decode(
+            whole[:begin] + inner + whole[end : end + 11] + hashlib.sha256(inner).hexdigest().encode() + b'"}', "m"
+        ),
+        _change_json,
+    )
+    storage = LocalStorage(folder)
+    storage.write("partition", partition_file.state_pieces(STATE))
+    state = (folder / "partition").read_bytes()
+    head = 8 + int.from_bytes(state[:8], "little")
+
+    def read(data: bytes) -> object:
+        (folder / "partition").write_bytes(data)
+        expected = Written(len(data), hashlib.sha256(data).hexdigest())
+        return partition_file.read(storage, "partition", expected, LAYOUT, PartitionId(0))
+
+    yield Decoder("partition's file", (state,), read)
+    yield Decoder(
+        "header of a partition's file",
+        (state[8:head],),
+        lambda header: read(len(header).to_bytes(8, "little") + header + state[head:]),
+        _change_json,
+    )
+
+
+def _journals(folder: Path) -> Iterator[Decoder]:
+    """As a coordinator finds them when it starts again."""
+    records = _records()
+
+    def restore(text: bytes) -> object:
+        entries = json.loads(text)
+        pairs = (
+            [each for each in entries if isinstance(each, list) and len(each) == 2] if isinstance(entries, list) else []
+        )
+        taken = [Record(at, 1, 0.0, kind, body) for at, (kind, body) in enumerate(pairs) if isinstance(body, dict)]
+        return Machine.restore(taken, term=Term(2), lease_ms=1_000, now_ms=0)
+
+    yield Decoder("a journal's records", (json.dumps(records).encode(),), restore, _change_json)
+    home = folder / "journal"
+    written = Journal(home)
+    written.append([(str(kind), body) for kind, body in records])  # type: ignore[arg-type]
+    written.close()
+    file = home / JOURNAL_FILE
+
+    def read(data: bytes) -> object:
+        for old in home.glob(f"{JOURNAL_FILE}*"):
+            old.unlink()
+        file.write_bytes(data)
+        opened = Journal(home)
+        try:
+            return opened.records()
+        finally:
+            opened.close()
+
+    yield Decoder("a journal's file", (file.read_bytes(),), read, _change_page, share=0.1)
+
+
+def _logs(folder: Path) -> Iterator[Decoder]:
+    """As the successors of a dead server find them."""
+    caller, owner = Caller(JobId(1), Incarnation(9)), Incarnation(3)
+    store = Store(logs=LogRoot(folder / "logs"))
+    store.become(owner, Term(1))
+    store.create(caller.job, Generation(1), LAYOUT, [PartitionId(0)], UpdateMode.ASYNC, 0, durability=Durability.WAL)
+    store.open(caller.job, Generation(1))
+    for sequence in range(3):
+        name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), sequence, sequence)
+        parts = (PushPart(PartitionId(0), 128),)
+        order = PushOrder(caller, owner, Generation(1), name, PushKind.GRADIENT, parts, 1.0, RATE)
+        store.push(store.admit_push(order), order, aligned_empty(128))
+    files = LogRoot(folder / "logs").log(caller.job, owner)
+    (number,) = files.numbers()
+    segment = files.segment(number)
+    written, mark = segment.read_bytes(), (files.folder / SYNCED).read_bytes()
+    found = files.records(number, decode_mark(mark, segment))
+    records = [(record.kind, record.head, bytes(record.payload)) for record in found]
+    store.close()
+
+    def read(data: bytes, durable: bytes = mark) -> object:
+        files.folder.mkdir(parents=True, exist_ok=True)
+        for each in files.folder.iterdir():
+            each.unlink()
+        segment.write_bytes(data)
+        (files.folder / SYNCED).write_bytes(durable)
+        return replay(files, number, {PartitionId(0): Partition(LAYOUT, PartitionId(0), UpdateMode.ASYNC, 0)})
+
+    def read_sealed(head: bytes) -> object:
+        data = sealed(head)
+        return read(data, encode_mark(Mark(number, len(data))))
+
+    def sealed(head: bytes) -> bytes:
+        """The log with another head of its second push, in a record that is right."""
+        data = bytearray(written[:SEGMENT_HEADER_BYTES])
+        for at, (kind, former, payload) in enumerate(records):
+            said = head if at == 2 else former
+            data += record_header(kind, said, len(payload), zlib.crc32(payload), len(data)) + said + payload
+        return bytes(data)
+
+    assert sealed(records[2][1]) == written
+    yield Decoder("a log's segment", (written,), read, _change_page, share=0.3)
+    yield Decoder("a head in a log", (records[2][1],), read_sealed, share=0.3)
+
+
+def _records() -> list[list[object]]:
+    """Of a yard in which a bit of everything has happened."""
+    found: list[list[object]] = []
+    for mode in UpdateMode:
+        machine = Machine(term=Term(1), lease_ms=1_000, now_ms=0, checkpoints="/c")
+        entries: list[effects.Persist] = []
+
+        def handle(event: events.Event, machine: Machine = machine, entries: list[effects.Persist] = entries) -> Any:
+            wanted = machine.handle(event, 0)
+            entries += [each for each in wanted if isinstance(each, effects.Persist)]
+            return next((each.answer for each in wanted if isinstance(each, effects.Reply)), None)
+
+        settings = JobSettings(consistency=ConsistencySettings(mode=mode), workers_expected=2)
+        server = handle(events.MemberRegistered(Registration(MemberRole.SERVER, "s:1", 1, "0", "h", 1)))
+        workers = [
+            handle(events.MemberRegistered(Registration(MemberRole.WORKER, "", 1, "0", "h", pid))) for pid in (2, 3)
+        ]
+        joined = [handle(events.JobJoined(each.incarnation, settings.name, settings)) for each in workers]
+        callers = [Caller(joined[0].job, each.incarnation) for each in workers]
+        for event in (
+            events.VariablesRegistered(callers[0], LAYOUT.variables, LAYOUT.optimizer),
+            events.PartitionsCreated(joined[0].job),
+            events.VariablesCommitted(callers[0]),
+            events.PartitionsOpened(joined[0].job),
+            events.FeedOpened(callers[0], 0, FeedSpec(100, "f", 10, 1, shuffle=True, drop_last=False)),
+            events.Ticked(),
+            events.CheckpointTaken(joined[0].job, 1, 1, 0),
+            *([events.LeaseRequested(callers[0], 0)] if mode is UpdateMode.ASYNC else []),
+            events.MemberLeft(callers[1].incarnation, "E: no"),
+            events.WorkersFenced(joined[0].job, (callers[1].incarnation,)),
+            events.MemberLeft(server.incarnation, ""),
+        ):
+            handle(event)
+        found += [[each.kind, dict(each.body)] for each in (entries if mode is UpdateMode.ASYNC else [])]
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+
+
+def _change_json(dice: Random, text: bytes, _: object) -> bytes:
+    return mutate_json(dice, text)
+
+
+def _change_page(dice: Random, data: bytes, _: object) -> bytes:
+    """Bits of a file that is mostly zeros, where it is not; or it is cut."""
+    if dice.random() < 0.2:
+        return data[: dice.randrange(len(data))]
+    found = bytearray(data)
+    for _time in range(dice.choice((1, 1, 4))):
+        at = dice.randrange(len(found))
+        while not found[at]:
+            at = (at + 1) % len(found)
+        found[at] ^= 1 << dice.randrange(8)
+    return bytes(found)
+
+
+# ---- what people and other processes write
+
+
+def _settings(folder: Path) -> Iterator[Decoder]:
+    job = JobSettings().model_dump_json().encode()
+    yield Decoder(
+        "a job's settings", (job,), lambda text: parse_job_settings(text.decode("utf-8", "replace")), _change_json
+    )
+    config = folder / "config.yaml"
+
+    def read_config(text: bytes) -> object:
+        config.write_bytes(text)
+        return load(config, {}, {})
+
+    examples = tuple(path.read_bytes() for path in sorted((GOLDEN.parents[1] / "configs").glob("*.yaml")))
+    yield Decoder("configuration file", examples, read_config)
+    yard = {
+        "format": 1,
+        "processes": [
+            {
+                "name": "server-0",
+                "role": "server",
+                "pid": 1,
+                "created_s": 1.5,
+                "log": "/x",
+                "address": "h:1",
+                "ready": True,
+            }
+        ],
+        "restarts": [
+            {
+                "name": "server-0",
+                "pid": 1,
+                "ending": "has ended",
+                "died_s": 1.0,
+                "number": 1,
+                "restarts_max": 3,
+                "window_ms": 5,
+            }
+        ],
+        "given_up": {"server-0": "why"},
+    }
+
+    def read_yard(text: bytes) -> object:
+        (folder / STATE_FILE).write_bytes(text)
+        return read_state(folder)
+
+    yield Decoder("yard.json", (json.dumps(yard).encode(),), read_yard, _change_json)
+    error = {"time": 1.5, "type": "ValueError", "message": "no", "traceback": "Traceback"}
+
+    def read_error(text: bytes) -> object:
+        (folder / "error.json").write_bytes(text)
+        found = read_error_file(folder / "error.json")
+        if found is None:
+            raise InvalidRequest("it is said in the log that nobody can read it")
+        return found
+
+    yield Decoder("a script's error file", (json.dumps(error).encode(),), read_error, _change_json)
+
+
+def feed(decoder: Decoder, data: bytes) -> bool:
+    """Whether it was taken. Raises what is no refusal."""
+    try:
+        decoder.read(data)
+    except ShardyardError:
+        return False
+    return True

@@ -1,0 +1,401 @@
+"""Roles with a job under way, and what may be said to them: one call of each method of each service, and streams.
+
+A world is called as a listener calls it (shardyard.transport.serving), without a network. What is refused must leave
+its state as it was; what it answers may change it, so it is made anew now and then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
+
+import shop
+from coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
+from restoring import state_of
+
+from shardyard.checkpoints.manifest import partition_path
+from shardyard.ground.errors import Internal, ShardyardError
+from shardyard.ground.types import Incarnation, MemberRole, PartitionId, Term, UpdateMode
+from shardyard.transport.peers import AtOnce, Context, Service
+from shardyard.transport.serving import serve, serve_at_once
+from shardyard.wire.methods import Method
+from shardyard.wire.v1 import agent_pb2 as agent
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as coordinator
+from shardyard.wire.v1 import parameter_server_pb2 as server
+from shardyard_coordinator.journal import Journal
+from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.store import Store
+from shardyard_worker.agent_launch import RunningLaunch
+from shardyard_worker.agent_service import AgentPlan, AgentService
+
+Sent = tuple[bytes, ...]
+"""The messages of one call: one, or those of a stream."""
+
+
+class World(Protocol):
+    service: Service
+    calls: dict[str, list[Sent]]
+    """By a method's name, calls that are answered, or nearly."""
+
+    def state(self) -> object:
+        """All that a refused call must not have changed."""
+
+    def settle(self) -> bool:
+        """Does what a call has begun, and makes the world ready for the next. Whether its state may be another now."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Answered:
+    """What became of a call. `answers`: how many came, before it was refused if it was."""
+
+    answers: int = 0
+    refused: ShardyardError | None = None
+
+
+def call(service: Service, name: str, sent: Sequence[bytes]) -> Answered:
+    """Raises AssertionError where something else happens than an answer or a refusal."""
+    method, handler = next(each for each in service.handlers.items() if each[0].name == name)
+    noise = _Noise()
+    logging.getLogger("shardyard.serving").addHandler(noise)
+    found = Answered()
+    offered: list[AtOnce] = []
+    context = Context(peer="ipv4:127.0.0.1:1", is_active=lambda: True, offer=offered.append)
+    given: bytes | Iterator[bytes] = sent[0] if sent else b""
+    if method.streams_in:
+        given = _stream(method, sent, offered, found)
+    try:
+        for _ in serve(method, handler, given, context, "1"):
+            found.answers += 1
+    except ShardyardError as error:
+        found.refused = error
+    finally:
+        logging.getLogger("shardyard.serving").removeHandler(noise)
+    assert not isinstance(found.refused, Internal), found.refused
+    assert type(found.refused) is not ShardyardError, found.refused
+    assert not noise.records, noise.records
+    return found
+
+
+def _stream(method: Method[Any, Any], sent: Sequence[bytes], offered: list[AtOnce], found: Answered) -> Iterator[bytes]:
+    """As they come in: every second one is tried at once first, where the handler has offered that."""
+    for at, message in enumerate(sent):
+        if at % 2 and offered and serve_at_once(method, offered[-1], message) is not None:
+            found.answers += 1
+            continue
+        yield message
+
+
+class _Noise(logging.Handler):
+    """What serving logs when something breaks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(self.format(record))
+
+
+def encoded(*messages: Any) -> Sent:
+    return tuple(message.SerializeToString() for message in messages)
+
+
+# ---- a server
+
+
+class ServerWorld:
+    """One job of two partitions, open, with a push or two; of one mode. Checkpoints lie in memory."""
+
+    def __init__(self, mode: UpdateMode) -> None:
+        self.store = Store()
+        self.store.become(Incarnation(shop.SERVER), Term(shop.TERM))
+        self.service = Servicer(self.store).service()
+        self.mode = mode
+        shop.stock(lambda name, *sent: call(self.service, name, encoded(*sent)), mode)
+        self.calls = self._calls()
+        for sequence in range(2):
+            self._must("Push", *encoded(self._push(sequence)))
+        self._must("SaveCheckpoint", *encoded(self._save(1)))
+
+    def state(self) -> object:
+        jobs = []
+        for hosted in self.store.hosted():
+            found = []
+            for number, partition in sorted(hosted.partitions.items()):
+                cut = partition.cut()
+                cut.complete()
+                arrays = [partition.arrays(index, cut) for index in range(partition.blocks)]
+                digest = hashlib.sha256(b"".join(each[name].tobytes() for each in arrays for name in sorted(each)))
+                gate = partition._gate
+                waiting = None if gate is None else (gate.step, gate.missing())
+                found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting))
+                cut.release()
+            jobs.append((hosted.job, hosted.generation, hosted.open, tuple(hosted.partitions), found))
+        standing, counters = self.store._standing, self.store.counters
+        return standing.incarnation, frozenset(standing.fenced), jobs, counters.pushes_applied, counters.streams
+
+    def settle(self) -> bool:
+        # a term that was heard stays, as it shall; the next calls are of the first one again
+        self.store._standing.term = Term(shop.TERM)
+        return False
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _must(self, name: str, *sent: bytes) -> None:
+        found = call(self.service, name, sent)
+        assert found.refused is None, found.refused
+
+    def _source(self) -> dict[str, Any]:
+        return {"logical_rank": 0} if self.mode is UpdateMode.SYNC else {"worker": shop.WORKER}
+
+    def _push(self, sequence: int, **changes: Any) -> server.PushFrame:
+        header = shop.header(sequence, **changes)
+        if self.mode is UpdateMode.SYNC:
+            header.name.source.logical_rank = 0
+            header.name.token = 1
+        return server.PushFrame(header=header, data=shop.GRADIENT)
+
+    def _save(self, number: int) -> server.SaveCheckpointRequest:
+        step = {"step": 2} if self.mode is UpdateMode.SYNC else {}
+        return server.SaveCheckpointRequest(
+            caller=shop.ORDERS, server=shop.SERVER, generation=1, url="memory://fuzz/job", number=number, **step
+        )
+
+    def _calls(self) -> dict[str, list[Sent]]:
+        who = {"caller": shop.CALLER, "server": shop.SERVER, "generation": 1}
+        orders = {"caller": shop.ORDERS, "generation": 1}
+        shard = {"data_shard": {"feed": 0, "index": 3}}
+        leased = {"logical_rank": 1} if self.mode is UpdateMode.SYNC else shard
+        create = shop.creation(self.mode)
+        again = server.CreatePartitionsRequest()
+        again.CopyFrom(create)
+        again.generation = 2
+        other = server.CreatePartitionsRequest()
+        other.CopyFrom(create)
+        other.caller.job = 8
+        restore = server.CreatePartitionsRequest()
+        restore.CopyFrom(again)
+        restore.restore.url = "memory://fuzz/job"
+        restore.restore.partitions.add(
+            partition=0,
+            version={"life": 2, "number": 2},
+            files=[
+                {
+                    "path": partition_path(1, PartitionId(0), Incarnation(shop.SERVER)),
+                    "length": 512,
+                    "sha256": bytes(32),
+                    "blocks": [0],
+                }
+            ],
+        )
+        nothing = server.PushHeader(**who, kind=server.PUSH_KIND_NOTHING)
+        pulls = server.PushHeader(**who, kind=server.PUSH_KIND_NOTHING, pull={"partitions": [0, 1]})
+        coded = server.PushHeader(
+            **who, kind=server.PUSH_KIND_NOTHING, pull={"partitions": [0, 1], "coding": "delta:64+zstd"}
+        )
+        attach = server.PushHeader(
+            **who, kind=server.PUSH_KIND_NOTHING, attach={"pid": 1, "fd": 3, "bytes": 4096, "nonce": bytes(32)}
+        )
+        alike = server.PushHeader(again=True, kind=server.PUSH_KIND_GRADIENT)
+        alike.name.CopyFrom(self._push(3).header.name)
+        ahead = self._push(4, rest=64)
+        ahead.data = shop.GRADIENT[:64]
+        values = server.PushFrame(header=shop.header(kind=server.PUSH_KIND_VALUES), data=shop.VALUES)
+        halves = [
+            server.PushFrame(header=self._push(2).header, data=shop.GRADIENT[:50]),
+            server.PushFrame(offset=50, data=shop.GRADIENT[50:]),
+        ]
+        frame = server.PushFrame
+        return {
+            "CreatePartitions": [encoded(each) for each in (create, again, other, restore)],
+            "Initialize": [encoded(values)],
+            "OpenPartitions": [encoded(server.OpenPartitionsRequest(**orders))],
+            "SaveCheckpoint": [encoded(self._save(2))],
+            "ForgetSources": [
+                encoded(
+                    server.ForgetSourcesRequest(
+                        caller=shop.ORDERS, server=shop.SERVER, generation=1, sources=[{"source": leased}], floor=1
+                    )
+                )
+            ],
+            "PassOver": [
+                encoded(
+                    server.PassOverRequest(
+                        caller=shop.ORDERS, server=shop.SERVER, generation=1, worker=shop.WORKER, next=each
+                    )
+                )
+                for each in (2, 5)
+            ],
+            "DropJob": [encoded(server.DropJobRequest(caller=common.Caller(job=8, term=shop.TERM)))],
+            "Fence": [encoded(server.FenceRequest(caller=shop.ORDERS, incarnations=[77, 78]))],
+            "OpenSources": [encoded(server.OpenSourcesRequest(**who, sources=[{"source": leased, "token": 5}]))],
+            "ReadLedger": [
+                encoded(server.ReadLedgerRequest(**who, sources=[{"source": leased}, {"source": self._source()}]))
+            ],
+            "Push": [encoded(self._push(1)), encoded(self._push(2)), encoded(*halves)],
+            "Pull": [encoded(shop.wish()), encoded(shop.wish(1))],
+            "PushPull": [
+                encoded(
+                    self._push(2), frame(header=alike, data=shop.GRADIENT), frame(header=alike, data=shop.GRADIENT)
+                ),
+                encoded(frame(header=pulls), frame(header=pulls), self._push(2), frame(header=nothing)),
+                encoded(frame(header=pulls), frame(offset=64, data=shop.GRADIENT[64:]), ahead),
+                encoded(frame(header=coded), self._push(2), frame(header=coded)),
+                encoded(frame(header=attach), frame(header=pulls)),
+            ],
+            "DescribeServer": [encoded(server.DescribeServerRequest())],
+        }
+
+
+# ---- a coordinator
+
+
+@dataclass
+class CoordinatorWorld:
+    """Two servers, a job with its variables open and a data set under way, two workers, an agent."""
+
+    mode: UpdateMode
+    yard: Yard = field(init=False)
+    calls: dict[str, list[Sent]] = field(init=False)
+    later: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.yard = begin(Journal(None))
+        shell: Any = self.yard.coordinator
+        # calls to servers are made between two inputs, by `settle`
+        shell._later = lambda do, *given: self.later.append((do, given))
+        settings = (
+            sync_settings(2) if self.mode is UpdateMode.SYNC else ASYNC.model_copy(update={"workers_expected": 2})
+        )
+        workers = self.yard.run_job(settings, workers=2)
+        workers[0].open_feed()
+        self.agent = self.yard.register(MemberRole.AGENT, "agent:1")
+        self.calls = self._calls(workers)
+        self.settle()
+
+    @property
+    def service(self) -> Service:
+        return self.yard.coordinator.service
+
+    def state(self) -> object:
+        shell: Any = self.yard.coordinator
+        with shell._lock:
+            return repr(state_of(shell._machine)), shell._journal._latest()
+
+    def settle(self) -> bool:
+        due = bool(self.later)
+        while self.later:
+            do, given = self.later.pop(0)
+            do(*given)
+        return due
+
+    def close(self) -> None:
+        self.later.clear()
+        self.yard.coordinator.stop()
+        self.yard.journal.close()
+
+    def _calls(self, workers: list[Worker]) -> dict[str, list[Sent]]:
+        wire = coordinator
+        worker = workers[0]
+        caller, variables = worker.caller, wire.RegisterVariablesRequest(caller=worker.caller)
+        variables.variables.extend(worker.placed.layout.variables)
+        variables.optimizer.CopyFrom(worker.placed.layout.optimizer)
+        settings = worker.joined.settings_json
+        lone = common.Caller(incarnation=self.yard.register(MemberRole.WORKER, pid=9))
+        lease: dict[str, Any] = {"feed": 0}
+        if self.mode is UpdateMode.ASYNC:
+            given = worker.lease().lease
+            lease = {"data_shard": given.data_shard, "token": given.token}
+        metrics = [wire.Metric(name="loss", value=0.5)]
+        register = {"protocol": 1, "release": "0.1.0", "host": "box", "pid": 12}
+        return {
+            "Register": [
+                encoded(wire.RegisterRequest(role=wire.ROLE_WORKER, agent=self.agent, **register)),
+                encoded(wire.RegisterRequest(role=wire.ROLE_SERVER, address="server:9", **register)),
+            ],
+            "Heartbeat": [
+                encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x"))
+            ],
+            "Leave": [encoded(wire.LeaveRequest(caller=lone, error="E: no"))],
+            "ReportExit": [
+                encoded(wire.ReportExitRequest(caller=common.Caller(incarnation=self.agent), pid=77, exit_code=-9))
+            ],
+            "JoinJob": [
+                encoded(wire.JoinJobRequest(caller=lone, name="default", settings_json=settings)),
+                encoded(wire.JoinJobRequest(caller=caller, name="default", settings_json=settings)),
+            ],
+            "RegisterVariables": [encoded(variables)],
+            "CommitVariables": [encoded(wire.CommitVariablesRequest(caller=caller))],
+            "OpenFeed": [
+                encoded(
+                    wire.OpenFeedRequest(caller=caller, feed=0, samples=100, fingerprint="f", batch_size=10, epochs=1)
+                ),
+                encoded(
+                    wire.OpenFeedRequest(caller=caller, feed=1, samples=100, fingerprint="f", batch_size=10, epochs=2)
+                ),
+            ],
+            "LeaseData": [encoded(wire.LeaseDataRequest(caller=caller, feed=0))],
+            "CloseLease": [encoded(wire.CloseLeaseRequest(caller=caller, **lease))],
+            "RebaseSource": [encoded(wire.RebaseSourceRequest(caller=caller, next=each)) for each in (0, 3)],
+            "Status": [encoded(wire.StatusRequest())],
+        }
+
+
+# ---- an agent
+
+
+class AgentWorld:
+    """An agent that is stopping, so that it starts nothing more, with a launch that has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        script = folder / "script.py"
+        script.write_text("print('done')\n")
+        self._agent = AgentService(
+            AgentPlan("127.0.0.1:1", 1), incarnation=lambda: 3, report_exit=lambda pid, exit_code: None
+        )
+        launch = agent.LaunchRequest(
+            script=str(script),
+            arguments=["a", "b"],
+            working_directory=str(folder),
+            environment={"NAME": "value"},
+            workers=1,
+            restarts_max=1,
+        )
+        self.launch: RunningLaunch = self._agent.launch(launch)
+        self._agent.close()
+        assert self.launch.events.ended
+        self.service = self._agent.service
+        number = self.launch.number
+        self.calls = {
+            "Launch": [encoded(launch)],
+            "Watch": [
+                encoded(agent.WatchRequest(launch=number)),
+                encoded(agent.WatchRequest(launch=number, next_event=1)),
+            ],
+            "Stop": [encoded(agent.StopRequest(launch=number, grace_ms=100))],
+            "DescribeAgent": [encoded(agent.DescribeAgentRequest())],
+        }
+
+    def state(self) -> object:
+        found = [(number, launch.events.ended, launch.running) for number, launch in self._agent._launches.items()]
+        return found, threading.active_count()
+
+    def settle(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """It is closed."""

@@ -1,0 +1,77 @@
+"""A server's shop, as a generated client would stock it: one asynchronous job of two partitions on this server.
+
+Messages alone; who sends them, and how, is the caller's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from shardyard.ground import optimizers
+from shardyard.ground.types import OptimizerSpec, UpdateMode
+from shardyard.wire import convert
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+
+JOB, WORKER, SERVER, TERM = 7, 9, 2, 1
+GROUPS = (optimizers.make_group("sgd", {"lr": 0.5}),)
+CALLER = common.Caller(job=JOB, incarnation=WORKER)
+ORDERS = common.Caller(job=JOB, term=TERM)
+VALUES = struct.pack("<16f", *range(16)) + struct.pack("<4f", *range(16, 20)) + bytes(48)
+GRADIENT = struct.pack("<16f", *[1.0] * 16) + struct.pack("<4f", *[2.0] * 4) + bytes(48)
+
+
+def layout() -> common.JobLayout:
+    """ "w", 20 float32: 16 in partition 0; 4 in partition 1; nothing in partition 2, which the server does not own."""
+    return common.JobLayout(
+        variables=[{"name": "w", "dtype": common.DTYPE_FLOAT32, "shape": [20], "kind": common.VARIABLE_KIND_PARAMETER}],
+        optimizer=convert.optimizer_to_wire(OptimizerSpec("sgd", GROUPS)),
+        partitions=[
+            {"partition": 0, "payload_bytes": 64, "blocks": [{"length": 16}]},
+            {"partition": 1, "payload_bytes": 64, "blocks": [{"offset": 16, "length": 4}]},
+            {"partition": 2},
+        ],
+    )
+
+
+def header(sequence: int = 0, kind: int = wire.PUSH_KIND_GRADIENT, **more: Any) -> wire.PushHeader:
+    return wire.PushHeader(
+        caller=CALLER,
+        server=SERVER,
+        generation=1,
+        name={"source": {"worker": WORKER}, "first": sequence, "last": sequence},
+        kind=kind,
+        parts=[{"partition": 0, "payload_bytes": 64}, {"partition": 1, "payload_bytes": 64}],
+        weight=8.0,
+        groups=convert.groups_to_wire(GROUPS) if kind == wire.PUSH_KIND_GRADIENT else [],
+        **more,
+    )
+
+
+def wish(number: int = 0) -> wire.PullRequest:
+    return wire.PullRequest(caller=CALLER, server=SERVER, generation=1, partitions=[0, 1], number=number)
+
+
+def creation(mode: UpdateMode = UpdateMode.ASYNC) -> wire.CreatePartitionsRequest:
+    """Synchronous: of one logical rank."""
+    return wire.CreatePartitionsRequest(
+        caller=ORDERS,
+        generation=1,
+        layout=layout(),
+        partitions=[0, 1],
+        mode=convert.mode_to_wire(mode),
+        logical_ranks=1 if mode is UpdateMode.SYNC else 0,
+        server=SERVER,
+    )
+
+
+def stock(send: Callable[..., object], mode: UpdateMode = UpdateMode.ASYNC) -> None:
+    """`send(METHOD, *MESSAGES)` to a server that is SERVER, in TERM: creates the job, gives it values, opens it."""
+    send("CreatePartitions", creation(mode))
+    send("Initialize", wire.PushFrame(header=header(kind=wire.PUSH_KIND_VALUES), data=VALUES))
+    send("OpenPartitions", wire.OpenPartitionsRequest(caller=ORDERS, generation=1))
+    if mode is UpdateMode.SYNC:
+        sources = [wire.SourceToken(source={"logical_rank": 0}, token=1)]
+        send("OpenSources", wire.OpenSourcesRequest(caller=CALLER, server=SERVER, generation=1, sources=sources))
