@@ -114,17 +114,20 @@ class Place:
         self.is_done = True
 
     def end(self) -> int | None:
-        """Ends it, with SIGKILL if it does not when asked; its exit code, None where none was there."""
+        """Ends it, with SIGKILL if it does not when asked; its exit code, None where none was there, or was not ready
+        yet: Python has its own way to end then."""
+        was_ready = self.starts > 0 and self.is_ready
         process, self._process, self.is_done = self._process, None, True
         if process is None:
             return None
         process.send_signal(signal.SIGCONT)
         process.terminate()
         try:
-            return process.wait(END_S)
+            code = process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+        return code if was_ready else None
 
     # ---- what is known of it
 
