@@ -137,7 +137,7 @@ class Undisturbed:
     def run(plan: Plan, folder: Path) -> str:
         """Runs the plan's job; the URL of its checkpoints."""
         folder.mkdir(parents=True)
-        calm = replace(plan, every_steps=0)
+        calm = replace(plan, every_steps=0, wal=False)
         settings = job_settings(calm) | {"job.checkpoint.url": folder / "checkpoints", "yard.servers": 1}
         done = subprocess.run(
             [sys.executable, *script_arguments(plan, folder)],

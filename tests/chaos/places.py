@@ -169,13 +169,11 @@ class SmallDisk:
     """A folder with little room: a file system of its own where this process may mount one, else a limit on the size
     of the files that the processes which write there can make."""
 
-    LIMIT_BYTES = 4 << 20
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nbytes: int) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={self.LIMIT_BYTES}", "tmpfs", str(folder)],
+            ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)],
             capture_output=True,
             check=False,
         )
