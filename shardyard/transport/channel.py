@@ -43,6 +43,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 KNOCK_MS = 250
 """How long a call waits for a peer to be there again that did not answer the one before."""
+KNOCK_SLICE_MS = 50
 DEADLINES_MS = 250
 """How often streams are looked at: an answer is called overdue by so much too late."""
 
@@ -132,10 +133,11 @@ class GrpcPeer:
         if not (TRIED and self._is_cut):
             return
         core: Any = self._channel._channel  # type: ignore[attr-defined]
-        until = time.time() + KNOCK_MS / 1000
+        until = time.monotonic() + KNOCK_MS / 1000
         state = core.check_connectivity_state(True)
-        while state != cygrpc.ConnectivityState.ready and time.time() < until:
-            core.watch_connectivity_state(state, until)
+        while state != cygrpc.ConnectivityState.ready and time.monotonic() < until:
+            # gRPC wants the time of day, which may jump: a little of it at a time
+            core.watch_connectivity_state(state, time.time() + KNOCK_SLICE_MS / 1000)
             state = core.check_connectivity_state(True)
         self._is_cut = state != cygrpc.ConnectivityState.ready
 

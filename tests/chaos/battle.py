@@ -24,6 +24,7 @@ from proxy import Proxy, Way
 from schedules import AGENT, COORDINATOR, LEASE_S, Crash, Cut, Fault, Full, Hold, Kill, Plan, Schedule, Slow, Stop
 
 from shardyard.ground import errors
+from shardyard.ground.limits import MIB
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -39,6 +40,7 @@ LOOK_S = 0.02
 BEGIN_S = 90.0
 PLAY_S = 120.0
 FINISH_S = 30.0
+DISKS = {"checkpoints": 4 * MIB, "journal": 4 * MIB, "wal": 32 * MIB}
 PORTS = range(18_000, 28_000)
 """Below those that the system gives to callers, so that a dead process's port is still free for the next."""
 
@@ -46,6 +48,7 @@ PORTS = range(18_000, 28_000)
 def job_settings(plan: Plan) -> dict[str, object]:
     """In force wherever this plan's job is run."""
     return {
+        "job.durability": "wal" if plan.wal else "checkpoint",
         "job.partitions": plan.partitions,
         "job.block_bytes": BLOCK_BYTES,
         "job.consistency.mode": "sync" if plan.sync else "async",
@@ -96,7 +99,7 @@ class Battlefield:
         self._logs = folder / "logs"
         self._logs.mkdir()
         self._more = more or {}
-        self.disks = {name: SmallDisk(folder / name) for name in ("checkpoints", "journal")}
+        self.disks = {name: SmallDisk(folder / name, size) for name, size in DISKS.items()}
         for disk in self.disks.values():
             stack.callback(disk.close)
         ports = free_ports(1 + plan.servers)
@@ -204,7 +207,9 @@ class Battlefield:
                 self.links[link].slow(delay_ms)
                 return [(for_s, self.links[link].let_go)]
             case Full(name, for_s):
-                writers = (COORDINATOR,) if name == "journal" else (COORDINATOR, *self.plan.server_names)
+                writers = {"journal": (COORDINATOR,), "wal": self.plan.server_names}.get(
+                    name, (COORDINATOR, *self.plan.server_names)
+                )
                 self.disks[name].fill(pid for writer in writers if (pid := self.places[writer].pid) is not None)
                 return [(for_s, self.disks[name].free)]
         return []
@@ -228,6 +233,7 @@ class Battlefield:
             "worker.window": plan.window,
             "worker.overlap": "always" if plan.overlap else "never",
             "yard.restarts_max": 20,
+            "yard.wal": self.disks["wal"].folder,
             "job.checkpoint.url": self.disks["checkpoints"].folder,
             "job.workers_expected": plan.workers + 1,
             **job_settings(plan),

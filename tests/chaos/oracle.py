@@ -126,12 +126,18 @@ class Undisturbed:
     def digest(self, plan: Plan) -> str:
         key = plan.logical_ranks, plan.partitions
         if key not in self._digests:
-            self._digests[key] = self._run(plan, self._folder / f"{plan.logical_ranks}-{plan.partitions}")
+            url = self.run(plan, self._folder / f"{plan.logical_ranks}-{plan.partitions}")
+            library = CheckpointLibrary(open_storage(url))
+            manifest = library.load(JOB)
+            check_counts(library, manifest)
+            self._digests[key] = digest(library, manifest)
         return self._digests[key]
 
-    def _run(self, plan: Plan, folder: Path) -> str:
+    @staticmethod
+    def run(plan: Plan, folder: Path) -> str:
+        """Runs the plan's job; the URL of its checkpoints."""
         folder.mkdir(parents=True)
-        calm = replace(plan, every_steps=0)
+        calm = replace(plan, every_steps=0, wal=False)
         settings = job_settings(calm) | {"job.checkpoint.url": folder / "checkpoints", "yard.servers": 1}
         done = subprocess.run(
             [sys.executable, *script_arguments(plan, folder)],
@@ -142,7 +148,4 @@ class Undisturbed:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        library = CheckpointLibrary(open_storage(str(folder / "checkpoints")))
-        manifest = library.load(JOB)
-        check_counts(library, manifest)
-        return digest(library, manifest)
+        return str(folder / "checkpoints")

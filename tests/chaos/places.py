@@ -114,17 +114,20 @@ class Place:
         self.is_done = True
 
     def end(self) -> int | None:
-        """Ends it, with SIGKILL if it does not when asked; its exit code, None where none was there."""
+        """Ends it, with SIGKILL if it does not when asked; its exit code, None where none was there, or was not ready
+        yet: Python has its own way to end then."""
+        was_ready = self.starts > 0 and self.is_ready
         process, self._process, self.is_done = self._process, None, True
         if process is None:
             return None
         process.send_signal(signal.SIGCONT)
         process.terminate()
         try:
-            return process.wait(END_S)
+            code = process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+        return code if was_ready else None
 
     # ---- what is known of it
 
@@ -166,13 +169,11 @@ class SmallDisk:
     """A folder with little room: a file system of its own where this process may mount one, else a limit on the size
     of the files that the processes which write there can make."""
 
-    LIMIT_BYTES = 4 << 20
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nbytes: int) -> None:
         self.folder = folder
         folder.mkdir(parents=True)
         mounted = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={self.LIMIT_BYTES}", "tmpfs", str(folder)],
+            ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)],
             capture_output=True,
             check=False,
         )

@@ -14,6 +14,15 @@ COORDINATOR = "coordinator"
 AGENT = "agent"
 
 PUSH_PLACES = ("push.before_apply", "push.before_publish", "push.after_partition", "push.before_reply")
+LOG_PLACES = (
+    "wal.before_write",
+    "wal.before_sync",
+    "wal.after_sync",
+    "wal.before_apply",
+    "wal.before_rotate",
+    "wal.after_rotate",
+)
+TAKE_OVER_PLACES = ("wal.before_fence", "wal.after_fence", "wal.before_end", "wal.after_end")
 SAVE_PLACES = (
     "storage.before_write",
     "storage.before_fsync",
@@ -112,7 +121,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Full:
-    """The disk of "checkpoints" or "journal" is full for `for_s`."""
+    """The disk of "checkpoints", "journal" or "wal" is full for `for_s`."""
 
     disk: str
     for_s: float
@@ -137,9 +146,11 @@ class Timed:
 
 @dataclass(frozen=True)
 class Plan:
-    """The job and its yard. `workers` are started by hand, one more by the agent. `jumping`: whose wall clocks jump."""
+    """The job and its yard. `wal`: job.durability. `workers` are started by hand, one more by the agent. `jumping`:
+    whose wall clocks jump."""
 
     sync: bool
+    wal: bool
     servers: int
     workers: int
     partitions: int
@@ -173,6 +184,7 @@ class Plan:
         more = [
             name
             for name, chosen in (
+                ("logs", self.wal),
                 ("shared memory", self.same_host),
                 ("window", self.window > 0),
                 ("overlap", self.overlap),
@@ -224,6 +236,17 @@ def _hold(link: str, chance: random.Random, for_s: float) -> Hold:
     return Hold(link, requests, replies, for_s, chance.random() < 0.5)
 
 
+def _in_push(plan: Plan, chance: random.Random) -> str:
+    return chance.choice(PUSH_PLACES + LOG_PLACES if plan.wal else PUSH_PLACES)
+
+
+def _take_over(plan: Plan, chance: random.Random) -> Crash:
+    """Of a server that has just been given partitions, or of one that takes pushes."""
+    if plan.wal:
+        return Crash(_server(plan, chance), chance.choice(TAKE_OVER_PLACES), chance.randint(1, 3))
+    return Crash(_server(plan, chance), chance.choice(PUSH_PLACES), chance.randint(1, 8))
+
+
 Draw = Callable[[Plan, random.Random], Fault]
 DECK: tuple[tuple[str, Draw], ...] = (
     ("kill server", lambda p, c: Kill((_server(p, c),), _down(c))),
@@ -231,7 +254,7 @@ DECK: tuple[tuple[str, Draw], ...] = (
     ("cut", lambda p, c: Cut(_link(p, c), c.random() < 0.7, c.randint(1, 20_000))),
     ("kill coordinator", lambda p, c: Kill((COORDINATOR,), _down(c))),
     ("stop server", lambda p, c: Stop(_server(p, c), _past_lease(c))),
-    ("crash in push", lambda p, c: Crash(_server(p, c), c.choice(PUSH_PLACES), c.randint(1, 60))),
+    ("crash in push", lambda p, c: Crash(_server(p, c), _in_push(p, c), c.randint(1, 60))),
     ("kill worker", lambda p, c: Kill((_worker(p, c),), _down(c))),
     ("hold server", lambda p, c: _hold(_server(p, c), c, c.uniform(0.3, 4.0))),
     ("crash in decision", lambda p, c: Crash(COORDINATOR, c.choice(DECIDE_PLACES), c.randint(1, 25))),
@@ -239,23 +262,25 @@ DECK: tuple[tuple[str, Draw], ...] = (
     ("crash in save", lambda p, c: Crash(_server(p, c), c.choice(SAVE_PLACES), c.randint(1, 12))),
     ("kill agent", lambda p, c: Kill((AGENT,), _down(c))),
     ("full checkpoints", lambda p, c: Full("checkpoints", c.uniform(1.0, 4.0))),
-    ("cut off", lambda p, c: _hold("up-" + _server(p, c), c, _past_lease(c))),
+    ("cut off", lambda p, c: _hold("up-" + c.choice((_server, _worker))(p, c), c, _past_lease(c))),
     ("kill yard", lambda p, c: Kill((COORDINATOR, *p.server_names), c.choice((0.0, 1.0)))),
+    ("full log", lambda p, c: Full("wal" if p.wal else "checkpoints", c.uniform(0.5, 2.0))),
     ("stop agent", lambda p, c: Stop(AGENT, _past_lease(c))),
     ("crash in commit", lambda p, c: Crash(COORDINATOR, c.choice(COMMIT_PLACES), c.randint(1, 3))),
     ("slow", lambda p, c: Slow(_link(p, c), c.choice((20, 100, 300)), c.uniform(0.5, 3.0))),
+    ("crash in take-over", _take_over),
     ("full journal", lambda p, c: Full("journal", c.uniform(0.5, 2.0))),
     ("kill servers", lambda p, c: Kill(tuple(c.sample(p.server_names, 2)), _down(c))),
     ("crash at resume", lambda p, c: Crash(COORDINATOR, c.choice(RESUME_PLACES), c.randint(1, 2))),
     ("kill all", lambda p, c: Kill((COORDINATOR, *p.members), c.choice((0.0, 1.0)))),
-    ("cut off worker", lambda p, c: _hold("up-" + _worker(p, c), c, _past_lease(c))),
 )
 """Each kind of fault, with its name."""
 
 
 def dealt(seed: int) -> tuple[str, ...]:
     """The kinds of a schedule's faults."""
-    return tuple(DECK[(seed * FAULTS + number) % len(DECK)][0] for number in range(FAULTS))
+    first = seed * FAULTS + seed * FAULTS // len(DECK)  # others come together in the next round
+    return tuple(DECK[(first + number) % len(DECK)][0] for number in range(FAULTS))
 
 
 def draw(seed: int) -> Schedule:
@@ -278,6 +303,7 @@ def _plan(seed: int) -> Plan:
     workers = chance.choice((1, 2))
     plan = Plan(
         sync=sync,
+        wal=random.Random(f"{seed} durability").random() < 0.5,
         servers=servers,
         workers=workers,
         partitions=chance.choice((8, 8, 11)),

@@ -63,7 +63,8 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 
 def test_the_first_seeds_have_every_kind_of_fault_in_both_modes_of_training() -> None:
     assert {kind for seed in range(FEW) for kind in dealt(seed)} == {name for name, _ in DECK}
-    assert {draw(seed).plan.sync for seed in range(FEW)} == {True, False}
+    plans = [draw(seed).plan for seed in range(FEW)]
+    assert {(plan.sync, plan.wal) for plan in plans} == {(sync, wal) for sync in (True, False) for wal in (True, False)}
     inflicted = [timed.fault for seed in range(FEW) for timed in draw(seed).faults]
     assert {type(fault) for fault in inflicted} == {Kill, Stop, Crash, Cut, Hold, Slow, Full}
     for kind in (Kill, Stop):
@@ -78,7 +79,7 @@ def test_many_seeds_have_every_kind_of_fault_in_each_mode_and_crashes_at_every_p
     places = {timed.fault.failpoint for each in drawn for timed in each.faults if isinstance(timed.fault, Crash)}
     found = {name for text in sources() for name in places if f'failpoint("{name}")' in text}
     assert places == found, "places that are in no source"
-    assert {name.partition(".")[0] for name in places} == {"push", "storage", "journal", "checkpoint"}
+    assert {name.partition(".")[0] for name in places} == {"push", "wal", "storage", "journal", "checkpoint"}
 
 
 def test_faults_begin_while_there_is_work_to_do() -> None:

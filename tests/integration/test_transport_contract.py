@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -814,6 +815,20 @@ def test_nobody_listening_is_the_class_that_was_asked_for(listener: Listener) ->
     peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     with pytest.raises(errors.CoordinatorUnavailable, match=address):
         peer.call(methods.STATUS, coordinator.StatusRequest(), timeout_ms=TIMEOUT_MS)
+    peer.close()
+
+
+def test_clock_that_is_set_back_keeps_nobody_waiting(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = listener.address
+    listener.stop()
+    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    now = time.time()
+    times = iter([now])
+    jumping = SimpleNamespace(monotonic=time.monotonic, time=lambda: next(times, now - 3_600))
+    monkeypatch.setattr(channel, "time", jumping)
+    for _ in range(3):
+        with pytest.raises(errors.CoordinatorUnavailable):
+            peer.call(methods.STATUS, coordinator.StatusRequest(), timeout_ms=TIMEOUT_MS)
     peer.close()
 
 

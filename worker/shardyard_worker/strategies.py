@@ -150,10 +150,10 @@ class AsyncStrategy(Strategy):
         """`gap`: what a try before this one met."""
         in_vain = False
         while True:
+            if gap is not None:  # out of the reach of the handlers below: a gap that cannot be mended leaves here
+                # the answer to a rebase that was carried out may have been lost; the next one has nothing to tell
+                in_vain, gap = not self._rebase(shipment.name, gap, in_vain=in_vain), None
             try:
-                if gap is not None:
-                    # the answer to a rebase that was carried out may have been lost; the next one has nothing to tell
-                    in_vain, gap = not self._rebase(shipment.name, gap, in_vain=in_vain), None
                 return self._training.router.push_pull(shipment, NEWEST)
             except MapChanged:
                 self._go_over(shipment.name)

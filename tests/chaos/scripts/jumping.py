@@ -3,8 +3,8 @@
     python jumping.py server --coordinator ...      as `shardyard server --coordinator ...`
     python jumping.py SCRIPT.py ARGUMENTS...
 
-Shardyard's own modules read a clock that jumps; gRPC's keep theirs, since its core, in C, reads the system's, and the
-two would disagree for ever, where after a real jump they agree again at once.
+Shardyard's own modules read a clock that jumps; gRPC's keep theirs, with the one that hands it times of day, since its
+core, in C, reads the system's: the two would disagree for ever, where after a real jump they agree again at once.
 """
 
 import builtins
@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+HANDS_TIMES_TO_GRPC = "shardyard.transport.channel"
 JUMP_S = 86_400
 EVERY_S = 0.2
 JUMPS = random.Random()
@@ -48,8 +49,8 @@ JUMPING = {
 
 def patched(plain: Callable[..., Any]) -> Callable[..., Any]:
     def import_(name: str, globals_: Any = None, locals_: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        mine = str((globals_ or {}).get("__name__", "")).startswith("shardyard")
-        if mine and level == 0 and name in JUMPING:
+        asking = str((globals_ or {}).get("__name__", ""))
+        if asking.startswith("shardyard") and asking != HANDS_TIMES_TO_GRPC and level == 0 and name in JUMPING:
             return JUMPING[name]
         return plain(name, globals_, locals_, fromlist, level)
 
