@@ -102,21 +102,25 @@ def ask(network: Network, coordinator: str, job: str) -> Iterator[Mapping[str, A
     """From a coordinator that runs. Raises CoordinatorUnavailable, NotFound, ConfigurationError."""
     from shardyard.ground import errors
     from shardyard.ground.types import JobId
+    from shardyard.runtime.waiting import Vigil
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
     peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     wanted, after, more = job, 0, True
+    vigil = Vigil()
     try:
         while more:
             request = wire.ReadAuditRequest(job=wanted, after=after)
-            reply = peer.call(methods.READ_AUDIT, request, timeout_ms=TIMEOUT_MS)
+            with vigil.over(lambda: f"the {peer.name} to read its audit"):
+                reply = peer.call(methods.READ_AUDIT, request, timeout_ms=TIMEOUT_MS)
             if not after:
                 _tell_lost(reply.lost)
             for each in reply.entries:
                 yield _line(each.number, each.time, each.term, each.job, each.event, json.loads(each.body_json))
             wanted, after, more = str(JobId(reply.job)), reply.reached, reply.more
     finally:
+        vigil.close()
         peer.close()
 
 

@@ -58,24 +58,27 @@ def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, 
     where there is none."""
     from shardyard.ground import errors
     from shardyard.ground.types import JobId
+    from shardyard.runtime.waiting import Vigil
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
     peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    vigil = Vigil()
     try:
-        jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS).jobs
+        with vigil.over(lambda: f"the {peer.name} to say what jobs there are"):
+            jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS).jobs
         chosen = [each for each in jobs if job in (None, each.name, str(JobId(each.job)))]
         if job is not None and not chosen:
             known = ", ".join(sorted({each.name for each in jobs})) or "none"
             raise errors.NotFound(f"no job {job!r} in this yard, whose jobs are: {known}", why="", todo="")
-        return [
-            (
-                each.name,
-                peer.call(methods.LIST_QUARANTINED, wire.ListQuarantinedRequest(job=each.job), timeout_ms=TIMEOUT_MS),
-            )
-            for each in chosen
-        ]
+        found = []
+        for each in chosen:
+            request = wire.ListQuarantinedRequest(job=each.job)
+            with vigil.over(lambda: f"the {peer.name} to list what is in quarantine"):
+                found.append((each.name, peer.call(methods.LIST_QUARANTINED, request, timeout_ms=TIMEOUT_MS)))
+        return found
     finally:
+        vigil.close()
         peer.close()
 
 

@@ -115,11 +115,18 @@ class Yard:
             *(f"network {name}" for name in run(["docker", "network", "ls", "-q", ours]).split()),
         ]
 
+    def status(self) -> dict[str, Any]:
+        (coordinator,) = self.containers("coordinator")
+        return dict(json.loads(run(["docker", "exec", coordinator, "shardyard", "status", "--json"])))
+
     def servers(self) -> dict[str, int]:
         """The incarnation of each server that the coordinator has, by the name of its container."""
-        (coordinator,) = self.containers("coordinator")
-        status = json.loads(run(["docker", "exec", coordinator, "shardyard", "status", "--json"]))
-        return {member["host"]: member["incarnation"] for member in status["members"] if member["role"] == "server"}
+        members = self.status()["members"]
+        return {member["host"]: member["incarnation"] for member in members if member["role"] == "server"}
+
+    def job(self, name: str) -> dict[str, Any]:
+        """The latest of that name; empty before it has begun."""
+        return next((dict(job) for job in reversed(self.status()["jobs"]) if job["name"] == name), {})
 
 
 def state(container: str) -> dict[str, Any]:
@@ -293,14 +300,7 @@ def test_server_without_a_writable_folder_says_what_it_needs(built: Yard) -> Non
 def test_killed_server_is_restarted_and_registers_again(yard: Yard) -> None:
     killed, other = yard.containers("server")
     before = yard.servers()
-    # from outside: the engine takes `docker kill` for a wish to stop, and no process can kill the first one of its own
-    # namespace
-    pid = state(killed)["State"]["Pid"]
-    kill = f"import os; os.kill({pid}, 9)"
-    run(
-        ["docker", "run", "--rm", "--pid=host", "--user=0", "--entrypoint=python", yard.image("server"), "-c", kill],
-    )
-
+    kill(yard, killed)
     wait_until(
         "the killed server is registered anew",
         lambda: yard.servers().get(killed[:12], 0) > before[killed[:12]],
@@ -311,6 +311,66 @@ def test_killed_server_is_restarted_and_registers_again(yard: Yard) -> None:
     assert state(killed)["RestartCount"] == 1
     assert yard.servers()[other[:12]] == before[other[:12]]
     assert len(yard.servers()) == 2
+
+
+def kill(yard: Yard, container: str) -> None:
+    """From outside: the engine takes `docker kill` for a wish to stop, and no process can kill the first one of its own
+    namespace."""
+    pid = state(container)["State"]["Pid"]
+    ends = f"import os; os.kill({pid}, 9)"
+    run(["docker", "run", "--rm", "--pid=host", "--user=0", "--entrypoint=python", yard.image("server"), "-c", ends])
+
+
+def train_long(yard: Yard, folder: Path, name: str) -> str:
+    """Begins to train again, for long enough that something can die meanwhile. The worker's container."""
+    override = folder / "compose.yaml"
+    script = ["--workers", "2", "--", "/opt/shardyard/examples/digits/train.py", "--job", name, "--epochs", "40"]
+    override.write_text(json.dumps({"services": {"worker": {"command": script}}}))
+    yard.compose("up", "-d", "worker", files=(COMPOSE_FILE, override), timeout_s=UP_S)
+    (worker,) = yard.containers("worker")
+    wait_until(
+        "the job has taken steps",
+        lambda: yard.job(name).get("step", 0) > 20,
+        deadline_s=SETTLE_S,
+        explain=lambda: logs(worker)[-2000:],
+    )
+    return worker
+
+
+def ends_well(worker: str) -> str:
+    """What it printed."""
+    wait_until(
+        "the worker has ended",
+        lambda: state(worker)["State"]["Status"] == "exited",
+        deadline_s=TRAIN_S,
+        explain=lambda: logs(worker)[-4000:],
+    )
+    printed = logs(worker)
+    assert state(worker)["State"]["ExitCode"] == 0, printed[-4000:]
+    assert accuracies(printed), printed[-4000:]
+    assert min(accuracies(printed)) >= 97.0, printed[-4000:]
+    return printed
+
+
+def test_job_goes_on_when_a_servers_container_is_killed(yard: Yard, tmp_path: Path) -> None:
+    killed, _ = yard.containers("server")
+    restarts, before = state(killed)["RestartCount"], yard.servers()
+    worker = train_long(yard, tmp_path, "server-dies")
+    kill(yard, killed)
+    ends_well(worker)
+    assert state(killed)["RestartCount"] == restarts + 1
+    assert yard.servers()[killed[:12]] > before[killed[:12]]
+    job = yard.job("server-dies")
+    assert (job["state"], job["generation"] > 1) == ("finished", True), job
+    assert state(worker)["RestartCount"] == 0, "the worker has waited for the server"
+
+
+def test_job_goes_on_when_the_agents_container_is_killed(yard: Yard, tmp_path: Path) -> None:
+    worker = train_long(yard, tmp_path, "agent-dies")
+    kill(yard, worker)
+    ends_well(worker)
+    assert state(worker)["RestartCount"] == 1
+    assert yard.job("agent-dies")["state"] == "finished"
 
 
 def test_own_script_is_mounted_and_trains(yard: Yard, tmp_path: Path) -> None:

@@ -228,7 +228,12 @@ class ServerWorld:
             "ForgetSources": [
                 encoded(
                     server.ForgetSourcesRequest(
-                        caller=shop.ORDERS, server=shop.SERVER, generation=1, sources=[{"source": leased}], floor=1
+                        caller=shop.ORDERS,
+                        server=shop.SERVER,
+                        generation=1,
+                        floor=1,
+                        done=[{"feed": 0, "per_epoch": 4, "begun": 2, "open": [1]}],
+                        workers=[77],
                     )
                 )
             ],
@@ -317,9 +322,14 @@ class CoordinatorWorld:
         settings = worker.joined.settings_json
         lone = common.Caller(incarnation=self.yard.register(MemberRole.WORKER, pid=9))
         lease: dict[str, Any] = {"feed": 0}
+        work: dict[str, Any]
         if self.mode is UpdateMode.ASYNC:
             given = worker.lease().lease
             lease = {"data_shard": given.data_shard, "token": given.token}
+            work = {"source": {"data_shard": given.data_shard}, "token": given.token}
+        else:
+            (rank, *_) = worker.joined.ranks
+            work = {"source": {"logical_rank": rank.rank}, "token": rank.token}
         metrics = [wire.Metric(name="loss", value=0.5)]
         register = {"protocol": 1, "release": "0.1.0", "host": "box", "pid": 12}
         return {
@@ -351,6 +361,16 @@ class CoordinatorWorld:
             "LeaseData": [encoded(wire.LeaseDataRequest(caller=caller, feed=0))],
             "CloseLease": [encoded(wire.CloseLeaseRequest(caller=caller, **lease))],
             "RebaseSource": [encoded(wire.RebaseSourceRequest(caller=caller, next=each)) for each in (0, 3)],
+            "BeginBatch": [
+                encoded(wire.BeginBatchRequest(caller=caller, **work)),
+                encoded(wire.BeginBatchRequest(caller=caller, sequence=1, highest=1, **work)),
+            ],
+            "TakeCheckpoint": [
+                encoded(wire.TakeCheckpointRequest(caller=caller)),
+                encoded(wire.TakeCheckpointRequest(job_name="default")),
+            ],
+            "ListQuarantined": [encoded(wire.ListQuarantinedRequest(job=worker.job))],
+            "ReadAudit": [encoded(wire.ReadAuditRequest(job="default")), encoded(wire.ReadAuditRequest(after=3))],
             "Status": [encoded(wire.StatusRequest())],
         }
 

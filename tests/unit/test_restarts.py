@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -253,6 +254,24 @@ def test_compose_starts_each_role_again() -> None:
     # what is started first, and is healthy, before what needs it
     waits = {name: set(service.get("depends_on", ())) for name, service in compose["services"].items()}
     assert waits == {"coordinator": set(), "server": {"coordinator"}, "worker": {"coordinator", "server"}}
+
+
+def test_what_compose_keeps_is_in_volumes_that_those_share_who_need_it() -> None:
+    root = Path(__file__).parents[2]
+    compose = yaml.safe_load((root / "docker" / "compose.yaml").read_text())
+    settings = yaml.safe_load((root / "configs" / "compose.yaml").read_text())
+    mounts = {
+        name: dict(reversed(volume.split(":")) for volume in service.get("volumes", ()))
+        for name, service in compose["services"].items()
+    }
+    checkpoints = settings["job"]["checkpoint"]["url"]
+    assert mounts["coordinator"][checkpoints] == mounts["server"][checkpoints]
+    assert settings["yard"]["state"] in mounts["coordinator"]
+    assert settings["yard"]["wal"] in mounts["server"]
+    assert {volume for each in mounts.values() for volume in each.values()} == set(compose["volumes"])
+    images = (root / "docker" / "Dockerfile").read_text()
+    for folder in {folder for each in mounts.values() for folder in each}:
+        assert re.search(rf"RUN install -d -o 10001 -g 10001[^\n]* {folder}(\s|$)", images), folder
 
 
 def test_restarts_come_back_as_they_were_written(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ ALLOWED: Final[dict[str, str]] = {
     "coordinator/process.py:_serve:wait": ENDS_WITH_IT,
     "coordinator/shell.py:Coordinator._tick:wait": IDLE,
     "ground/failpoints.py:_sleep:sleep": "a test has asked for it",
+    "launcher/audit_command.py:_opened:fsync": "a command at work on a file of its own",
     "launcher/checkpoint_command.py:_export_torch:fsync": "a command at work on a file of its own",
     "launcher/cluster.py:LocalCluster._pause:wait": SLICE,
     "launcher/cluster.py:LocalCluster._written_down:wait": "RunningRole.wait explains itself",
