@@ -2,8 +2,8 @@
 
 Owns: the index of each file, kept in a folder for the next time, and which record is sample i. Invariants: sample i is
 the same record on every worker that has the same files; an index is used only for the file that it was made of, by
-length and time of change (or ETag), and only whole. Memory: 8 bytes for each line or framed record, mapped from the
-index's file where there is one. Must not know: leases, batches, tensors.
+length and time of change (or ETag), and only whole. Memory: 8 bytes for each line or framed record. Must not know:
+leases, batches, tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 
 from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest
-from shardyard_worker.places import Descriptors, Place, Span, Stamp, changed, place_of
+from shardyard_worker.places import Place, Span, Stamp, changed, place_of
 
 log = logging.getLogger("shardyard.worker")
 
@@ -57,8 +57,7 @@ class FileRecords(Dataset[Any]):
         decode: Decode | None = None,
         index: str | os.PathLike[str] | None = "auto",
     ) -> None:
-        self._descriptors = Descriptors()
-        self._places: list[Place] = [place_of(file, self._descriptors) for file in files]
+        self._places: list[Place] = [place_of(file) for file in files]
         if not 0 < len(self._places) <= FILES_MAX:
             raise InvalidRequest(
                 f"a data set of {len(self._places)} files; expected 1 to {FILES_MAX}",
@@ -67,13 +66,6 @@ class FileRecords(Dataset[Any]):
             )
         self._decode = decode
         self._folder = _default_folder() if index == "auto" else None if index is None else Path(index)
-        try:
-            self._look()
-        except BaseException:
-            self._descriptors.close()
-            raise
-
-    def _look(self) -> None:
         self._stamps = [place.stamp() for place in self._places]
         for place, stamp in zip(self._places, self._stamps, strict=True):
             place.known = stamp
@@ -155,7 +147,8 @@ class FileRecords(Dataset[Any]):
             return offsets
         if place.stamp() != stamp:
             raise changed(place.name, "it is being written to")
-        return _load(file, head, stamp.nbytes) if _save(file, head, offsets) else offsets
+        _save(file, head, offsets)
+        return offsets
 
     def _index_name(self, place: Place) -> str:
         name = place.name if "://" in place.name else os.path.abspath(place.name)
@@ -289,14 +282,15 @@ def _default_folder() -> Path:
 
 
 def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
-    """The offsets that were kept, mapped; None where there are none for this file, as it is now, whole."""
+    """The offsets that were kept; None where there are none for this file, as it is now, whole."""
     try:
         with open(file, "rb") as opened:
             said = json.loads(opened.read(HEAD_BYTES))
             length = os.fstat(opened.fileno()).st_size - HEAD_BYTES
-        if not isinstance(said, dict) or length < 8 or length % 8:
-            return None
-        offsets = np.memmap(file, dtype="<i8", mode="r", offset=HEAD_BYTES)
+            # a record has a byte at least, a line's end or a length
+            if not isinstance(said, dict) or length < 8 or length % 8 or length > 8 * (nbytes + 1):
+                return None
+            offsets = np.frombuffer(opened.read(), dtype="<i8").astype(np.int64, copy=False)
     except (OSError, ValueError):
         return None
     if said != {**head, "crc32": zlib.crc32(offsets.data)} or offsets[0] != 0 or offsets[-1] != nbytes:
@@ -304,12 +298,12 @@ def _load(file: Path, head: dict[str, Any], nbytes: int) -> Offsets | None:
     return offsets
 
 
-def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> bool:
-    """Whether the index is kept now. Where it cannot be, it is made anew the next time."""
+def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> None:
+    """Where an index cannot be kept it is made anew the next time."""
     data = np.ascontiguousarray(offsets, dtype="<i8")
     said = json.dumps({**head, "crc32": zlib.crc32(data.data)}).encode()
     if len(said) > HEAD_BYTES:
-        return False
+        return
     temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -321,5 +315,3 @@ def _save(file: Path, head: dict[str, Any], offsets: Offsets) -> bool:
         log.warning("the index of %s is not kept in %s: %s", head["file"], file.parent, str(error))
         with suppress(OSError):
             temporary.unlink()
-        return False
-    return True

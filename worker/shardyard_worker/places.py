@@ -1,8 +1,8 @@
 """Files of samples, wherever they are: this machine's, or at any URL that fsspec knows.
 
 Owns: how bytes at an offset are read, and by what a file is known to be the one that was indexed. Invariants: what is
-read is exactly what was asked for; a file that has changed since is refused, never read in part. A file may be read in
-processes that were forked off, or that got its place pickled. Must not know: what a record is.
+read is exactly what was asked for; a file that has changed since is refused, never read in part; nothing stays open.
+Must not know: what a record is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,6 @@ from urllib.parse import unquote, urlsplit
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, StorageUnavailable
 
 PIECE_BYTES: Final = 4 << 20
-OPEN_MAX: Final = 64
-"""Files of this machine that are kept open, the latest."""
-
 Span = tuple[int, int]
 """[begin, end) in bytes."""
 
@@ -75,11 +72,10 @@ class Place(ABC):
 
 
 class LocalPlace(Place):
-    """A file of this machine."""
+    """A file of this machine, opened for each reading, so that one that changed is noticed."""
 
-    def __init__(self, path: Path, descriptors: Descriptors) -> None:
+    def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._descriptors = descriptors
 
     def stamp(self) -> Stamp:
         with self._explained():
@@ -89,9 +85,11 @@ class LocalPlace(Place):
         return _stamp_of(found)
 
     def read(self, spans: Sequence[Span]) -> list[bytes]:
-        with self._explained():
-            descriptor = self._descriptors.of(self.name, self.known)
-            return [self._check(span, os.pread(descriptor, span[1] - span[0], span[0])) for span in spans]
+        with self._explained(), open(self.name, "rb", buffering=0) as file:
+            now = _stamp_of(os.fstat(file.fileno()))
+            if self.known is not None and now != self.known:
+                raise changed(self.name, f"it has {now.nbytes} bytes, and had {self.known.nbytes}, or was written to")
+            return [self._check(span, os.pread(file.fileno(), span[1] - span[0], span[0])) for span in spans]
 
 
 class RemotePlace(Place):
@@ -131,47 +129,14 @@ class RemotePlace(Place):
         return [self._check(span, bytes(each)) for span, each in zip(spans, found, strict=True)]
 
 
-class Descriptors:
-    """Files of this machine that are open; of this process alone, also when it was forked off."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, int] = {}
-
-    def of(self, path: str, known: Stamp | None) -> int:
-        """Raises OSError; InvalidRequest where the file is not the one that is known."""
-        found = self._open.pop(path, None)
-        if found is None:
-            while len(self._open) >= OPEN_MAX:
-                os.close(self._open.pop(next(iter(self._open))))
-            found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            now = _stamp_of(os.fstat(found))
-            if known is not None and now != known:
-                os.close(found)
-                raise changed(path, f"it has {now.nbytes} bytes, and had {known.nbytes}, or was written to")
-        self._open[path] = found
-        return found
-
-    def close(self) -> None:
-        for descriptor in self._open.values():
-            with suppress(OSError):
-                os.close(descriptor)
-        self._open.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_open": {}}
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def place_of(file: str | os.PathLike[str], descriptors: Descriptors) -> Place:
+def place_of(file: str | os.PathLike[str]) -> Place:
     """Of a path, file:///PATH, or a URL that fsspec knows. Raises ConfigurationError."""
     name = os.fspath(file)
     if "://" not in name:
-        return LocalPlace(Path(name), descriptors)
+        return LocalPlace(Path(name))
     split = urlsplit(name)
     if split.scheme in ("file", "local") and split.netloc in ("", "localhost"):
-        return LocalPlace(Path(unquote(split.path)), descriptors)
+        return LocalPlace(Path(unquote(split.path)))
     return RemotePlace(name)
 
 
