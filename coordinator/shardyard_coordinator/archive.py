@@ -8,6 +8,7 @@ ledger (rule A9); what is restored was checked. Must not know: when, and why, a 
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,16 @@ from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFi
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.ground.failpoints import failpoint
-from shardyard.ground.types import Incarnation, PartitionId, PartitionMap, UpdateMode, Version
+from shardyard.ground.types import Incarnation, PartitionId, PartitionMap, Token, UpdateMode, Version
+from shardyard.runtime.configuration import parse_job_settings
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.checkpoints import Draft, Subject
+from shardyard_coordinator.data_ledger import StepLedger, new_data_ledger
 from shardyard_coordinator.effects import Base
+from shardyard_coordinator.origins import Origin, of_record
 from shardyard_coordinator.placement import Server
+from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.servers import Servers
 
 R = TypeVar("R")
@@ -177,9 +182,29 @@ class Archive:
                 folder=folder,
                 base=base,
                 restored=restored,
+                wrote=manifest.job,
             )
 
         self._everywhere(map_, give)
+
+    def find(self, url: str, name: str, number: int) -> tuple[Origin, tuple[int, ...]]:
+        """A checkpoint to begin with, every byte of it checked; number 0: the newest that is whole, and the newer ones
+        that are not. Raises CheckpointNotFound, CheckpointDamaged, StorageUnavailable, ConfigurationError where its
+        settings are not this release's."""
+        library = CheckpointLibrary(open_storage(url))
+        wanted = [number] if number else list(reversed(library.numbers(name)))
+        if not wanted:
+            raise CheckpointNotFound(f"no checkpoint of job {name!r} in {url}")
+        damaged: list[int] = []
+        for each in wanted:
+            findings = library.verify(name, each)
+            if not findings:
+                return _origin_of(library.load(name, each), url), tuple(damaged)
+            damaged.append(each)
+            log.warning("checkpoint %d of job %r: %s: %s", each, name, findings[0].path, findings[0].what)
+        raise CheckpointDamaged(
+            f"checkpoint {', '.join(map(str, damaged[:8]))} of job {name!r}: {findings[0].path}: {findings[0].what}"
+        )
 
     # ---- inside
 
@@ -241,6 +266,33 @@ class Archive:
         with ThreadPoolExecutor(len(asked), "archive") as pool:
             futures = [pool.submit(each) for each in asked]
         return [future.result() for future in futures]
+
+
+def _origin_of(manifest: Manifest, url: str) -> Origin:
+    settings = parse_job_settings(json.dumps(dict(manifest.settings)))
+    token = manifest.data_ledger.get("token", 0)
+    origin = Origin(
+        manifest.job_name,
+        url,
+        manifest.number,
+        manifest.job,
+        manifest.step,
+        manifest.mode,
+        settings.logical_rank_count,
+        manifest.seed,
+        manifest.layout,
+        manifest.data_ledger,
+        Token(token if isinstance(token, int) else 0),
+        manifest.token_floor,
+    )
+    feeds = StepLedger(logical_ranks=1) if manifest.mode is UpdateMode.SYNC else new_data_ledger()
+    try:
+        feeds.begin_with(manifest.data_ledger)
+        # as the journal will give it back
+        of_record(Body(json.loads(json.dumps(origin.entry[1]))))
+    except DamagedRecord as error:
+        raise CheckpointDamaged(f"checkpoint {manifest.number} of job {manifest.job_name!r}: {error}") from error
+    return origin
 
 
 def _entry(

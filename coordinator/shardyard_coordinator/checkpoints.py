@@ -8,7 +8,7 @@ only grow, over restarts too, so that no file is written twice; the data ledger 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from shardyard.ground.errors import NotReady, ShardyardError
@@ -42,6 +42,8 @@ class Committed:
     draft: int = 0
     floor: Token = Token(0)
     gone: tuple[Incarnation, ...] = ()
+    url: str = ""
+    """Where it is, if not where the book's are."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class CheckpointBook:
         self._failures = 0
         self._wanted = False
         self._failed: tuple[int, ShardyardError] | None = None
+        self._abandoned: set[int] = set()
         self.draft: Draft | None = None
         self.committed: Committed | None = None
 
@@ -81,7 +84,19 @@ class CheckpointBook:
     @property
     def base(self) -> int:
         """The number of the newest committed one, 0 before the first."""
-        return 0 if self.committed is None else self.committed.number
+        return 0 if self.committed is None or self.committed.url else self.committed.number
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether one may be under way, also one that does not count any more."""
+        return self.draft is not None or bool(self._abandoned)
+
+    def go_back(self, committed: Committed) -> Entry:
+        """That checkpoint is the newest of the job's present; what was committed after it is not."""
+        self.committed = replace(committed, url="" if committed.url == self.url else committed.url)
+        if not self.committed.url:
+            self._number = max(self._number, committed.number)
+        return self._committed
 
     def want(self) -> None:
         """Somebody waits for one that begins after now."""
@@ -130,6 +145,7 @@ class CheckpointBook:
 
     def fail(self, number: int, failure: ShardyardError, now_ms: int) -> bool:
         """The checkpoint was not written; another will be begun, not too soon. False for one that is not under way."""
+        self._abandoned.discard(number)
         if self.draft is None or self.draft.number != number:
             return False
         self.draft, self._wanted, self._failed = None, True, (number, failure)
@@ -140,6 +156,7 @@ class CheckpointBook:
     def commit(self, number: int, step: int, written_as: int) -> Entry | None:
         """The manifest of the checkpoint that was begun under this number is written, as number `written_as`, since
         other runs of the job's name may have left theirs. None for one that is not under way any more."""
+        self._abandoned.discard(number)
         if self.draft is None or self.draft.number != number:
             return None
         draft, self.draft = self.draft, None
@@ -151,6 +168,7 @@ class CheckpointBook:
     def abandon(self) -> None:
         """What is being written is not of this job's present any more: its partitions were restored meanwhile."""
         if self.draft is not None:
+            self._abandoned.add(self.draft.number)
             self.draft, self._wanted = None, True
 
     # ---- records
@@ -164,6 +182,7 @@ class CheckpointBook:
             "data_ledger": self.committed.data_ledger,
             "draft": self.committed.draft,
             "floor": self.committed.floor,
+            "url": self.committed.url,
         }
 
     def entries(self) -> list[Entry]:
@@ -181,13 +200,14 @@ class CheckpointBook:
             require(number > self._number, f"checkpoint {number} is begun after {self._number}")
             self._number = number
         elif kind == "checkpoint_committed":
-            self._number = max(self._number, number)
+            self._number = self._number if body.text("url") else max(self._number, number)
             self.committed = Committed(
                 number,
                 body.number("step"),
                 body.values("data_ledger"),
                 body.number("draft", most=number),
                 Token(body.number("floor")),
+                url=body.text("url"),
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")

@@ -434,6 +434,22 @@ class DataLedger:
             self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
         return reopened
 
+    def begin_with(self, kept: Mapping[str, object]) -> None:
+        """Takes over what a checkpoint of another run has: what was leased is free. Raises DamagedRecord."""
+        assert not self._feeds
+        for shards in _read(kept)._feeds:
+            shards.returned, shards.held = sorted([*shards.returned, *shards.held]), {}
+            self._feeds.append(shards)
+
+    def loses_finished(self, kept: Mapping[str, object]) -> int | None:
+        """The first feed that is finished, and was not when a checkpoint was begun that had this to say."""
+        then = _read(kept)
+        for shards in self._feeds:
+            before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
+            if shards.done == shards.total and (before is None or before.done < before.total):
+                return shards.feed
+        return None
+
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
         if kind == "feed_opened":
@@ -511,9 +527,14 @@ class DataLedger:
         return self._feeds[feed]
 
 
+def new_data_ledger() -> DataLedger:
+    """To read what a checkpoint has; it leases nothing."""
+    return DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
+
+
 def _read(kept: Mapping[str, object]) -> DataLedger:
     """The ledger that a checkpoint has. Raises DamagedRecord."""
-    then = DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
+    then = new_data_ledger()
     for kind, body in _entries_of(kept):
         then.restore(kind, body)
     return then
@@ -655,6 +676,19 @@ class StepLedger:
         for feed, each in enumerate(self._feeds):
             each.done = each.done and feed < len(then) and then.is_closed(feed)
         return []
+
+    def begin_with(self, kept: Mapping[str, object]) -> None:
+        """Takes over what a checkpoint of another run has. Raises DamagedRecord."""
+        assert not self._feeds
+        for kind, body in _entries_of(kept):
+            self.restore(kind, body)
+
+    def loses_finished(self, kept: Mapping[str, object]) -> int | None:
+        """The first feed that is done, and was not when a checkpoint was begun that had this to say."""
+        then = StepLedger(logical_ranks=self._logical_ranks)
+        then.begin_with(kept)
+        done = [feed for feed, each in enumerate(self._feeds) if each.done]
+        return next((feed for feed in done if feed >= len(then) or not then.is_closed(feed)), None)
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""

@@ -32,9 +32,11 @@ OPEN_RETRY_MS = 1_000
 
 
 class Stage(enum.Enum):
-    """CREATING and OPENING: calls to servers are under way. UNCREATED, COMMITTED: they are due (again)."""
+    """RESTORING: the partitions begin with a checkpoint. CREATING and OPENING: calls to servers are under way.
+    UNCREATED, COMMITTED: they are due (again)."""
 
     EMPTY = "no variables"
+    RESTORING = "restoring"
     UNCREATED = "uncreated"
     CREATING = "creating"
     CREATED = "created"
@@ -47,6 +49,8 @@ _BEFORE_CREATED = (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING)
 _BEFORE_COMMIT = (*_BEFORE_CREATED, Stage.CREATED)
 _CREATED: Entry = ("partitions_created", {})
 _OPENED: Entry = ("partitions_opened", {})
+RESTORED_LATER: Entry = ("partitions_restored_later", {})
+"""The partitions of the registration before it begin with a checkpoint, not with first values."""
 
 
 class Deployment:
@@ -75,8 +79,7 @@ class Deployment:
     def check(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec) -> None:
         """Raises VariableConflict unless the registration is equal to the first one."""
         assert self.layout is not None
-        _check_variables(self.layout.variables, variables)
-        _check_optimizer(self.layout.optimizer, optimizer)
+        check_registration(self.layout, variables, optimizer)
 
     def place(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, servers: Sequence[Server]) -> None:
         """Takes the first registration. Raises what placement raises, NotReady without a server."""
@@ -97,6 +100,17 @@ class Deployment:
         self.map = placement.assign(sizes, servers, generation=Generation(1))
         self.layout = layout
         self.stage = Stage.UNCREATED
+
+    def place_as(self, layout: JobLayout, servers: Sequence[Server]) -> None:
+        """Takes the layout of a checkpoint, with which the partitions are to begin."""
+        assert self.stage is Stage.EMPTY
+        sizes = [part.payload_bytes for part in layout.partitions]
+        self.layout, self.map = layout, placement.assign(sizes, servers, generation=Generation(1))
+        self.stage = Stage.RESTORING
+
+    def restored(self) -> None:
+        """All partitions are as a checkpoint has them, and open."""
+        self.stage = Stage.OPEN
 
     def admit(self, worker: Incarnation) -> list[Entry]:
         """The worker's model is the job's; it may have to give the first values."""
@@ -224,7 +238,12 @@ class Deployment:
         """Records that make this deployment anew, but for `suspend`."""
         if self.layout is None:
             return []
-        entries = [self.registered, *(_admitted(worker) for worker in self._registered)]
+        admitted = [_admitted(worker) for worker in self._registered]
+        if self.stage is Stage.RESTORING:
+            return [self.registered, RESTORED_LATER, *admitted]
+        if self.stage is Stage.OPEN and self._committer is None:
+            return [self.registered, RESTORED_LATER, *admitted, _OPENED]
+        entries = [self.registered, *admitted]
         if self.initializer is not None:
             entries.append(_initializer_chosen(self.initializer))
         if self.stage not in _BEFORE_CREATED:
@@ -252,6 +271,9 @@ class Deployment:
             case "partitions_moved":
                 assert self.layout is not None
                 self.map = layouts.map_of_record(body.part("map"), len(self.layout.partitions))
+            case "partitions_restored_later":
+                require(self.stage is Stage.UNCREATED, "partitions are to be restored that are there")
+                self.stage = Stage.RESTORING
             case "partitions_created":
                 require(self.stage is Stage.UNCREATED, "partitions are created twice")
                 self.stage = Stage.CREATED
@@ -259,7 +281,8 @@ class Deployment:
                 require(self.stage is Stage.CREATED, f"first values are committed, and the stage is {self.stage.value}")
                 self.commit(Incarnation(body.number("worker", least=1)))
             case _:
-                require(self.stage is Stage.COMMITTED, f"partitions are opened, and the stage is {self.stage.value}")
+                due = (Stage.COMMITTED, Stage.RESTORING)
+                require(self.stage in due, f"partitions are opened, and the stage is {self.stage.value}")
                 self.stage = Stage.OPEN
 
 
@@ -274,6 +297,17 @@ def _admitted(worker: Incarnation) -> Entry:
 
 def _initializer_chosen(worker: Incarnation) -> Entry:
     return "initializer_chosen", {"worker": worker}
+
+
+def check_registration(
+    layout: JobLayout, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, whose: str = "the job"
+) -> None:
+    """Raises VariableConflict unless a registration is equal to the one that made the layout, which is `whose`."""
+    try:
+        _check_variables(layout.variables, variables)
+        _check_optimizer(layout.optimizer, optimizer)
+    except VariableConflict as error:
+        raise VariableConflict(f"{error.what} (as {whose} has it)", facts=error.facts) from error
 
 
 def _check_variables(first: Sequence[VariableSpec], second: Sequence[VariableSpec]) -> None:

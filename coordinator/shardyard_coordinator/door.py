@@ -163,6 +163,12 @@ def checkpoint_asked(request: wire.TakeCheckpointRequest) -> events.CheckpointAs
     return events.CheckpointAsked(caller if caller.incarnation else None, name, request.ticket)
 
 
+def restore_asked(request: wire.RestoreCheckpointRequest) -> tuple[str, int, str]:
+    """Name, number and URL."""
+    name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+    return name, request.number, convert.text(request.url, "the URL of checkpoints")
+
+
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
     if request.next > limits.SEQUENCE_MAX:
         raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")

@@ -278,8 +278,16 @@ class CheckpointStanding:
     failure: ShardyardError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RestorePlanned:
+    """`running`: the job goes back now; else the next run begins with the checkpoint."""
+
+    running: bool
+
+
 Answer = (
     Done
+    | RestorePlanned
     | CheckpointStanding
     | Rebased
     | Registered

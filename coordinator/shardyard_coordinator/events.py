@@ -25,6 +25,7 @@ from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.progress import Report
 
 # ---- members
@@ -141,6 +142,20 @@ class CheckpointAsked:
     caller: Caller | None
     job_name: str
     ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOrdered:
+    """A person wants the jobs of that name to go on from a checkpoint, which was found to be whole."""
+
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCancelled:
+    """A person does not want it any more."""
+
+    job_name: str
 
 
 # ---- what became of effects
@@ -260,6 +275,8 @@ Event = (
     | WatermarksRead
     | PassedOver
     | CheckpointAsked
+    | RestoreOrdered
+    | RestoreCancelled
     | PartitionsCreated
     | PartitionsRefused
     | PartitionsOpened

@@ -55,6 +55,7 @@ from shardyard_coordinator.effects import (
 )
 from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned, RebaseAsked, WatermarksRead
 from shardyard_coordinator.losses import LostPushes, LostRange
+from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
 from shardyard_coordinator.quarantine import Condemned, Suspects, source_body, source_of
@@ -270,7 +271,10 @@ class Job:
     # ---- recovery and checkpoints
 
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
-        return [] if self.state.ended else self.keeping.end_recovery(generation, now_ms)
+        if self.state.ended:
+            return []
+        effects = self.keeping.end_recovery(generation, now_ms)
+        return [*effects, *self._begin_running()]
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
         if self.state.ended:
@@ -344,6 +348,8 @@ class Job:
         if not self.deployment.is_for(worker):
             self._check_begun()
         effects: list[Effect] = []
+        if self.keeping.origin is not None:
+            self.keeping.check_fits(variables, optimizer)
         if self.deployment.stage is Stage.EMPTY:
             self.deployment.place(variables, optimizer, servers)
             effects += self._records([self.deployment.registered, *self.keeping.begin(servers)])
@@ -388,9 +394,28 @@ class Job:
         records = self._records(self.deployment.end_opening(opened=opened, now_ms=now_ms))
         if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
             return records
+        return [*records, *self._begin_running()]
+
+    def _begin_running(self) -> list[Effect]:
+        if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
+            return []
         self.state = JobState.RUNNING
         assert self.deployment.layout is not None
-        return [*records, Tell(f"{self.title} runs: {len(self.deployment.layout.variables)} variables on the servers")]
+        return [Tell(f"{self.title} runs: {len(self.deployment.layout.variables)} variables on the servers")]
+
+    def begin_with(self, origin: Origin) -> list[Effect]:
+        """Before anybody joins: the job goes on from a checkpoint of another run."""
+        self._step_seen = origin.step
+        return self._records(self.keeping.begin_with(origin))
+
+    def go_back(self, origin: Origin, now_ms: int) -> list[Effect]:
+        if self.state is not JobState.RUNNING or self.deployment.stage is not Stage.OPEN:
+            raise errors.NotReady(
+                f"{self.title} is {self.state.value}",
+                why="",
+                todo="wait until it runs or has ended, then order it again",
+            )
+        return self.keeping.go_back(origin, now_ms)
 
     # ---- data
 
@@ -626,6 +651,7 @@ class Job:
                 | "partitions_created"
                 | "variables_committed"
                 | "partitions_opened"
+                | "partitions_restored_later"
             ):
                 self.deployment.restore(kind, body)
                 if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
@@ -639,6 +665,8 @@ class Job:
                 | "partitions_moved"
             ):
                 self.keeping.restore(kind, body, now_ms)
+                if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
+                    self.state = JobState.RUNNING
             case "pushes_lost" | "pushes_lost_before":
                 self.lost.restore(kind, body)
             case "job_finishing":

@@ -17,21 +17,24 @@ from shardyard.ground import errors, limits
 from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import events, membership
+from shardyard_coordinator import events, membership, origins
 from shardyard_coordinator.effects import (
     Done,
     Effect,
     ForgetServer,
+    JobState,
     Joined,
     Persist,
     Rebased,
     Registered,
     Reply,
+    RestorePlanned,
     Standing,
     Tell,
 )
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import TERM_BITS, Member, Membership
+from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Record, require
 from shardyard_coordinator.waits import Waits
@@ -48,6 +51,7 @@ class Machine:
         self._lease_ms = lease_ms
         self._members = Membership(term=term, lease_ms=lease_ms)
         self._jobs: dict[JobId, Job] = {}
+        self._origins: dict[str, Origin] = {}
         self._next_job = (term << TERM_BITS) + 1
         self._ticked_ms = now_ms
         self._begun_ms = now_ms
@@ -77,6 +81,7 @@ class Machine:
     def snapshot(self) -> list[Persist]:
         """The shortest list of records that makes this machine."""
         found = [Persist(*entry) for entry in self._members.entries(self._jobs)]
+        found += [Persist(*origin.entry) for origin in self._origins.values()]
         for number, job in self._jobs.items():
             found += [Persist(kind, {"job": number, **body}) for kind, body in job.entries()]
         return found
@@ -137,6 +142,10 @@ class Machine:
             case events.CheckpointAsked(asker, job_name, ticket):
                 asked = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return asked.ask_checkpoint(ticket)
+            case events.RestoreOrdered(origin):
+                return self._order_restore(origin, now_ms)
+            case events.RestoreCancelled(job_name):
+                return self._cancel_restore(job_name)
             case events.RebaseAsked(caller):
                 return self._require_job(caller).rebase(event)
             case events.WatermarksRead(asked):
@@ -162,7 +171,8 @@ class Machine:
             case events.CheckpointFailed(job, draft, failure) if job in self._jobs:
                 return self._jobs[job].fail_checkpoint(draft, failure, now_ms)
             case events.PartitionsRestored(job, generation) if job in self._jobs:
-                return self._jobs[job].end_recovery(generation, now_ms)
+                ended = self._jobs[job].end_recovery(generation, now_ms)
+                return [*ended, *self._forget_orders()]
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
                 return self._jobs[job].fail_recovery(generation, failure, now_ms)
             case events.WorkersFenced(job, workers, reached) if job in self._jobs:
@@ -296,14 +306,44 @@ class Machine:
         unfinished = sum(not job.state.ended for job in self.jobs)
         if unfinished >= limits.JOBS_MAX:
             raise errors.TooLarge(f"{unfinished} jobs are unfinished; at most {limits.JOBS_MAX} are taken")
+        origin = self._origins.get(settings.name)
+        if origin is not None:
+            settings = origin.agree(settings)
+            # no number that anybody of the former run knows, should this coordinator know nothing of that
+            self._next_job = max(self._next_job, origin.job + 1)
         job = self._add_job(JobId(self._next_job), settings, now_ms)
         record = Persist("job_started", {"job": job.id, "settings": settings.model_dump(mode="json")})
-        return job, [record, Tell(f"{job.title} was started by {worker.title}")]
+        resumed = [] if origin is None else job.begin_with(origin)
+        return job, [record, *resumed, Tell(f"{job.title} was started by {worker.title}")]
 
     def _add_job(self, number: JobId, settings: JobSettings, now_ms: int) -> Job:
         self._jobs[number] = job = Job(number, settings, now_ms, self._checkpoints)
         self._next_job = max(self._next_job, number + 1)
         return job
+
+    def _order_restore(self, origin: Origin, now_ms: int) -> list[Effect]:
+        running = [job for job in self.jobs if job.settings.name == origin.name and not job.state.ended]
+        if running:
+            return [*running[0].go_back(origin, now_ms), Reply(RestorePlanned(running=True))]
+        self._origins[origin.name] = origin
+        kind, body = origin.entry
+        told = f"the next run of job {origin.name!r} begins with {origin}, in {origin.url}"
+        return [Persist(kind, body), Tell(told), Reply(RestorePlanned(running=False))]
+
+    def _cancel_restore(self, name: str) -> list[Effect]:
+        if any(job.keeping.origin and job.settings.name == name and not job.state.ended for job in self.jobs):
+            raise errors.NotReady(f"job {name!r} begins with a checkpoint at this moment")
+        if self._origins.pop(name, None) is None:
+            raise errors.NotFound(f"nothing was ordered for the next run of job {name!r}", todo="")
+        return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
+
+    def _forget_orders(self) -> list[Effect]:
+        """Those that were carried out."""
+        begun = {job.settings.name for job in self.jobs if job.state is JobState.RUNNING and not job.keeping.origin}
+        done = sorted(name for name in self._origins if name in begun)
+        for name in done:
+            del self._origins[name]
+        return [Persist("restore_forgotten", {"name": name}) for name in done]
 
     def _joined(self, job: Job, worker: Member, *, started: bool) -> Joined:
         return Joined(
@@ -357,6 +397,15 @@ class Machine:
                 number = JobId(body.number("job", least=1))
                 require(number not in self._jobs, f"job {number} is started twice")
                 self._add_job(number, _settings_of(body), now_ms)
+            case "restore_ordered":
+                origin = origins.of_record(body)
+                self._origins[origin.name] = origin
+            case "restore_forgotten":
+                require(self._origins.pop(body.text("name"), None) is not None, "nothing was ordered")
+            case "job_resumed":
+                job = self._jobs[self._restored_job(body)]
+                require(job.settings.name in self._origins, "a job resumes that was not told to")
+                job.keeping.origin = self._origins[job.settings.name]
             case "job_forgotten":
                 del self._jobs[self._restored_job(body)]
             case _:

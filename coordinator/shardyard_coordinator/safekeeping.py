@@ -17,17 +17,19 @@ from shardyard.ground.types import (
     Generation,
     Incarnation,
     JobId,
+    OptimizerSpec,
     PartitionId,
     PartitionMap,
     PartitionOwner,
     Token,
     UpdateMode,
+    VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import data_ledger
 from shardyard_coordinator.checkpoints import CheckpointBook, Committed, Draft, Subject, url_of
 from shardyard_coordinator.data_ledger import DataLedger, StepLedger
-from shardyard_coordinator.deployment import Deployment, Stage
+from shardyard_coordinator.deployment import RESTORED_LATER, Deployment, Stage, check_registration
 from shardyard_coordinator.effects import (
     Base,
     Effect,
@@ -38,9 +40,10 @@ from shardyard_coordinator.effects import (
     records_of,
 )
 from shardyard_coordinator.events import CheckpointTaken
+from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
-from shardyard_coordinator.recovery import Recovery
+from shardyard_coordinator.recovery import Attempt, Recovery
 from shardyard_coordinator.tokens import Tokens
 from shardyard_coordinator.trails import Owner, Trails
 
@@ -67,11 +70,71 @@ class Safekeeping:
         self._tokens = tokens
         self.book = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms)
         self.recovery = Recovery()
+        self.origin: Origin | None = None
+        """With what the job is to begin; None once it has, or if it begins with first values."""
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
 
     def tick(self, now_ms: int, step: int, servers: Sequence[Server], gone: tuple[Incarnation, ...]) -> list[Effect]:
         """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more."""
+        if self.origin is not None and self._deployment.stage is Stage.EMPTY and servers:
+            return self._begin_with(self.origin, servers, now_ms)
         return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step, gone)
+
+    # ---- beginning with a checkpoint, or going back to one that was chosen
+
+    def begin_with(self, origin: Origin) -> list[Entry]:
+        """A run that goes on from what another one has left. Raises DamagedRecord."""
+        self.origin = origin
+        self._feeds.begin_with(origin.data_ledger)
+        self._tokens.seen(origin.token)
+        begun: Entry = ("job_resumed", {})
+        given: Entry = ("token_given", {"token": self._tokens.latest})
+        return [begun, *self._feeds.entries(), self.book.go_back(_committed(origin)), given]
+
+    def check_fits(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec) -> None:
+        """Raises VariableConflict where they are not those of the checkpoint with which the job is to begin, and
+        NotReady, for as long as its partitions are not there."""
+        assert self.origin is not None
+        check_registration(self.origin.layout, variables, optimizer, f"{self.origin}, with which it is to begin,")
+        raise errors.NotReady(
+            f"{self._title} begins with {self.origin}: its partitions are being restored",
+            why=self.recovery.waits_for or "that takes a moment",
+        )
+
+    def _begin_with(self, origin: Origin, servers: Sequence[Server], now_ms: int) -> list[Effect]:
+        self._deployment.place_as(origin.layout, servers)
+        lost = self.recovery.lose([part.partition for part in origin.layout.partitions], now_ms)
+        told = f"{self._title} begins with {origin}, in {origin.url}"
+        return [*self._records(self._deployment.registered, RESTORED_LATER, lost), Tell(told)]
+
+    def go_back(self, origin: Origin, now_ms: int) -> list[Effect]:
+        """The whole job, while it runs (rule A8). Raises InvalidRequest where its scripts could not go along, NotReady
+        while something else is written or restored."""
+        deployed, todo = (
+            self._deployment,
+            "end its scripts, order it again, and start them: the next run begins with it",
+        )
+        assert deployed.layout is not None
+        if self.trails is not None:
+            raise errors.InvalidRequest(f"{self._title} keeps logs, and goes back by none of them", todo=todo)
+        if origin.job != self._job or origin.layout != deployed.layout:
+            raise errors.InvalidRequest(f"{origin} is of another run than {self._title}", why="", todo=todo)
+        finished = self._feeds.loses_finished(origin.data_ledger)
+        if finished is not None:
+            raise errors.InvalidRequest(
+                f"{self._title} has gone through data set {finished}, which {origin} has in part",
+                why="a script does not go back to a loop that it has left",
+                todo=todo,
+            )
+        if self.recovery.needed or self.book.is_writing:
+            raise errors.NotReady(f"{self._title} is written down, or restored, at this moment")
+        self.book.want()  # what it goes back from must not stay the newest
+        record = self.book.go_back(_committed(origin))
+        lost = self.recovery.lose([part.partition for part in deployed.layout.partitions], now_ms)
+        return [
+            *self._records(record, lost),
+            Tell(f"{self._title} goes back to {origin}, as it was told", warning=True),
+        ]
 
     def begin(self, servers: Sequence[Server]) -> list[Entry]:
         """The variables have their partitions, on these servers among others."""
@@ -99,7 +162,7 @@ class Safekeeping:
 
     @property
     def can_go_back(self) -> bool:
-        return self._deployment.stage is Stage.OPEN and self.book.committed is not None
+        return self._deployment.stage in (Stage.OPEN, Stage.RESTORING) and self.book.committed is not None
 
     def lose(self, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
         """Partitions are gone with their server, where there is a checkpoint to go back to."""
@@ -118,19 +181,24 @@ class Safekeeping:
         attempt = self.recovery.end(generation, now_ms, restored=True)
         if attempt is None:
             return []
-        assert self.book.committed is not None
+        committed = self.book.committed
+        assert committed is not None
         partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
         told = f"{self._title}: partitions {partitions} are restored"
         reopened = [[each.feed, each.epoch, each.index] for each in self._go_over(attempt.map)]
-        if self.trails is None:
+        if self.trails is None or self.origin is not None:
+            if self.origin is not None:
+                self.book.want()
+            begun = [] if self.trails is None else [self._begin_logs(attempt)]
+            self.origin = None
             kind, body = self._deployment.moved
-            taken_back = {"partitions": sorted(attempt.partitions), "checkpoint": self.book.committed.number}
+            taken_back = {"partitions": sorted(attempt.partitions), "checkpoint": committed.number}
             return [
-                *self._records((kind, {**body, **taken_back, "leased_again": reopened})),
-                Tell(f"{told}, of step {self.book.committed.step:,}"),
+                *self._records((kind, {**body, **taken_back, "leased_again": reopened}), *begun),
+                Tell(f"{told}, of step {committed.step:,}"),
             ]
+        since = committed.number
         self.book.want()  # so that the next one to read has little to read
-        since = self.book.committed.number
         moved = self.trails.move(
             {
                 owner.partition: Owner(owner.server, since, attempt.logs[owner.server])
@@ -156,25 +224,26 @@ class Safekeeping:
         assert deployed.layout is not None
         assert deployed.map is not None
         assert self.book.committed is not None
-        assert self.book.url is not None
+        url = self.book.committed.url or self.book.url
+        assert url is not None
         sizes = [part.payload_bytes for part in deployed.layout.partitions]
         number = self.book.committed.number
         folders = None
-        if self.trails is not None:
+        if self.trails is not None and self.origin is None:
             folders = {partition: self.trails.folder(partition, number) for partition in self.recovery.lost}
         begun = self.recovery.begin(deployed.map, sizes, servers, whole=self._is_whole, now_ms=now_ms, folders=folders)
         if begun is None:
             return []
         attempt, record = begun
         bases = self._bases(attempt.partitions)
-        restore = RestorePartitions(self._subject, attempt.map, self.book.url, bases, attempt.life, attempt.partitions)
+        restore = RestorePartitions(self._subject, attempt.map, url, bases, attempt.life, attempt.partitions)
         return [*self._records(record), restore]
 
     def _bases(self, partitions: Collection[PartitionId]) -> tuple[Base, ...]:
         """The newest checkpoint; with logs, older ones too."""
         assert self.book.committed is not None
         trails = self.trails
-        if trails is None:
+        if trails is None or self.origin is not None:
             return (Base(self.book.committed.number),)
         return tuple(
             Base(number, {partition: trails.of(partition, number) for partition in sorted(partitions)})
@@ -186,7 +255,18 @@ class Safekeeping:
         since is open again (rule A11), and given."""
         assert self.book.committed is not None
         self._deployment.map = map_
+        if self._deployment.stage is Stage.RESTORING:
+            self._deployment.restored()
+            if self.trails is not None:
+                # its logs follow a checkpoint of its own, before which nothing is acknowledged
+                self.book.committed = None
+            return []
         return [] if self.trails is not None else self._feeds.reopen(self.book.committed.data_ledger)
+
+    def _begin_logs(self, attempt: Attempt) -> Entry:
+        assert self.trails is not None
+        owners = attempt.map.owners
+        return self.trails.begin({each.partition: Owner(each.server, 0, attempt.logs[each.server]) for each in owners})
 
     # ---- checkpoints
 
@@ -311,6 +391,7 @@ class Safekeeping:
     def entries(self) -> list[Entry]:
         """Records that make this anew, after those of the deployment and the feeds."""
         return [
+            *([("job_resumed", {})] if self.origin is not None else []),
             *self.book.entries(),
             *([] if self.trails is None else self.trails.entries()),
             *self.recovery.entries(),
@@ -332,6 +413,7 @@ class Safekeeping:
                 self._deployment.restore(kind, body)
                 assert self._deployment.map is not None
                 self.recovery.restored()
+                self.origin = None
                 self._go_over(self._deployment.map)
             case _:
                 self.recovery.restore(kind, body, now_ms)
@@ -349,6 +431,10 @@ class Safekeeping:
 
     def _records(self, *entries: Entry) -> list[Effect]:
         return [*records_of(self._job, entries)]
+
+
+def _committed(origin: Origin) -> Committed:
+    return Committed(origin.number, origin.step, origin.data_ledger, floor=origin.floor, url=origin.url)
 
 
 def title_of(settings: JobSettings, job: JobId) -> str:

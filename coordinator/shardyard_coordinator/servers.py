@@ -89,6 +89,7 @@ class Servers:
         folder: str,
         base: effects.Base,
         restored: Sequence[PartitionEntry],
+        wrote: JobId,
     ) -> None:
         """Partitions under a map, some of them with what a checkpoint in `folder`, and logs, have of them."""
         request = wire.CreatePartitionsRequest(
@@ -102,6 +103,7 @@ class Servers:
             durability=convert.durability_to_wire(durability),
             restore=wire.Restore(
                 url=folder,
+                job=wrote,
                 partitions=[entry_to_wire(entry, base.logs.get(entry.partition, ())) for entry in restored],
                 number=base.number,
             ),

@@ -128,6 +128,7 @@ class Coordinator:
         service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
+        service.on(methods.RESTORE_CHECKPOINT, self._restore_checkpoint)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
         service.on(methods.READ_AUDIT, self._read_audit)
@@ -193,6 +194,23 @@ class Coordinator:
 
     def _take_checkpoint(self, request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
         return door.checkpoint_reply(self._ask(door.checkpoint_asked(request), effects.CheckpointStanding))
+
+    def _restore_checkpoint(self, request: wire.RestoreCheckpointRequest, _: Context) -> wire.RestoreCheckpointReply:
+        """What is on the storage is looked at here: the machine knows of none."""
+        name, number, url = door.restore_asked(request)
+        if request.cancel:
+            self._ask(events.RestoreCancelled(name), effects.RestorePlanned)
+            return wire.RestoreCheckpointReply()
+        with self._lock:
+            urls = [job.keeping.book.url for job in self._machine.jobs if job.settings.name == name]
+        url = url or next((each for each in reversed(urls) if each), None) or self._checkpoints or ""
+        if not url:
+            raise ConfigurationError("nobody knows where the checkpoints are", why="", todo="say it with --url")
+        origin, damaged = self._archive.find(url, name, number)
+        planned = self._ask(events.RestoreOrdered(origin), effects.RestorePlanned)
+        return wire.RestoreCheckpointReply(
+            number=origin.number, step=origin.step, url=url, running=planned.running, damaged=damaged
+        )
 
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:

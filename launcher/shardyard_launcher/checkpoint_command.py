@@ -32,6 +32,8 @@ DEFAULT_URL: Final = ".shardyard/checkpoints"
 
 TIMEOUT_MS: Final = 10_000
 ASK_AGAIN_S: Final = 0.1
+RESTORE_TIMEOUT_MS: Final = 600_000
+"""So long that every byte of a large checkpoint can be checked."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 _coordinator = click.option("--coordinator", metavar=ADDRESS, help="The yard's (default: that of the state folder).")
@@ -162,6 +164,55 @@ def take(job: str, coordinator: str | None, state: str | None, config: str | Non
             wait.tick()
             time.sleep(ASK_AGAIN_S)
     click.echo(f"checkpoint {reply.number} of job {reply.job_name}, step {reply.step:,}, in {reply.url}")
+    return 0
+
+
+@checkpoint.command()
+@click.argument("job")
+@_number
+@click.option("--url", metavar="URL", help="Where the checkpoint is (default: where the job's are).")
+@click.option("--cancel", is_flag=True, help="Take back what was ordered for the next run.")
+@_coordinator
+@_state
+@settings_options
+def restore(
+    job: str,
+    number: int | None,
+    url: str | None,
+    cancel: bool,
+    coordinator: str | None,
+    state: str | None,
+    config: str | None,
+    sets: tuple[str, ...],
+) -> int:
+    """Let a job go on from a checkpoint (default: the newest that is whole).
+
+    A job that runs goes back as a whole, now; else the next run of that name begins with the checkpoint.
+    """
+    from shardyard.ground.errors import NotReady
+    from shardyard.runtime.waiting import ExplainedWait
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    request = wire.RestoreCheckpointRequest(job_name=job, number=number or 0, url=url or "", cancel=cancel)
+    with _asked(coordinator, state, config, sets) as peer, ExplainedWait(lambda: f"job {job} to go back") as wait:
+        until = time.monotonic() + RESTORE_TIMEOUT_MS / 1000
+        while True:
+            try:
+                reply = peer.call(methods.RESTORE_CHECKPOINT, request, timeout_ms=RESTORE_TIMEOUT_MS)
+                break
+            except NotReady:
+                if time.monotonic() > until:
+                    raise
+            wait.tick()
+            time.sleep(ASK_AGAIN_S)
+    for each in reply.damaged:
+        click.echo(f"checkpoint {each} is damaged, and passed over: see `shardyard checkpoint verify`", err=True)
+    if cancel:
+        click.echo(f"the next run of job {job} begins anew")
+        return 0
+    what = "goes back to" if reply.running else "begins its next run with"
+    click.echo(f"job {job} {what} checkpoint {reply.number}, step {reply.step:,}, in {reply.url}")
     return 0
 
 

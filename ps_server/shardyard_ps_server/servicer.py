@@ -244,4 +244,6 @@ def _restore(message: wire.Restore) -> Restore:
         raise TooLarge(f"logs of more than {limits.MEMBERS_MAX} servers for a partition")
     entries = tuple(entry_from_wire(entry) for entry in message.partitions)
     logs = {PartitionId(each.partition): tuple(map(Incarnation, each.logs)) for each in message.partitions if each.logs}
-    return Restore(convert.text(message.url, "the URL of checkpoints"), entries, message.number, logs)
+    return Restore(
+        convert.text(message.url, "the URL of checkpoints"), entries, message.number, logs, JobId(message.job)
+    )

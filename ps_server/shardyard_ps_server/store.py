@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardyard.checkpoints.manifest import PartitionEntry
@@ -86,6 +86,16 @@ class Restore:
     entries: tuple[PartitionEntry, ...]
     number: int = 0
     logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
+    job: JobId = JobId(0)
+    """Who wrote the checkpoint: incarnations of workers mean nothing in another job."""
+
+    def adapted(self, state: PartitionState, job: JobId) -> PartitionState:
+        """As `job` begins with it."""
+        if self.job == job:
+            return state
+        return replace(
+            state, marks=tuple([mark for mark in state.marks if not isinstance(mark.key.source, WorkerSource)])
+        )
 
 
 NO_RESTORE = Restore("", ())
@@ -412,7 +422,7 @@ class Store:
             if here is None or here.describe()[0].life < entry.version.life:
                 what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    states.append(load(storage, layout, entry))
+                    states.append(restore.adapted(load(storage, layout, entry), job))
         return states
 
     def _make(

@@ -94,6 +94,9 @@ CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinato
 BEGIN_BATCH = _unary(_C, "BeginBatch", coordinator.BeginBatchRequest, coordinator.BeginBatchReply)
 REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coordinator.RebaseSourceReply)
 TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
+RESTORE_CHECKPOINT = _unary(
+    _C, "RestoreCheckpoint", coordinator.RestoreCheckpointRequest, coordinator.RestoreCheckpointReply
+)
 STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply)
 LIST_QUARANTINED = _unary(_C, "ListQuarantined", coordinator.ListQuarantinedRequest, coordinator.ListQuarantinedReply)
 READ_AUDIT = _unary(_C, "ReadAudit", coordinator.ReadAuditRequest, coordinator.ReadAuditReply)

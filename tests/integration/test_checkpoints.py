@@ -153,3 +153,71 @@ def test_ledgers_of_a_long_job_do_not_grow(yard: RoleYard, probes: Probes) -> No
     assert 0 < most < 400
     newest = manifest(yard.state / "checkpoints", None)
     assert newest.token_floor > 400
+
+
+# ---- restored on command
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_run_of_a_yard_that_lost_its_journal_begins_with_a_checkpoint_on_another_number_of_servers(
+    probes: Probes, tmp_path: Path, mode: str
+) -> None:
+    """Every sample counts once, over both yards."""
+    kept = tmp_path / "kept"
+    settings: dict[str, object] = {
+        "job__consistency__mode": mode,
+        "job__checkpoint__url": kept,
+        "job__checkpoint__every_steps": 10,
+        "job__data__batches_per_data_shard": 3,
+    }
+    options = ("--samples", "203", "--epochs", "3", "--pause-ms", "20")
+    first = RoleYard(tmp_path / "first", servers=2)
+    try:
+        script, _ = probes.start("count", *options, coordinator=first.address, job__seed=5, **settings)
+        first.coordinator.wait_for("checkpoint 3 of step")
+        script.kill()
+    finally:
+        first.stop()
+    second = RoleYard(tmp_path / "second", servers=1)
+    try:
+        ordered = shardyard("checkpoint", "restore", "probe", "--url", str(kept), "--coordinator", second.address)
+        assert ordered.wait() == 0, ordered.output
+        assert re.fullmatch(r"job probe begins its next run with checkpoint \d+, step \d+, in .+", ordered.output)
+        second.kill_coordinator()
+        second.restart_coordinator()
+        other, _ = probes.start("own", coordinator=second.address, **settings)
+        assert other.wait() == 1
+        assert "VariableConflict" in other.output
+        assert "with which it is to begin" in other.output
+        script, out = probes.start("count", *options, coordinator=second.address, **settings)
+        result = finish(script, out)
+        assert result["counts"] == [3.0] * 203
+        assert 0 < result["computed"] < 153, "what the checkpoint has is not computed again"
+        (*_, job) = second.ended().jobs
+        assert job.state == wire.JOB_STATE_FINISHED
+        assert len({owner.server for owner in job.map.owners}) == 1
+        again, out = probes.start("count", *options, coordinator=second.address, **settings)
+        assert finish(again, out)["computed"] == 153, "an order is for one run"
+    finally:
+        second.stop()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_job_that_runs_goes_back_as_a_whole(yard: RoleYard, probes: Probes, mode: str) -> None:
+    settings = {
+        "job__consistency__mode": mode,
+        "job__checkpoint__every_steps": 10,
+        "job__checkpoint__keep": 100,
+        "job__data__batches_per_data_shard": 3,
+    }
+    options = ("--samples", "203", "--epochs", "3", "--pause-ms", "30")
+    script, out = probes.start("count", *options, coordinator=yard.address, **settings)
+    yard.coordinator.wait_for("checkpoint 4 of step")
+    back = shardyard("checkpoint", "restore", "probe", "--number", "2", "--coordinator", yard.address)
+    assert back.wait() == 0, back.output
+    assert "job probe goes back to checkpoint 2" in back.output
+    result = finish(script, out)
+    assert result["counts"] == [3.0] * 203
+    assert result["computed"] > 153
+    assert "goes back to checkpoint 2" in yard.coordinator.output
+    assert yard.ended().jobs[0].state == wire.JOB_STATE_FINISHED

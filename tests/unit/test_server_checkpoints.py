@@ -508,3 +508,20 @@ def test_files_that_lead_elsewhere_are_refused(path: str, digest: bytes, error: 
 def test_partition_is_restored_from_a_file_at_least() -> None:
     with pytest.raises(MalformedPayload, match="from 0 files"):
         entry_from_wire(wire.RestoredPartition(partition=1))
+
+
+@pytest.mark.parametrize(("wrote", "next_sequence"), [(JOB, 1), (JobId(9), 0)])
+def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
+    tmp_path: Path, wrote: JobId, next_sequence: int
+) -> None:
+    store = leased(server())
+    push(store, 0)
+    push(store, 0, source=WorkerSource(WORKER))
+    other = Store()
+    other.become(HERE, Term(2))
+    restore = Restore(str(tmp_path), entries(save(store, tmp_path, 1)), job=wrote)
+    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore)
+    found = other.read_ledger(
+        other.hosted()[0], [(SourceKey(source), Token(0)) for source in (WorkerSource(WORKER), SHARD)]
+    )
+    assert [{mark.next for mark in marks} for _, marks in found] == [{next_sequence}, {1}]

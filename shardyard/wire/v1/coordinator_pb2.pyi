@@ -388,6 +388,32 @@ class TakeCheckpointReply(_message.Message):
     failure: _common_pb2.ErrorDetail
     def __init__(self, ticket: _Optional[int] = ..., done: bool = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., job_name: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
+class RestoreCheckpointRequest(_message.Message):
+    __slots__ = ("job_name", "number", "url", "cancel")
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    job_name: str
+    number: int
+    url: str
+    cancel: bool
+    def __init__(self, job_name: _Optional[str] = ..., number: _Optional[int] = ..., url: _Optional[str] = ..., cancel: bool = ...) -> None: ...
+
+class RestoreCheckpointReply(_message.Message):
+    __slots__ = ("number", "step", "url", "running", "damaged")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    step: int
+    url: str
+    running: bool
+    damaged: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., running: bool = ..., damaged: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -99,6 +99,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
                 _registered_method=True)
+        self.RestoreCheckpoint = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/RestoreCheckpoint',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointReply.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/Status',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StatusRequest.SerializeToString,
@@ -212,6 +217,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RestoreCheckpoint(self, request, context):
+        """For a person: the job goes back to a checkpoint, as a whole; where it does not run, its next run begins with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """For a person or a launcher.
         """
@@ -300,6 +312,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.TakeCheckpoint,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.SerializeToString,
+            ),
+            'RestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreCheckpoint,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -668,6 +685,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/TakeCheckpoint',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/RestoreCheckpoint',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,

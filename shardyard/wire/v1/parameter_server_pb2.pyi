@@ -83,14 +83,16 @@ class RestoredPartition(_message.Message):
     def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., logs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("url", "partitions", "number")
+    __slots__ = ("url", "partitions", "number", "job")
     URL_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
     url: str
     partitions: _containers.RepeatedCompositeFieldContainer[RestoredPartition]
     number: int
-    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
+    job: int
+    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ..., number: _Optional[int] = ..., job: _Optional[int] = ...) -> None: ...
 
 class SaveCheckpointRequest(_message.Message):
     __slots__ = ("caller", "server", "generation", "url", "number", "step", "base", "wait_ms", "oldest", "logs")

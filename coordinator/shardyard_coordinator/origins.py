@@ -1,0 +1,98 @@
+"""The checkpoint with which a job begins, or to which it goes back, because somebody has ordered it.
+
+Owns: what of a manifest a machine must know, its form as a record, and which settings a run must have to go on from it.
+Invariant: an origin holds all that is decided from it, so that no storage is asked when a run begins.
+Must not know: storage, who ordered it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardyard.ground.errors import ConfigurationError
+from shardyard.ground.types import JobId, JobLayout, Token, UpdateMode
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator import layouts
+from shardyard_coordinator.records import Body, Entry, require
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Checkpoint `number` of the jobs named `name`, below `url`; `job` wrote it. `token`: the highest in its ledgers;
+    `floor`: as in its manifest."""
+
+    name: str
+    url: str
+    number: int
+    job: JobId
+    step: int
+    mode: UpdateMode
+    logical_ranks: int
+    seed: int
+    layout: JobLayout
+    data_ledger: Mapping[str, object]
+    token: Token
+    floor: Token
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.number} of step {self.step:,}"
+
+    def agree(self, settings: JobSettings) -> JobSettings:
+        """The settings with which a run can go on from here: seed and logical ranks are the checkpoint's. Raises
+        ConfigurationError where they say otherwise."""
+        consistency = settings.consistency
+        if consistency.mode is not self.mode:
+            raise ConfigurationError(
+                f"job {self.name!r} is to begin with {self}, which is {self.mode.value}; job.consistency.mode is "
+                f"{consistency.mode.value}",
+                why="an update means something else in the other mode",
+                todo=f"set job.consistency.mode={self.mode.value}, or cancel: shardyard checkpoint restore --cancel",
+            )
+        if self.mode is UpdateMode.SYNC:
+            if consistency.logical_ranks not in ("auto", self.logical_ranks):
+                raise ConfigurationError(
+                    f"job {self.name!r} is to begin with {self}, which has {self.logical_ranks} logical ranks; "
+                    f"job.consistency.logical_ranks is {consistency.logical_ranks}",
+                    why="the ranks say which samples belong to a step",
+                    todo=f"set job.consistency.logical_ranks={self.logical_ranks}, or leave it at auto",
+                )
+            consistency = consistency.model_copy(update={"logical_ranks": self.logical_ranks})
+        return settings.model_copy(update={"seed": self.seed, "consistency": consistency})
+
+    @property
+    def entry(self) -> Entry:
+        return "restore_ordered", {
+            "name": self.name,
+            "url": self.url,
+            "number": self.number,
+            "of": self.job,
+            "step": self.step,
+            "mode": self.mode.value,
+            "logical_ranks": self.logical_ranks,
+            "seed": self.seed,
+            "layout": layouts.to_record(self.layout),
+            "data_ledger": self.data_ledger,
+            "token": self.token,
+            "floor": self.floor,
+        }
+
+
+def of_record(body: Body) -> Origin:
+    """Raises DamagedRecord."""
+    modes = {mode.value: mode for mode in UpdateMode}
+    require(body.text("mode") in modes, f"mode {body.text('mode')!r}")
+    return Origin(
+        body.text("name"),
+        body.text("url"),
+        body.number("number", least=1),
+        JobId(body.number("of")),
+        body.number("step"),
+        modes[body.text("mode")],
+        body.number("logical_ranks"),
+        body.number("seed"),
+        layouts.of_record(body.part("layout")),
+        body.values("data_ledger"),
+        Token(body.number("token")),
+        Token(body.number("floor")),
+    )
