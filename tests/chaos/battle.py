@@ -129,12 +129,13 @@ class Battlefield:
 
     @property
     def is_done(self) -> bool:
-        """All workers are. Once one is, all data is counted, and nobody waits for those that have not joined again."""
+        """All workers are. Once one is, all data is counted, and nobody waits for those that have not joined again: who
+        joins after the job is finished begins another run."""
         workers = [self.places[name] for name in (AGENT, *self.plan.worker_names)]
         if not any(worker.is_done for worker in workers):
             return False
         for worker in workers:
-            if not worker.is_running:
+            if not (worker.is_done or worker.has_joined):
                 worker.give_up()
         return all(worker.is_done for worker in workers)
 

@@ -153,6 +153,11 @@ class Place:
         return self._process is not None
 
     @property
+    def has_joined(self) -> bool:
+        """It is a worker, or an agent whose worker is, in the job."""
+        return self.is_running and any(each in self.text for each in ("joined job", "started job"))
+
+    @property
     def is_ready(self) -> bool:
         """It has said so since it was started last."""
         return any(line.startswith(READY) for line in self.text.splitlines())
