@@ -18,6 +18,7 @@ import shardyard as sy
 from harness.answers import Conversation
 
 SAMPLES = 100_000_000
+BATCHES_PER_DATA_SHARD = 20
 TENSORS = 16
 
 
@@ -61,20 +62,26 @@ class Steps:
             self._ready.set()
 
     def _train(self) -> None:
-        with sy.connect(job="steps", settings=self._settings) as job:
+        settings = {"job.data.batches_per_data_shard": BATCHES_PER_DATA_SHARD, **self._settings}
+        with sy.connect(job="steps", settings=settings) as job:
             counts = [torch.nn.Parameter(torch.zeros(self._elements)) for _ in range(TENSORS)]
             _, optimizer = job.prepare(torch.nn.ParameterList(counts), torch.optim.SGD(counts, lr=1.0))
             acknowledged: set[int] = set()
+            last: int | None = None
             data = TensorDataset(torch.arange(SAMPLES))
             for (sample,) in job.batches(data, batch_size=1, shuffle=False):
                 optimizer.zero_grad()
                 torch.autograd.backward([-count.sum() for count in counts])
                 optimizer.step()
                 self._times.append(time.monotonic())
+                shard, is_fresh = int(sample) // BATCHES_PER_DATA_SHARD, int(sample) not in acknowledged
                 acknowledged.add(int(sample))
                 self._ready.set()
                 if self._stop.is_set():
-                    break
+                    last = shard if last is None else last
+                    # data shards that were taken back are leased before fresh ones
+                    if is_fresh and shard != last:
+                        break
             for count in counts:
                 low, high = (float(value) for value in count.detach().aminmax())
                 if not low == high == len(acknowledged):

@@ -109,7 +109,7 @@ class Place:
         self._due_s = time.monotonic() + AGAIN_S
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more, if anybody did."""
         self.kill(0)
         self.is_done = True
 
@@ -151,11 +151,6 @@ class Place:
     @property
     def is_running(self) -> bool:
         return self._process is not None
-
-    @property
-    def has_joined(self) -> bool:
-        """It is a worker, or an agent whose worker is, in the job."""
-        return self.is_running and any(each in self.text for each in ("joined job", "started job"))
 
     @property
     def is_ready(self) -> bool:
