@@ -140,7 +140,7 @@ class Battlefield:
         return all(worker.is_done for worker in workers)
 
     def job_state(self) -> int:
-        """Of the job, not of a later run of its name; JOB_STATE_UNSPECIFIED where nobody can say. Asked now and then."""
+        """Of the job, not of a later run of its name; unspecified where nobody can say. Asked now and then."""
         if time.monotonic() >= self._asked_s + ASK_S:
             self._asked_s = time.monotonic()
             self._state = self._ask_state()
