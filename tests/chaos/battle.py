@@ -37,6 +37,7 @@ BLOCK_BYTES = 1_024
 PAUSE_MS = 30
 JOB = "digits"
 LOOK_S = 0.02
+ASK_S = 0.3
 BEGIN_S = 90.0
 PLAY_S = 120.0
 FINISH_S = 30.0
@@ -99,6 +100,8 @@ class Battlefield:
         self._logs = folder / "logs"
         self._logs.mkdir()
         self._more = more or {}
+        self._state: int = wire.JOB_STATE_UNSPECIFIED
+        self._asked_s = 0.0
         self.disks = {name: SmallDisk(folder / name, size) for name, size in DISKS.items()}
         for disk in self.disks.values():
             stack.callback(disk.close)
@@ -129,14 +132,29 @@ class Battlefield:
 
     @property
     def is_done(self) -> bool:
-        """All workers are. Once one is, all data is counted, and nobody waits for those that have not joined again."""
+        """All workers are. Once the job is finished nobody waits for the others: who joins then begins another run."""
         workers = [self.places[name] for name in (AGENT, *self.plan.worker_names)]
-        if not any(worker.is_done for worker in workers):
-            return False
-        for worker in workers:
-            if not worker.is_running:
+        if any(worker.is_done for worker in workers) and self.job_state() == wire.JOB_STATE_FINISHED:
+            for worker in workers:
                 worker.give_up()
         return all(worker.is_done for worker in workers)
+
+    def job_state(self) -> int:
+        """Of the job, not of a later run of its name; unspecified where nobody can say. Asked now and then."""
+        if time.monotonic() >= self._asked_s + ASK_S:
+            self._asked_s = time.monotonic()
+            self._state = self._ask_state()
+        return self._state
+
+    def _ask_state(self) -> int:
+        peer = GrpcNetwork().connect(self._address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        try:
+            jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=1_000).jobs
+        except (errors.Unavailable, errors.NotReady):
+            return wire.JOB_STATE_UNSPECIFIED
+        finally:
+            peer.close()
+        return jobs[0].state if jobs else wire.JOB_STATE_UNSPECIFIED
 
     @property
     def batches_computed(self) -> int:
@@ -148,21 +166,11 @@ class Battlefield:
 
     def await_finished(self) -> int:
         """The job's state when it has ended, or is not about to."""
-        peer = GrpcNetwork().connect(self._address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         until = time.monotonic() + FINISH_S
-        state: int = wire.JOB_STATE_UNSPECIFIED
-        try:
-            while state != wire.JOB_STATE_FINISHED and time.monotonic() < until:
-                self.tend()
-                try:
-                    jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=1_000).jobs
-                except errors.Unavailable:
-                    jobs = []
-                state = jobs[0].state if len(jobs) == 1 else wire.JOB_STATE_UNSPECIFIED
-                time.sleep(LOOK_S)
-        finally:
-            peer.close()
-        return state
+        while self.job_state() != wire.JOB_STATE_FINISHED and time.monotonic() < until:
+            self.tend()
+            time.sleep(LOOK_S)
+        return self.job_state()
 
     def collect(self) -> tuple[list[dict[str, object]], Counter[int]]:
         results = [json.loads(path.read_text()) for path in sorted(self.out.glob("*.json"))]

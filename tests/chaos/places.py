@@ -109,7 +109,7 @@ class Place:
         self._due_s = time.monotonic() + AGAIN_S
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Nobody waits for it any more, if anybody did."""
         self.kill(0)
         self.is_done = True
 

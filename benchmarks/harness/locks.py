@@ -1,0 +1,91 @@
+"""For how long partitions are locked while steps are taken, with checkpoints and without, in one process.
+
+Owns: the lock that keeps time. Must not know: what is done under it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness.pairs import Figures
+from shardyard.runtime import configuration
+from shardyard.runtime.settings import Settings
+from shardyard_launcher.local import COORDINATOR, LocalYard
+from shardyard_worker import job as worker
+
+STEPS = 60
+CHECKPOINT_EVERY_STEPS = 10
+
+
+class TimedLock:
+    """A lock that notes for how long it was held, as a Condition uses it: not while that waits."""
+
+    def __init__(self, held_ms: list[float]) -> None:
+        self._lock = threading.RLock()
+        self._held_ms = held_ms
+        self._since = 0.0
+
+    def acquire(self, *arguments: Any) -> bool:
+        taken = self._lock.acquire(*arguments)
+        if taken:
+            self._since = time.perf_counter()
+        return taken
+
+    def release(self) -> None:
+        self._held_ms.append(1e3 * (time.perf_counter() - self._since))
+        self._lock.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def longest_locks(nbytes: int, checkpoints: bool) -> Figures:
+    """Steps of Adam on so many bytes of parameters, two servers. Every thread of this process shares its interpreter,
+    so a lock may be held for longer than in a server of its own."""
+    with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder:
+        given = {
+            "yard.servers": 2,
+            "job.partitions": 8,
+            "job.checkpoint.url": folder if checkpoints else "never",
+            "job.checkpoint.every_steps": CHECKPOINT_EVERY_STEPS,
+            "log.level": "error",
+        }
+        settings = configuration.load(None, {}, given).settings
+        held_ms, written = _take_steps(settings, nbytes, Path(folder))
+    return {
+        "checkpoints": float(written),
+        "p99_ms": float(np.percentile(held_ms, 99)),
+        "max_ms": float(np.max(held_ms)),
+    }
+
+
+def _take_steps(settings: Settings, nbytes: int, folder: Path) -> tuple[list[float], int]:
+    held_ms: list[float] = []
+    yard = LocalYard(settings)
+    try:
+        inside = settings.model_copy(update={"coordinator": COORDINATOR})
+        with worker.connect(inside, network=yard.network) as job:
+            values = [torch.nn.Parameter(torch.zeros(nbytes // 4 // 16)) for _ in range(16)]
+            _, optimizer = job.prepare(torch.nn.ParameterList(values), torch.optim.Adam(values, lr=1e-3))
+            for server in yard._servers:
+                for hosted in server.store.hosted():
+                    for partition in hosted.partitions.values():
+                        partition._changed = threading.Condition(TimedLock(held_ms))  # type: ignore[arg-type]
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                torch.autograd.backward([value.sum() for value in values])
+                optimizer.step()
+            written = len(list(folder.glob("*/*/manifest.json")))
+    finally:
+        yard.close()
+    return held_ms, written
