@@ -437,9 +437,12 @@ class DataLedger:
     def begin_with(self, kept: Mapping[str, object]) -> None:
         """Takes over what a checkpoint of another run has: what was leased is free. Raises DamagedRecord."""
         assert not self._feeds
-        for shards in _read(kept)._feeds:
+        then = _read(kept)
+        for shards in then._feeds:
             shards.returned, shards.held = sorted([*shards.returned, *shards.held]), {}
+            shards.forget_reached()
             self._feeds.append(shards)
+        self.quarantine = then.quarantine
 
     def loses_finished(self, kept: Mapping[str, object]) -> int | None:
         """The first feed that is finished, and was not when a checkpoint was begun that had this to say."""
