@@ -369,6 +369,10 @@ class CoordinatorWorld:
                 encoded(wire.TakeCheckpointRequest(caller=caller)),
                 encoded(wire.TakeCheckpointRequest(job_name="default")),
             ],
+            "RestoreCheckpoint": [
+                encoded(wire.RestoreCheckpointRequest(job_name="default", number=1)),
+                encoded(wire.RestoreCheckpointRequest(job_name="other")),
+            ],
             "ListQuarantined": [encoded(wire.ListQuarantinedRequest(job=worker.job))],
             "ReadAudit": [encoded(wire.ReadAuditRequest(job="default")), encoded(wire.ReadAuditRequest(after=3))],
             "Status": [encoded(wire.StatusRequest())],
