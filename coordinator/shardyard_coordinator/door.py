@@ -7,6 +7,7 @@ MalformedPayload, TooLarge, InvalidRequest, ConfigurationError. Must not know: a
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -74,6 +75,8 @@ def registered(request: wire.RegisterRequest) -> events.MemberRegistered:
 def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
     if len(request.metrics) > limits.METRICS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
+    if not 0 <= request.residual_norm < math.inf:
+        raise MalformedPayload(f"a residual of 2-norm {request.residual_norm}; expected a number from 0")
     report = Report(
         step=request.step,
         samples=request.samples,
@@ -82,6 +85,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
             for metric in request.metrics
         ),
         waiting_for=convert.text(request.waiting_for, "what a member waits for"),
+        residual_norm=request.residual_norm,
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
@@ -382,6 +386,8 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         ],
         parameters=job.parameters,
         payload_bytes=job.payload_bytes,
+        residuals_lost=job.residuals_lost,
+        residual_lost_norm=job.residual_lost_norm,
         lost_pushes=min(job.lost_pushes, (1 << 64) - 1),
         waits=job.waits,
     )

@@ -54,7 +54,7 @@ from shardyard_coordinator.effects import (
     records_of,
 )
 from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned, RebaseAsked, WatermarksRead
-from shardyard_coordinator.losses import LostPushes, LostRange
+from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
@@ -103,6 +103,7 @@ class Job:
         self.feeds: DataLedger | StepLedger
         self.tokens = Tokens()
         self.suspects = Suspects(settings.data.poison_deaths)
+        self.residuals = LostResiduals()
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
@@ -171,11 +172,12 @@ class Job:
 
     def lose(self, worker: Incarnation, how: str, now_ms: int) -> list[Effect]:
         """A worker died. Its work waits until the servers refuse what it may still send."""
-        record = self._remove(worker, how, now_ms, died=True)
+        residual = self.progress.of(worker).residual_norm
+        record = self._remove(worker, how, now_ms, died=True, residual=residual)
         if self.state.ended:
             return [record]
         fence = self._fence(worker)
-        return [record, *(fence or self.free((worker,), now_ms))]
+        return [record, *self._tell_residual(worker, residual), *(fence or self.free((worker,), now_ms))]
 
     def free(
         self,
@@ -210,7 +212,9 @@ class Job:
     def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
         have said so."""
-        record = self._remove(worker, f"left ({error})" if error else "left", now_ms, goodbye=not error)
+        residual = self.progress.of(worker).residual_norm if error else 0.0
+        how = f"left ({error})" if error else "left"
+        record = self._remove(worker, how, now_ms, goodbye=not error, residual=residual)
         if self.state.ended:
             return [record]
         if error and not self.workers:
@@ -220,7 +224,14 @@ class Job:
             return [record, *self.fail(failure)]
         if not self.workers and self._goodbyes >= self.settings.workers_expected:
             return [record, *self._finish(now_ms)]
-        return [record, *self.free((worker,), now_ms), *self._fence(worker)]
+        told = self._tell_residual(worker, residual)
+        return [record, *told, *self.free((worker,), now_ms), *self._fence(worker)]
+
+    def _tell_residual(self, worker: Incarnation, norm: float) -> list[Effect]:
+        if not norm:
+            return []
+        what = f"what compression had not sent yet, of 2-norm {norm:.3g} when it was last heard of"
+        return [Tell(f"{self.title}: worker {worker} took along {what}", warning=True)]
 
     def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, or was to have, if any."""
@@ -617,6 +628,7 @@ class Job:
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
             *self.suspects.entries(),
+            *self.residuals.entries(),
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
@@ -644,6 +656,8 @@ class Job:
                     self._settle_suspicion(source_of(body), Incarnation(body.number("worker")), done=body.flag("done"))
             case "batch_begun" | "source_suspected":
                 self.suspects.restore(kind, body)
+            case "residuals_lost_before":
+                self.residuals.restore(body)
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -693,7 +707,8 @@ class Job:
                 self.ranks.enter(worker)
         elif kind == "worker_gone":
             require(worker in self.workers, f"worker {worker} goes and was not there")
-            self._remove(worker, body.text("how"), now_ms, goodbye=body.flag("goodbye"), died=body.flag("died"))
+            goodbye, died, residual = body.flag("goodbye"), body.flag("died"), body.real("residual")
+            self._remove(worker, body.text("how"), now_ms, goodbye=goodbye, died=died, residual=residual)
         else:
             require(worker in self.fencing, f"worker {worker} is free of its work twice")
             self._free(worker, dict(_reached(body)))
@@ -745,9 +760,18 @@ class Job:
         self._finish_at_ms = None
 
     def _remove(
-        self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool = False, died: bool = False
+        self,
+        worker: Incarnation,
+        how: str,
+        now_ms: int,
+        *,
+        goodbye: bool = False,
+        died: bool = False,
+        residual: float = 0.0,
     ) -> Persist:
-        """The worker is gone; what it has is nobody else's until `_free`."""
+        """The worker is gone; what it has is nobody else's until `_free`. `residual`: the 2-norm of what its
+        compression had not sent."""
+        self.residuals.add(residual)
         if died:
             self.suspects.lose(worker, self._held(worker))
         self.suspects.leave(worker)
@@ -766,7 +790,7 @@ class Job:
         self.deployment.suspend(worker)
         self.fenced = [*self.fenced, worker][-FENCED_MAX:]
         self.fencing = [*self.fencing, worker]
-        return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye, died=died)
+        return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye, died=died, residual=residual)
 
     def _free(self, worker: Incarnation, reached: Mapping[LeasedSource, int]) -> list[DataShardSource]:
         """Nobody has the worker's data now; gives what it had."""

@@ -1,13 +1,16 @@
-"""Pushes without leased data that are lost, exactly (rule A11).
+"""What is lost, and told: pushes without leased data, exactly (rule A11), and residuals of compression.
 
-A worker's own source has nobody who could compute its work again: what a restored partition lacks of it is gone. Owns:
-which sequences of which worker each partition lacks; of workers that are gone, how many. Invariant: a push that is
-found to be lost twice is counted once; memory does not grow with the number of workers that have gone.
+A worker's own source has nobody who could compute its work again: what a restored partition lacks of it is gone. What
+compression has not sent yet is gone with its worker. Owns: which sequences of which worker each partition lacks; of
+workers that are gone, how many, and how many residuals. Invariant: a push that is found to be lost twice is counted
+once; memory does not grow with the number of workers that have gone.
 Must not know: servers, who asks.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -66,6 +69,29 @@ class LostPushes:
             self.add(Incarnation(body.number("worker", least=1)), [_range_of(each) for each in body.items("lost")])
         else:
             raise DamagedRecord("its kind is unknown to this release")
+
+
+class LostResiduals:
+    """Of one job: workers that went without a goodbye, and took along what compression had not sent yet."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.norm = 0.0
+
+    def add(self, norm: float) -> None:
+        """`norm`: the 2-norm that the worker had said last; 0: it had none."""
+        if norm:
+            self.count += 1
+            self.norm = min(math.hypot(self.norm, norm), sys.float_info.max)
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        return [("residuals_lost_before", {"count": self.count, "norm": self.norm})] if self.count else []
+
+    def restore(self, body: Body) -> None:
+        """Takes a record of `entries`. Raises DamagedRecord."""
+        self.count, self.norm = body.number("count", most=SUM_MAX), body.real("norm")
 
 
 def pushes_lost(worker: Incarnation, lost: Sequence[LostRange]) -> Entry:

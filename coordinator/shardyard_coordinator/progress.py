@@ -19,12 +19,14 @@ RATE_SLOT_MS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker says of itself with a heartbeat. `samples`: pushed by it in all."""
+    """What a worker says of itself with a heartbeat. `samples`: pushed by it in all; `residual_norm`: the 2-norm of
+    what its compression has not sent yet, as of some pushes ago."""
 
     step: int = 0
     samples: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
     waiting_for: str = ""
+    residual_norm: float = 0.0
 
 
 class Progress:
@@ -42,7 +44,11 @@ class Progress:
     def take(self, worker: Incarnation, report: Report, now_ms: int) -> None:
         before = self.of(worker)
         self._reports[worker] = Report(
-            report.step, max(report.samples, before.samples), report.metrics, report.waiting_for
+            report.step,
+            max(report.samples, before.samples),
+            report.metrics,
+            report.waiting_for,
+            report.residual_norm,
         )
         self.step = max(self.step, report.step)
         self.metrics = report.metrics or self.metrics

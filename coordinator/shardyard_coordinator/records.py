@@ -83,6 +83,9 @@ class Body:
             raise _unexpected(name, "true or false", value)
         return value
 
+    def real(self, name: str) -> float:
+        return checked_float(self._get(name), name)
+
     def items(self, name: str) -> list[object]:
         return checked_items(self._get(name), name)
 

@@ -64,6 +64,8 @@ class JobStanding:
     parameters: int
     payload_bytes: int
     lost_pushes: int
+    residuals_lost: int
+    residual_lost_norm: float
     waits: tuple[str, ...]
 
 
@@ -144,5 +146,7 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         parameters=sum(spec.elements for spec in variables if spec.kind is VariableKind.PARAMETER),
         payload_bytes=0 if layout is None else sum(part.payload_bytes for part in layout.partitions),
         lost_pushes=job.lost.count,
+        residuals_lost=job.residuals.count,
+        residual_lost_norm=job.residuals.norm,
         waits=waits,
     )

@@ -177,6 +177,8 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "parameters": job.parameters,
         "payload_bytes": job.payload_bytes,
         "lost_pushes": job.lost_pushes,
+        "residuals_lost": job.residuals_lost,
+        "residual_lost_norm": job.residual_lost_norm,
         "generation": job.map.generation,
         "partitions": [
             {
@@ -349,6 +351,10 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
     if job.lost_pushes:
         said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log says which"
+        found.append(Text(said, style="red"))
+    if job.residuals_lost:
+        workers = f"{job.residuals_lost:,} worker{'s'[: job.residuals_lost != 1]}"
+        said = f"  {workers} died with what compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
         found.append(Text(said, style="red"))
     found += [_waiting(what) for what in job.waits]
     owners = _owners_shown(report, job)

@@ -51,6 +51,7 @@ class Progress:
 
     step: int = 0
     samples: int = 0
+    residual_norm: float = 0.0
 
 
 class Session:
@@ -229,6 +230,7 @@ class Session:
     def _report(self, request: wire.HeartbeatRequest) -> None:
         request.step = self.progress.step
         request.samples = self.progress.samples
+        request.residual_norm = self.progress.residual_norm
         request.waiting_for = self.vigil.waiting_for
         for name, value in sorted(self.metrics().items()):
             request.metrics.add(name=name, value=value)

@@ -195,6 +195,7 @@ class AsyncStrategy(Strategy):
             log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
             self.contribute(None, residual.sending)
             self.drain()
+        self._session.progress.residual_norm = 0.0
 
     def close(self) -> None:
         if self._pool is not None:

@@ -8,6 +8,7 @@ each partition, a whole version. Must not know: what a push is named after (stra
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,9 @@ from shardyard_worker.session import Session
 log = logging.getLogger("shardyard.worker")
 
 R = TypeVar("R")
+
+PUSHES_PER_RESIDUAL = 64
+"""Of so many pushes one looks how much compression has not sent yet."""
 
 SLICE_MS = 200
 """How long a server holds a pull before the worker looks around."""
@@ -102,6 +106,7 @@ class Training:
     def __init__(self, session: Session, variables: Sequence[Variable], optimizer: OptimizerSpec) -> None:
         self.session = session
         self.optimizer = optimizer
+        self._pushes = 0
         self.variables = tuple(variables)
         request = wire.RegisterVariablesRequest(
             caller=convert.caller_to_wire(session.caller),
@@ -241,6 +246,15 @@ class Training:
                 parts = [self._layout.partitions[partition] for partition in sorted(answer.foreign)]
                 self.feedback.undo(block for part in parts for block in part.blocks)
             self.feedback.commit()
+            self._tell_residual()
+
+    def _tell_residual(self) -> None:
+        """What would be lost if this process died now; it takes a pass over all of it, so only now and then."""
+        assert self.feedback is not None
+        if self._pushes % PUSHES_PER_RESIDUAL == 0:
+            norm = self.feedback.lost_norm
+            self.session.progress.residual_norm = norm if math.isfinite(norm) else 0.0
+        self._pushes += 1
 
     def not_counted(self) -> None:
         """The push was refused: it counts nowhere."""

@@ -85,20 +85,22 @@ class LogLength(_message.Message):
     def __init__(self, job: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs")
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_NORM_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     step: int
     samples: int
     metrics: _containers.RepeatedCompositeFieldContainer[Metric]
     waiting_for: str
     logs: _containers.RepeatedCompositeFieldContainer[LogLength]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ...) -> None: ...
+    residual_norm: float
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ...) -> None: ...
 
 class RankLease(_message.Message):
     __slots__ = ("rank", "token", "careful_below")
@@ -467,7 +469,7 @@ class FeedStatus(_message.Message):
     def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "waits")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -484,6 +486,8 @@ class JobStatus(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOST_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_LOST_NORM_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
@@ -501,8 +505,10 @@ class JobStatus(_message.Message):
     parameters: int
     payload_bytes: int
     lost_pushes: int
+    residuals_lost: int
+    residual_lost_norm: float
     waits: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release")

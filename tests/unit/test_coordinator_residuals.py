@@ -1,0 +1,99 @@
+"""What compression has not sent yet, and is lost with its worker, is counted, told and remembered."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardyard.ground.errors import MalformedPayload
+from shardyard.ground.types import Incarnation, MemberRole, Term
+from shardyard.runtime.settings import JobSettings
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator import door, effects, events, standing
+from shardyard_coordinator.losses import LostResiduals
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+from shardyard_coordinator.records import Body
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
+
+from restoring import numbered, renew, state_of
+
+SETTINGS = JobSettings(workers_expected=3)
+
+
+class Yard:
+    def __init__(self) -> None:
+        self.machine = Machine(term=Term(1), lease_ms=1_000, now_ms=0)
+        self.persisted: list[effects.Persist] = []
+        self.told: list[str] = []
+
+    def handle(self, event: events.Event) -> object:
+        found = self.machine.handle(event, 0)
+        self.persisted += [each for each in found if isinstance(each, effects.Persist)]
+        self.told += [each.text for each in found if isinstance(each, effects.Tell)]
+        return next((each.answer for each in found if isinstance(each, effects.Reply)), None)
+
+    def hire(self, residual: float) -> Incarnation:
+        pid = len(self.persisted)
+        answer = self.handle(events.MemberRegistered(Registration(MemberRole.WORKER, "", 1, "0", "box", pid)))
+        assert isinstance(answer, effects.Registered)
+        self.handle(events.JobJoined(answer.incarnation, SETTINGS.name, SETTINGS))
+        self.handle(events.HeartbeatReceived(answer.incarnation, Report(residual_norm=residual)))
+        return answer.incarnation
+
+    def kill(self, worker: Incarnation) -> None:
+        pid = next(each.registration.pid for each in self.machine.members if each.incarnation == worker)
+        agent = self.handle(events.MemberRegistered(Registration(MemberRole.AGENT, f"a:{pid}", 1, "0", "box", 1)))
+        assert isinstance(agent, effects.Registered)
+        self.handle(events.ExitReported(agent.incarnation, pid, -9))
+
+    def lost(self) -> tuple[int, float]:
+        (job,) = standing.describe(self.machine, 0).jobs
+        return job.residuals_lost, job.residual_lost_norm
+
+
+def test_residuals_of_the_killed_are_counted_and_those_of_who_leaves_well_are_not() -> None:
+    yard = Yard()
+    for norm in (3.0, 4.0):
+        yard.kill(yard.hire(norm))
+    yard.kill(yard.hire(0.0))
+    yard.hire(1.0)
+    yard.handle(events.MemberLeft(yard.hire(12.0), ""))
+    assert yard.lost() == (2, 5.0)
+    assert sum("took along what compression had not sent yet, of 2-norm" in told for told in yard.told) == 2
+    yard.handle(events.MemberLeft(yard.hire(12.0), "ValueError: no"))
+    assert yard.lost() == (3, 13.0)
+
+
+def test_records_bring_back_what_is_lost() -> None:
+    yard = Yard()
+    yard.kill(yard.hire(3.0))
+    yard.kill(yard.hire(0.1))
+    renew(yard.machine, 0)
+    for persisted in (yard.persisted, yard.machine.snapshot()):
+        again = Machine.restore(numbered(persisted), term=Term(1), lease_ms=1_000, now_ms=0)
+        assert state_of(again) == state_of(yard.machine)
+        assert again.jobs[0].residuals.norm == math.hypot(3.0, 0.1)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
+def test_norm_that_is_none_is_refused(norm: float) -> None:
+    with pytest.raises(MalformedPayload, match="residual of 2-norm"):
+        door.heartbeat(wire.HeartbeatRequest(residual_norm=norm))
+    assert door.heartbeat(wire.HeartbeatRequest(residual_norm=2.5)).report.residual_norm == 2.5
+
+
+def test_sum_stays_a_number() -> None:
+    lost = LostResiduals()
+    for _ in range(5):
+        lost.add(sys.float_info.max)
+    assert lost.norm == sys.float_info.max
+    ((kind, body),) = lost.entries()
+    again = LostResiduals()
+    again.restore(Body(body))
+    assert (kind, again.count, again.norm) == ("residuals_lost_before", 5, lost.norm)
