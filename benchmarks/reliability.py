@@ -47,8 +47,7 @@ LOOK_S = 0.005
 SETTLE_S = 3.0
 """After a recovery, before the next kill: what was taken back has been computed again."""
 RECOVERED_S_MAX = 60.0
-NOTICED = ("go back to checkpoint", "goes back to checkpoint")
-NOTICED_WAL = "is read"
+NOTICED = ("back to checkpoint", "its log is read")
 
 
 class NotRecovered(Exception):
