@@ -5,9 +5,10 @@
 One worker takes steps on leased data, on three servers, all of them processes of a local yard, which are started again
 when they die. `recovery`: a server is killed (kill -9), again and again; from the kill to the first step that was
 acknowledged after it, on all partitions, and of that the time until the coordinator noticed. `coordinator`: the same,
-with the coordinator; steps do not wait for it. `pause`: how long steps take while a checkpoint is written, and while
-none is. `locks`: for how long a partition is locked, in one process, with checkpoints and without. `overhead`: steps a
-second, with a checkpoint every minute, and with none. `log`: steps a second, with a log and with checkpoints alone.
+with the coordinator, for which a worker waits when it needs another data shard, of 20 steps. `pause`: how long steps
+take while a checkpoint is written, and while none is. `locks`: for how long a partition is locked, in one process, with
+checkpoints and without. `overhead`: steps a second, with a checkpoint every minute, and with none. `log`: steps a
+second, with a log and with checkpoints alone.
 
 Every parameter counts the samples: at the end of each measurement all of them must say how many were acknowledged.
 """
@@ -47,8 +48,7 @@ LOOK_S = 0.005
 SETTLE_S = 3.0
 """After a recovery, before the next kill: what was taken back has been computed again."""
 RECOVERED_S_MAX = 60.0
-NOTICED = ("go back to checkpoint", "goes back to checkpoint")
-NOTICED_WAL = "is read"
+NOTICED = ("back to checkpoint", "its log is read")
 
 
 class NotRecovered(Exception):

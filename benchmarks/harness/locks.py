@@ -42,6 +42,19 @@ class TimedLock:
         self._held_ms.append(1e3 * (time.perf_counter() - self._since))
         self._lock.release()
 
+    # what a Condition asks of a lock that may be taken twice
+
+    def _is_owned(self) -> bool:
+        return self._lock._is_owned()  # type: ignore[attr-defined,no-any-return]
+
+    def _release_save(self) -> Any:
+        self._held_ms.append(1e3 * (time.perf_counter() - self._since))
+        return self._lock._release_save()  # type: ignore[attr-defined]
+
+    def _acquire_restore(self, state: Any) -> None:
+        self._lock._acquire_restore(state)  # type: ignore[attr-defined]
+        self._since = time.perf_counter()
+
     def __enter__(self) -> bool:
         return self.acquire()
 

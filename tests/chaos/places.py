@@ -22,7 +22,7 @@ READY = "ready "
 AGAIN_S = 0.3
 """After so long a process that has died by itself is started again."""
 STARTS_MAX = 20
-END_S = 10.0
+END_S = 30.0
 TAIL_LINES = 25
 KEPT_ENVIRONMENT = {key: text for key, text in os.environ.items() if not key.startswith("SHARDYARD")}
 
