@@ -235,10 +235,12 @@ class WorkersFenced:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRead:
-    """The lowest next sequence, over all partitions, of what a LeaseReturned was about."""
+    """The lowest next sequence, over all partitions, of what a LeaseReturned was about; `generation`: of the map under
+    which it was read."""
 
     returned: LeaseReturned
     next_sequence: int
+    generation: Generation = Generation(1)
 
 
 @dataclass(frozen=True, slots=True)
