@@ -84,7 +84,7 @@ class Yard:
 
     def fail_checkpoint(self) -> None:
         draft = self.until(effects.TakeCheckpoint).draft
-        self.handle(events.CheckpointFailed(self.caller.job, draft.number, "the disk is full"))
+        self.handle(events.CheckpointFailed(self.caller.job, draft.number, StorageUnavailable("the disk is full")))
 
     def lease(self) -> DataLease | LeaseWait | FeedDone:
         found = self.handle(events.LeaseRequested(self.caller, 0))
@@ -148,7 +148,7 @@ def test_end_of_data_is_not_told_while_a_checkpoint_without_it_may_become_the_fi
     draft = yard.until(effects.TakeCheckpoint).draft
     finished(yard)
     assert isinstance(yard.lease(), LeaseWait)
-    yard.handle(events.CheckpointFailed(yard.caller.job, draft.number, "the disk is full"))
+    yard.handle(events.CheckpointFailed(yard.caller.job, draft.number, StorageUnavailable("the disk is full")))
     assert isinstance(yard.lease(), FeedDone)
 
 
