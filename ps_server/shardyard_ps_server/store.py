@@ -460,7 +460,7 @@ class Store:
                 hosted.wal.rotate(order.number)
             self._prune(hosted.wal, hosted.job, order)
         partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
-        # a part of a step that was recorded before the new segment is in neither, were the checkpoint of the step before
+        # a part of the next step that was recorded before the new segment would be in neither
         saved = hosted.saver.save(partitions, order, open_storage(url), between=hosted.wal is not None)
         hosted.check_generation(generation)  # else some of them were cut before, some after they were restored
         return saved

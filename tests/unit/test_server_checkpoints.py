@@ -417,8 +417,8 @@ def test_checkpoint_that_meets_a_restore_is_not_one(tmp_path: Path, monkeypatch:
     hosted = store.hosted()[0]
     write = hosted.saver.save
 
-    def restored_meanwhile(*given: object) -> object:
-        found = write(*given)  # type: ignore[arg-type]
+    def restored_meanwhile(*given: object, **more: object) -> object:
+        found = write(*given, **more)  # type: ignore[arg-type]
         hosted.generation = NEXT
         return found
 

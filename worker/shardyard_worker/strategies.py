@@ -428,8 +428,8 @@ class SyncStrategy(Strategy):
         self._wait_for_ranks()
 
     def _align(self) -> None:
-        """Takes the version at which this worker's ranks stand: the lowest next step among them. Without any (others may
-        have taken them over while it went over to another map) it waits for one."""
+        """Takes the version at which this worker's ranks stand: the lowest next step among them. Without any (others
+        may have taken them over while it went over to another map) it waits for one."""
         if not self._held:
             self._wait_for_ranks()
             return
