@@ -9,7 +9,7 @@ NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client up down status protos protos-check check test fuzz chaos test-containers test-gpu bench clean
+.PHONY: help setup node-client up down status protos protos-check check test test-simulation soak fuzz chaos test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -61,6 +61,12 @@ fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly 
 
 chaos: $(STAMP) ## kill, stop and cut off real processes by 40 seeds (SEED=n for one)
 	@CHAOS_SEEDS=40 CHAOS_SEED=$(SEED) $(BIN)/python -m pytest tests/chaos/test_chaos.py -k under_fire
+
+test-simulation: $(STAMP) ## a thousand seeds of a simulated yard under faults, and each rule of the books switched off
+	@$(BIN)/python -m pytest tests/simulation
+
+soak: $(STAMP) ## 20,000 seeds of the simulated yard (SEEDS=A:B for others)
+	@PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(or $(SEEDS),0:20000) --jobs 0
 
 test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
 	@$(BIN)/python -m pytest tests/containers -m containers

@@ -221,7 +221,7 @@ class Archive:
                 if "newest" not in error.facts:
                     raise
                 # it has passed: the one that stands now, and if workers are taking steps, one ahead of them
-                step, told = int(error.facts["newest"]) + ahead, True
+                step, told = int(error.facts["newest"]) + max(ahead, int("gathering" in error.facts)), True
                 ahead = min(4 * max(ahead, STEPS_AHEAD), STEPS_AHEAD_MAX)
             except NotReady:
                 if told and ahead == 0:

@@ -82,6 +82,11 @@ class CheckpointBook:
         return self.url is not None
 
     @property
+    def is_in_doubt(self) -> bool:
+        """Whether nobody can say that the next checkpoint will come: there shall be none, or the last try failed."""
+        return not self.enabled or self._failures > 0
+
+    @property
     def base(self) -> int:
         """The number of the newest committed one, 0 before the first."""
         return 0 if self.committed is None or self.committed.url else self.committed.number

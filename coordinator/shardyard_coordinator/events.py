@@ -7,6 +7,7 @@ business. Must not know: messages, threads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
@@ -29,6 +30,9 @@ from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.progress import Report
 
 # ---- members
+
+
+FIRST_MAP: Final = Generation(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +239,12 @@ class WorkersFenced:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRead:
-    """The lowest next sequence, over all partitions, of what a LeaseReturned was about."""
+    """The lowest next sequence, over all partitions, of what a LeaseReturned was about; `generation`: of the map under
+    which it was read."""
 
     returned: LeaseReturned
     next_sequence: int
+    generation: Generation = FIRST_MAP
 
 
 @dataclass(frozen=True, slots=True)

@@ -523,7 +523,10 @@ class Job:
             keys = tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all)
         return [ReadLedger(self.id, self.deployment.map, keys)]
 
-    def close_lease(self, returned: LeaseReturned, next_sequence: int) -> list[Effect]:
+    def close_lease(self, returned: LeaseReturned, next_sequence: int, generation: Generation) -> list[Effect]:
+        """Replies; asks again where partitions have gone back since the ledgers were read."""
+        if generation != self.deployment.generation:
+            return self.return_lease(returned)
         source, worker = returned.data_shard, returned.caller.incarnation
         if isinstance(self.feeds, StepLedger):
             known = self.feeds.is_closed(returned.feed)

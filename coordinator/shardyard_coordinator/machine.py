@@ -137,8 +137,8 @@ class Machine:
                 return self._require_job(caller).return_lease(event)
             case events.BatchBegun(caller):
                 return self._require_job(caller).begin_batch(event)
-            case events.LedgerRead(returned, next_sequence):
-                return self._require_job(returned.caller).close_lease(returned, next_sequence)
+            case events.LedgerRead(returned, next_sequence, generation):
+                return self._require_job(returned.caller).close_lease(returned, next_sequence, generation)
             case events.CheckpointAsked(asker, job_name, ticket):
                 asked = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return asked.ask_checkpoint(ticket)

@@ -325,20 +325,23 @@ class Safekeeping:
 
     @property
     def has_all_data(self) -> bool:
-        """Whether the newest checkpoint has all data that is closed. A job that has none could not go back to it; one
-        with logs does not go back."""
-        committed = self.book.committed
-        return self.trails is not None or committed is None or committed.data_ledger.get("closed") == self._feeds.closed
+        """Whether the newest checkpoint has all data that is closed. A job whose first one does not come could not go
+        back to it; one with logs does not go back."""
+        if self.trails is not None:
+            return True
+        if self.book.committed is None:
+            draft = self.book.draft
+            return self.book.is_in_doubt and (draft is None or draft.data_ledger.get("closed") == self._feeds.closed)
+        return self.book.committed.data_ledger.get("closed") == self._feeds.closed
 
     def has_all_steps_of(self, feed: int) -> bool:
         """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
-        committed = self.book.committed
-        if (
-            self.trails is not None
-            or not isinstance(self._feeds, StepLedger)
-            or committed is None
-            or committed.step >= self._feeds.end(feed)
-        ):
+        if self.trails is not None or not isinstance(self._feeds, StepLedger):
+            return True
+        committed, draft, end = self.book.committed, self.book.draft, self._feeds.end(feed)
+        if committed is None and self.book.is_in_doubt and (draft is None or draft.step >= end):
+            return True
+        if committed is not None and committed.step >= end:
             return True
         self.book.want()
         return False

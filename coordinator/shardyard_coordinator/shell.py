@@ -245,7 +245,7 @@ class Coordinator:
                     return event
                 case effects.ReadLedger():
                     assert isinstance(event, events.LeaseReturned), event
-                    return events.LedgerRead(event, self._servers.lowest_next(effect))
+                    return events.LedgerRead(event, self._servers.lowest_next(effect), effect.map.generation)
                 case effects.ReadWatermarks():
                     assert isinstance(event, events.RebaseAsked), event
                     return events.WatermarksRead(event, effect.map.generation, self._servers.watermarks(effect))

@@ -8,6 +8,7 @@ before all of its files were checked. Must not know: when a checkpoint is due, m
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from shardyard.checkpoints.manifest import FileRef, PartitionEntry, PartitionFil
 from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
 from shardyard.checkpoints.storage import Storage
 from shardyard.checkpoints.tensors import bytes_of
-from shardyard.ground.errors import CheckpointDamaged, NotReady
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotReady
 from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Token, Version
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.cuts import Cut
@@ -68,22 +69,46 @@ class _Written:
 
 
 class Saver:
-    """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread."""
+    """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread. An order that
+    comes again, however late, writes nothing: a manifest may name its files by then."""
 
     def __init__(self, server: Incarnation, vigil: Vigil) -> None:
         self._server = server
         self._vigil = vigil
         self._written: dict[PartitionId, dict[int, _Written]] = {}
+        self._saving = threading.Lock()
+        self._last: tuple[SaveOrder, list[Saved]] | None = None
 
-    def save(self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage) -> list[Saved]:
-        """Raises InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time,
-        StorageUnavailable, TooLarge."""
+    def save(
+        self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage, *, between: bool = False
+    ) -> list[Saved]:
+        """`between`: of a synchronous job, only what lies between two steps, as Partition.name_cut has it. Raises
+        InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time or another
+        checkpoint is being written, StorageUnavailable, TooLarge."""
+        if not self._saving.acquire(blocking=False):
+            raise NotReady(f"checkpoint {order.number} while server {self._server} writes another")
+        try:
+            if self._last is not None:
+                last, saved = self._last
+                if (order.number, order.step) == (last.number, last.step):
+                    return saved
+                if order.number < last.number:
+                    raise InvalidRequest(f"checkpoint {order.number} after checkpoint {last.number} was written")
+            found = self._save_all(partitions, order, storage, between)
+            self._last = order, found
+            return found
+        finally:
+            self._saving.release()
+
+    def _save_all(
+        self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage, between: bool
+    ) -> list[Saved]:
         if order.step is None:
             return [self._save(partition, partition.cut, order, storage) for partition in partitions]
         until = time.monotonic() + order.wait_ms / 1000
         with ExitStack() as named:
             for partition in partitions:  # all, before any is waited for
-                partition.name_cut(order.step)
+                partition.name_cut(order.step, between=between)
                 named.callback(partition.unname_cut)
             return [
                 self._save(partition, partial(self._named, partition, order.number, order.step, until), order, storage)

@@ -80,6 +80,11 @@ class Gate(Generic[T]):
         """Whether that rank alone is missing."""
         return self._count == len(self._gathered) - 1 and self._gathered[rank] is None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no rank has contributed to the step."""
+        return self._count == 0
+
     def missing(self) -> tuple[Rank, ...]:
         return tuple(Rank(rank) for rank, gathered in enumerate(self._gathered) if gathered is None)
 

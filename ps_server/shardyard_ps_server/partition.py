@@ -109,10 +109,11 @@ class Partition:
         with self._changed:
             return self._cut()
 
-    def name_cut(self, number: int) -> None:
+    def name_cut(self, number: int, *, between: bool = False) -> None:
         """A synchronous job's partition is to be cut when it has that version, before anything follows it;
-        `unname_cut` must come. Raises InvalidRequest (facts: newest) where it has passed, or another cut is under way,
-        TooLarge."""
+        `unname_cut` must come. `between`: where a part of the next step was recorded already, that version has passed.
+        Raises InvalidRequest (facts: newest, and gathering where it has passed so) where it has passed, or another cut
+        is under way, TooLarge."""
         with self._changed:
             newest = self._versions.newest.number
             if newest > number:
@@ -122,6 +123,11 @@ class Partition:
                 )
             if self._named is not None:
                 raise self._busy()
+            if between and newest == number and self._gate is not None and not self._gate.is_empty:
+                raise InvalidRequest(
+                    f"a checkpoint of step {number} of partition {self.id}, which has a part of the next one",
+                    facts={"newest": str(newest), "gathering": str(newest)},
+                )
             self._named = self._cut() if newest == number else number
 
     def named_cut(self, until: float) -> Cut | None:

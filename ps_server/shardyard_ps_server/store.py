@@ -460,7 +460,8 @@ class Store:
                 hosted.wal.rotate(order.number)
             self._prune(hosted.wal, hosted.job, order)
         partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
-        saved = hosted.saver.save(partitions, order, open_storage(url))
+        # a part of the next step that was recorded before the new segment would be in neither
+        saved = hosted.saver.save(partitions, order, open_storage(url), between=hosted.wal is not None)
         hosted.check_generation(generation)  # else some of them were cut before, some after they were restored
         return saved
 

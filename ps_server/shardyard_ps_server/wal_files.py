@@ -174,6 +174,8 @@ class LogFiles:
             reader = SegmentReader(fd, self.segment(last), last, durable=synced.offset, until=None)
             for _ in reader.records():
                 pass
+            # its owner may have died between writing and syncing: what counts from now on must stay there
+            os.fsync(fd)
             return Mark(last, reader.end)
 
     def _head(self, number: int) -> SegmentHead:

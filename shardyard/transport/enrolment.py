@@ -120,13 +120,25 @@ class Enrolment:
     def beat(self) -> None:
         """One heartbeat, now, from the caller's thread. Raises what the coordinator answers."""
         with self._beat:
-            request = wire.HeartbeatRequest(caller=convert.caller_to_wire(self.caller))
-            if self._report is not None:
-                self._report(request)
-            reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=self._deadline_ms)
-            self.term = Term(max(self.term, reply.term))
-            if not self._stop.is_set():
-                self._on_reply(reply)
+            self._beat_now(self._deadline_ms)
+
+    def beat_last(self) -> None:
+        """A heartbeat before `leave`, unless one is under way: a goodbye must not wait for longer than the lease lasts.
+        Raises what the coordinator answers."""
+        if self._beat.acquire(blocking=False):
+            try:
+                self._beat_now(LEAVE_MS)
+            finally:
+                self._beat.release()
+
+    def _beat_now(self, timeout_ms: int) -> None:
+        request = wire.HeartbeatRequest(caller=convert.caller_to_wire(self.caller))
+        if self._report is not None:
+            self._report(request)
+        reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=timeout_ms)
+        self.term = Term(max(self.term, reply.term))
+        if not self._stop.is_set():
+            self._on_reply(reply)
 
     def stop(self) -> None:
         """Sends no more heartbeats; says nothing to the coordinator."""
@@ -138,7 +150,14 @@ class Enrolment:
     def leave(self, error: str = "", *, patience_ms: int = 0) -> None:
         """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
         `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death."""
-        self.stop()
+        # a heartbeat may be under way for longer than the lease; a goodbye that waited for it would come too late
+        self._stop.set()
+        try:
+            self._say_goodbye(error, patience_ms)
+        finally:
+            self.stop()
+
+    def _say_goodbye(self, error: str, patience_ms: int) -> None:
         request = wire.LeaveRequest(caller=convert.caller_to_wire(self.caller), error=error[:1000])
         give_up = time.monotonic() + patience_ms / 1000
         with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:

@@ -12,7 +12,7 @@ import pytest
 
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, file_from_wire
 from shardyard.checkpoints.manifest import PartitionEntry, PartitionFile
-from shardyard.ground import limits
+from shardyard.ground import failpoints, limits
 from shardyard.ground.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -417,8 +417,8 @@ def test_checkpoint_that_meets_a_restore_is_not_one(tmp_path: Path, monkeypatch:
     hosted = store.hosted()[0]
     write = hosted.saver.save
 
-    def restored_meanwhile(*given: object) -> object:
-        found = write(*given)  # type: ignore[arg-type]
+    def restored_meanwhile(*given: object, **more: object) -> object:
+        found = write(*given, **more)  # type: ignore[arg-type]
         hosted.generation = NEXT
         return found
 
@@ -525,3 +525,36 @@ def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
         other.hosted()[0], [(SourceKey(source), Token(0)) for source in (WorkerSource(WORKER), SHARD)]
     )
     assert [{mark.next for mark in marks} for _, marks in found] == [{next_sequence}, {1}]
+
+
+def test_order_that_comes_again_writes_nothing(tmp_path: Path) -> None:
+    """Its first answer may be in a manifest by then, and a file of a manifest never changes."""
+    store = leased(server())
+    saved = save(store, tmp_path, 1)
+    push(store, 0)
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*.safetensors")}
+    assert save(store, tmp_path, 1) == saved
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*.safetensors")} == before
+
+
+def test_order_that_comes_after_a_later_one_is_refused(tmp_path: Path) -> None:
+    store = leased(server())
+    save(store, tmp_path, 2)
+    with pytest.raises(InvalidRequest, match="checkpoint 1 after checkpoint 2"):
+        save(store, tmp_path, 1)
+    assert len(list(tmp_path.rglob("*.safetensors"))) == len(OWNED), "nothing is written"
+
+
+def test_order_that_comes_while_another_is_carried_out_is_put_off(tmp_path: Path) -> None:
+    store = leased(server())
+    refused: list[str] = []
+
+    def again(_: str) -> None:
+        with pytest.raises(NotReady) as error:
+            save(store, tmp_path, 1)
+        refused.append(error.value.what)
+
+    with failpoints.armed("storage.before_rename", again, at=1):
+        save(store, tmp_path, 1)
+    assert len(refused) == 1
+    assert "writes another" in refused[0]

@@ -275,9 +275,9 @@ def test_what_a_checkpoint_has_is_not_done_again(yard: Yard) -> None:
     hosted = first.hosted()[0]
     cut = hosted.saver.save
 
-    def late(*given: object) -> object:
+    def late(*given: object, **more: object) -> object:
         push(first, 1)
-        return cut(*given)  # type: ignore[arg-type]
+        return cut(*given, **more)  # type: ignore[arg-type]
 
     hosted.saver.save = late  # type: ignore[assignment]
     saved = yard.save(first, 2)
@@ -286,6 +286,40 @@ def test_what_a_checkpoint_has_is_not_done_again(yard: Yard) -> None:
     before = state(first)
     assert state(yard.successor(saved, 2, FIRST)) == before
     assert before[0][0] == 3
+
+
+def test_checkpoint_of_a_step_leaves_no_contribution_to_the_next_behind(tmp_path: Path) -> None:
+    """One that was recorded before the checkpoint's segment began would be in neither."""
+    with yard_of(tmp_path, UpdateMode.SYNC) as yard:
+        first = yard.first()
+        step(first, 0)
+        assert push(first, 1, source=RankSource(Rank(1))) == {Outcome.RECORDED}
+        with pytest.raises(InvalidRequest) as refused:
+            yard.save(first, 2)
+        assert refused.value.facts == {"newest": "1", "gathering": "1"}
+        assert push(first, 1, source=RankSource(Rank(0))) == {Outcome.APPLIED}
+        saved = yard.save(first, 2)
+        before = state(first)
+        assert state(yard.successor(saved, 2, FIRST)) == before
+
+
+def test_what_a_successor_finds_of_a_log_is_durable_before_it_counts(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power cut could take back what the former owner had written and not synced, behind the end noted."""
+    first = yard.first()
+    push(first, 0)
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    yard.logs.log(JOB, FIRST).take_over()
+    names = [name.rpartition("-")[0] or name for name in synced]
+    assert names.index("000000000001.log") < names.index(f".{END}")
 
 
 def test_a_synchronous_step_comes_back_with_the_contributions_that_were_recorded(tmp_path: Path) -> None:

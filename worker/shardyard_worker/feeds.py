@@ -239,8 +239,9 @@ class SyncFeed(Feed):
                 continue
             if rank is not None:
                 yield from self._compute(rank)
-        if self._strategy.on_standby:
-            self._training.pull_step(self._end)
+        if self._strategy.on_standby or self._strategy.step < self._end:
+            # a rank may have come with the news of the end, to somebody who computed none
+            self._strategy.catch_up(self._end)
 
     def _compute(self, rank: Rank) -> Iterator[Any]:
         name = self._strategy.name_of(rank)

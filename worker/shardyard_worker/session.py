@@ -127,7 +127,7 @@ class Session:
     def _report_last(self) -> None:
         """A last heartbeat, so that what `status` shows of a finished job is complete."""
         try:
-            self._enrolment.beat()
+            self._enrolment.beat_last()
         except Exception as error:  # noqa: BLE001 - metrics are the script's
             # nor may a metric that cannot be read, as after a device's failure, keep this worker from leaving
             log.debug("no last heartbeat: %s", error)

@@ -265,14 +265,25 @@ class SyncStrategy(Strategy):
         """Has no threads."""
 
     def begin(self) -> None:
-        self._following(self._begin)
+        self.catch_up(0)
 
-    def _begin(self) -> None:
-        self._look_for_ranks()
-        if self._held:
-            self._align()
-        else:
-            self._training.pull_step(0)
+    def catch_up(self, at_least: int) -> None:
+        """Brings the targets to one version of all partitions, where this worker's ranks stand; on standby, to that
+        number or a later one. A rank that comes meanwhile may be just what that version waits for."""
+        self._following(partial(self._catch_up, at_least))
+
+    def _catch_up(self, at_least: int) -> None:
+        while True:
+            self._look_for_ranks()
+            if self._held:
+                self._align()
+                return
+            if self._training.pull_step(at_least, unless=self._is_wanted):
+                return
+
+    def _is_wanted(self) -> bool:
+        """Whether the coordinator has given this worker a rank that it has not looked at."""
+        return any(self._refused.get(lease.rank) != lease.token for lease in self._session.ranks())
 
     def _following(self, do: Callable[[], R]) -> R:
         """Does something that may be begun anew, and does so whenever partitions have moved or were restored."""
@@ -417,7 +428,11 @@ class SyncStrategy(Strategy):
         self._wait_for_ranks()
 
     def _align(self) -> None:
-        """Takes the version at which this worker's ranks stand: the lowest next step among them."""
+        """Takes the version at which this worker's ranks stand: the lowest next step among them. Without any (others
+        may have taken them over while it went over to another map) it waits for one."""
+        if not self._held:
+            self._wait_for_ranks()
+            return
         version = 0
         answer = Answer()
 

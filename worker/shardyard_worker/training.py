@@ -294,9 +294,9 @@ class Training:
         self.load()
         return answer
 
-    def pull_step(self, at_least: int) -> None:
+    def pull_step(self, at_least: int, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Waits for a version, and puts it or a later one into the targets: the same of all partitions, while others
-        go on with the steps of a synchronous job."""
+        go on with the steps of a synchronous job. Gives up, False, when `unless`, which is asked now and then."""
         number, answer = at_least, Answer()
         with self.session.vigil.over(lambda: f"version {number}: {explain(answer)}"):
             self.router.abandon_pull()
@@ -313,7 +313,11 @@ class Training:
                 if not answer.missing:
                     break
                 self.session.check()
+                if unless():
+                    self.router.abandon_pull()
+                    return False
         self.load()
+        return True
 
     # ---- first values
 

@@ -1,0 +1,445 @@
+"""The network: encoded messages that take their time, get lost, come twice or late, through the shipped handlers.
+
+What a connection of gRPC's does is kept: messages of one call come in order; a call that was answered was served;
+whoever waits for an answer that does not come has a deadline. All else is the seed's: how long a message takes, so
+which of two calls comes first; connections that break, before or after a call was served; links that are dead in one
+direction for a while, silently, and bring later what they were given; calls that come a second time, long after.
+
+Owns: who listens where, calls under way, the state of links. Invariants: what travels is bytes, encoded and decoded by
+the methods' own codecs; a process that has ended sends nothing more. Must not know: what the messages mean.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardyard.ground import errors
+from shardyard.transport.peers import Context, Service
+from shardyard.transport.serving import serve, serve_at_once
+from shardyard.transport.status import from_detail, to_detail
+from shardyard.wire.methods import Method
+from shardyard.wire.v1 import common_pb2 as wire
+
+from .world import MS, SECOND, Process, Task, World, current
+
+LATE_MAX = 15 * SECOND
+"""How late a second copy of a call may come."""
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How bad the network is. Probabilities, for each message."""
+
+    lost: float = 0.0
+    """Its connection breaks, and the message is gone."""
+    slow: float = 0.0
+    """It takes up to `slow_max`."""
+    twice: float = 0.0
+    """For each call: it comes again later."""
+    slow_max: int = 1 * SECOND
+
+
+class Wires:
+    """All links and listeners of a world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.weather = Weather()
+        self.dead_links: set[tuple[str, str]] = set()
+        self.calls = 0
+        self._stuck: dict[tuple[str, str], list[Any]] = {}
+        self._listeners: dict[str, tuple[Process, dict[str, tuple[Method[Any, Any], Any]]]] = {}
+
+    def listen(self, address: str, services: Sequence[Service]) -> None:
+        process = current().process
+        self._listeners[address] = (
+            process,
+            {method.path: (method, handler) for service in services for method, handler in service.handlers.items()},
+        )
+
+        def gone() -> None:
+            if self._listeners.get(address, (None,))[0] is process:
+                del self._listeners[address]
+
+        process.at_end[gone] = None
+
+    def leave(self, address: str) -> None:
+        self._listeners.pop(address, None)
+
+    def at(self, address: str) -> tuple[Process, dict[str, tuple[Method[Any, Any], Any]]] | None:
+        return self._listeners.get(address)
+
+    def delay(self) -> int:
+        rng = self.world.rng
+        if not self.world.calm and rng.random() < self.weather.slow:
+            return rng.randrange(self.weather.slow_max)
+        return 50 + int(rng.expovariate(1 / 250))
+
+    def loses(self) -> bool:
+        return not self.world.calm and self.world.rng.random() < self.weather.lost
+
+    def repeats(self) -> bool:
+        return not self.world.calm and self.world.rng.random() < self.weather.twice
+
+    def kill_link(self, source: str, target: str) -> None:
+        self.dead_links.add((source, target))
+
+    def mend_link(self, source: str, target: str) -> None:
+        """What was held up comes now, or its connection has broken meanwhile."""
+        self.dead_links.discard((source, target))
+        for call, deliver in self._stuck.pop((source, target), ()):
+            if not self.world.calm and self.world.rng.random() < 0.3:
+                call.break_off()
+            elif not call.broken:
+                self.world.call(0, deliver)
+
+    def carry(self, call: Call, source: str, target: str, after: int, deliver: Any) -> None:
+        def arrive() -> None:
+            if (source, target) in self.dead_links:
+                self._stuck.setdefault((source, target), []).append((call, deliver))
+            else:
+                deliver()
+
+        self.world.call(after, arrive)
+
+
+class Call:
+    """One call: both ends of it. `caller` None: a copy, whose answers nobody hears."""
+
+    def __init__(self, wires: Wires, method: Method[Any, Any], address: str, caller: Process, *, is_copy: bool) -> None:
+        self.wires = wires
+        self.world = wires.world
+        self.method = method
+        self.address = address
+        self.caller = caller
+        self.is_copy = is_copy
+        self.number = wires.calls
+        wires.calls += 1
+        # the caller's end
+        self.inbox: deque[tuple[str, Any]] = deque()
+        self.waiting: Task | None = None
+        self.closed = False
+        self.broken = False
+        # the server's end
+        self.server: Process | None = None
+        self.arrived: deque[bytes] = deque()
+        self.reader: Task | None = None
+        self.ended = False
+        self.gone = False
+        self.at_once: Any = None
+        self._busy = False
+        self._there_at = self._back_at = 0
+        self.target = address.rpartition(":")[0]
+        if not is_copy:
+            caller.at_end[self._caller_has_ended] = None
+
+    # ---- from the caller to the server
+
+    def send(self, data: bytes) -> None:
+        world = self.world
+        world.note(data)
+        if self.broken:
+            return
+        if self.wires.loses():
+            self.break_off()
+            return
+        self._go(lambda: self._arrive(data))
+
+    def end(self) -> None:
+        """No more requests."""
+        self._go(self._no_more)
+
+    def cancel(self) -> None:
+        """The caller does not want it any more."""
+        if not self.closed:
+            self.closed = True
+            self._forget()
+            if not self.broken:
+                self._go(self._caller_is_gone)
+            if self.waiting is not None:
+                self.world.wake(self.waiting)
+
+    def break_off(self) -> None:
+        """The connection is gone; each end hears of it in its own time."""
+        if self.broken:
+            return
+        self.broken = True
+        world, rng = self.world, self.world.rng
+        world.call(rng.randrange(300 * MS), self._caller_is_gone)
+        world.call(rng.randrange(300 * MS), lambda: self._give(("lost", "connection reset")), self.caller)
+
+    def _go(self, deliver: Any) -> None:
+        at = max(self.world.now + self.wires.delay(), self._there_at)
+        self._there_at = at
+        self.wires.carry(self, self.caller.host, self.target, at - self.world.now, deliver)
+
+    def _arrive(self, data: bytes) -> None:
+        found = self.wires.at(self.address)
+        if self.server is None:
+            if found is None:
+                self._back(("lost", "nobody is there"))
+                return
+            # a process that is frozen gets what the kernel has taken for it when it wakes
+            self.server, services = found
+            self.server.spawn(lambda: self._serve(services), f"serve-{self.number}-{self.method.name}")
+            self.server.at_end[self._server_has_ended] = None
+        if self.server.alive:
+            self.arrived.append(data)
+            self._look()
+
+    def _no_more(self) -> None:
+        self.ended = True
+        if self.server is not None and self.server.alive:
+            self._look()
+
+    def _caller_is_gone(self) -> None:
+        self.gone = True
+        self._no_more()
+
+    def _caller_has_ended(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._go(self._caller_is_gone)
+
+    def _server_has_ended(self) -> None:
+        self.world.call(self.wires.delay(), lambda: self._give(("lost", "connection reset")), self.caller)
+
+    # ---- at the server
+
+    def _look(self) -> None:
+        if self.reader is None or self._busy:
+            return
+        assert self.server is not None
+        if self.at_once is not None and self.arrived and self.world.rng.random() < 0.7:
+            self._busy = True
+            self.server.spawn(self._poll, f"poll-{self.number}")
+        else:
+            reader, self.reader = self.reader, None
+            self.world.wake(reader)
+
+    def _poll(self) -> None:
+        """As the thread that takes the server's events: answers what it can without waking the handler."""
+        while self.arrived and not self.gone:
+            answer = serve_at_once(self.method, self.at_once, self.arrived[0])
+            if answer is None:
+                break
+            self.arrived.popleft()
+            self._back(("answer", answer))
+        self._busy = False
+        if (self.arrived or self.ended) and self.reader is not None:
+            reader, self.reader = self.reader, None
+            self.world.wake(reader)
+
+    def _requests(self) -> Iterator[bytes]:
+        while True:
+            while not self.arrived:
+                if self.ended:
+                    return
+                self.reader = current()
+                self.world.park()
+                self.reader = None
+            if self.gone:
+                return
+            yield self.arrived.popleft()
+
+    def _serve(self, services: dict[str, tuple[Method[Any, Any], Any]]) -> None:
+        known = services.get(self.method.path)
+        try:
+            if known is None:
+                raise errors.ProtocolMismatch(f"no method {self.method.path}")
+            method, handler = known
+            context = Context(
+                peer="simulated", is_active=lambda: not self.gone, offer=lambda way: setattr(self, "at_once", way)
+            )
+            requests = self._requests()
+            sent = requests if method.streams_in else next(requests, None)
+            if sent is None:
+                return
+            # as over gRPC, an answer's error comes after the answers
+            for answer in serve(method, handler, sent, context, f"call-{self.number}"):
+                self._back(("answer", answer))
+            self._back(("end", None))
+        except errors.ShardyardError as error:
+            self._back(("error", to_detail(error).SerializeToString(deterministic=True)))
+        finally:
+            self.at_once = None
+            if self.server is not None:
+                self.server.at_end.pop(self._server_has_ended, None)
+
+    # ---- from the server to the caller
+
+    def _back(self, item: tuple[str, Any]) -> None:
+        if self.closed or self.is_copy or self.broken:
+            return
+        if isinstance(item[1], bytes):
+            self.world.note(item[1])
+        if item[0] != "lost" and self.wires.loses():
+            self.break_off()
+            return
+        at = max(self.world.now + self.wires.delay(), self._back_at)
+        self._back_at = at
+        self.wires.carry(self, self.target, self.caller.host, at - self.world.now, lambda: self._give(item))
+
+    def _give(self, item: tuple[str, Any]) -> None:
+        if self.closed or self.is_copy or not self.caller.alive:
+            return
+        self.inbox.append(item)
+        if self.waiting is not None:
+            waiting, self.waiting = self.waiting, None
+            self.world.wake(waiting)
+
+    # ---- at the caller
+
+    def take(self, timeout: int, peer: SimulatedPeer) -> bytes | None:
+        """The next answer; None at the end. Raises what the peer raised, or Unavailable."""
+        until = self.world.now + timeout
+        while not self.inbox:
+            if self.closed:
+                raise peer.unavailable("the call was cancelled")
+            left = until - self.world.now
+            if left <= 0:
+                self.cancel()
+                raise errors.DeadlineExceeded(f"{peer.name} did not answer {self.method.path} in time")
+            self.waiting = current()
+            self.world.park(left)
+            self.waiting = None
+        kind, what = self.inbox.popleft()
+        if kind == "answer":
+            assert isinstance(what, bytes)
+            return what
+        self.closed = True
+        self._forget()
+        if kind == "end":
+            return None
+        if kind == "error":
+            raise from_detail(wire.ErrorDetail.FromString(what)) from None
+        raise peer.unavailable(f"{peer.name} does not answer ({what})")
+
+    def _forget(self) -> None:
+        self.caller.at_end.pop(self._caller_has_ended, None)
+
+
+class SimulatedNetwork:
+    """As one process sees it. See shardyard.transport.peers.Network."""
+
+    def __init__(self, wires: Wires, process: Process) -> None:
+        self.wires = wires
+        self.process = process
+
+    def connect(
+        self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
+    ) -> SimulatedPeer:
+        return SimulatedPeer(self, address, name, unavailable)
+
+
+class SimulatedPeer:
+    def __init__(
+        self, network: SimulatedNetwork, address: str, name: str, unavailable: type[errors.Unavailable]
+    ) -> None:
+        self._network = network
+        self._address = address
+        self._name = name
+        self.unavailable = unavailable
+        self._closed = False
+        self._open: dict[Call, None] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self._name} at {self._address}"
+
+    def call(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Any:
+        return next(self._run(method, [request], timeout_ms))
+
+    def send(self, method: Method[Any, Any], requests: Iterable[Any], *, timeout_ms: int) -> Any:
+        return next(self._run(method, requests, timeout_ms))
+
+    def receive(self, method: Method[Any, Any], request: Any, *, timeout_ms: int) -> Iterator[Any]:
+        return self._run(method, [request], timeout_ms)
+
+    def exchange(self, method: Method[Any, Any], requests: Iterable[Any], *, timeout_ms: int) -> Iterator[Any]:
+        return self._run(method, requests, timeout_ms)
+
+    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> SimulatedStream:
+        return SimulatedStream(self, method)
+
+    def close(self) -> None:
+        self._closed = True
+        for call in list(self._open):
+            call.cancel()
+        self._open.clear()
+
+    def begin(self, method: Method[Any, Any]) -> Call:
+        if self._closed:
+            raise self.unavailable(f"{self.name} was closed")
+        call = Call(self._network.wires, method, self._address, self._network.process, is_copy=False)
+        self._open[call] = None
+        return call
+
+    def end(self, call: Call) -> None:
+        self._open.pop(call, None)
+
+    def _run(self, method: Method[Any, Any], requests: Iterable[Any], timeout_ms: int) -> Generator[Any, None, None]:
+        call = self.begin(method)
+        until = call.world.now + timeout_ms * MS
+        try:
+            sent = [method.request.encode(each) for each in requests]
+            for data in sent:
+                call.send(data)
+            call.end()
+            self.copy(call, sent)
+            while True:
+                answer = call.take(until - call.world.now, self)
+                if answer is None:
+                    return
+                decoded = method.response.decode(answer)
+                if not method.streams_out:
+                    call.cancel()
+                    self.end(call)
+                yield decoded
+        finally:
+            call.cancel()
+            self.end(call)
+
+    def copy(self, call: Call, sent: Sequence[bytes]) -> None:
+        """What was sent comes a second time, if the seed says so."""
+        wires = self._network.wires
+        if not sent or call.method.name == "Register" or not wires.repeats():
+            return
+        again = Call(wires, call.method, self._address, self._network.process, is_copy=True)
+
+        def deliver() -> None:
+            for data in sent:
+                again._arrive(data)
+            again._no_more()
+
+        wires.carry(again, again.caller.host, again.target, wires.world.rng.randrange(LATE_MAX), deliver)
+
+
+class SimulatedStream:
+    """See shardyard.transport.peers.Stream."""
+
+    def __init__(self, peer: SimulatedPeer, method: Method[Any, Any]) -> None:
+        self._peer = peer
+        self._method = method
+        self._call = peer.begin(method)
+        self._begun = False
+
+    def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
+        sent = [self._method.request.encode(each) for each in requests]
+        for data in sent:
+            self._call.send(data)
+        if not self._begun and answered:
+            # the first exchange of a stream says all that it means
+            self._peer.copy(self._call, sent)
+        self._begun = True
+
+    def receive(self, *, timeout_ms: int) -> Any:
+        answer = self._call.take(timeout_ms * MS, self._peer)
+        return None if answer is None else self._method.response.decode(answer)
+
+    def cancel(self) -> None:
+        self._call.cancel()
+        self._peer.end(self._call)

@@ -1,0 +1,52 @@
+"""Many seeds, in as many processes as there are cores. Invariant: none is left, however this ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent
+
+
+def run_seeds(
+    seeds: Sequence[int], *, kind: str = "", jobs: int = 0, environment: dict[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """What became of each, as `python -m simulator --json` tells it, in no order. `jobs`: processes; 0: one for each
+    core."""
+    jobs = min(jobs or len(os.sched_getaffinity(0)), len(seeds))
+    children = []
+    path = os.pathsep.join([str(FOLDER), *filter(None, sys.path)])
+    try:
+        for number in range(jobs):
+            mine = ",".join(str(seed) for seed in seeds[number::jobs])
+            command = [sys.executable, "-m", "simulator", "--json", "--list", "-", "--kind", kind]
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+            )
+            children.append(child)
+            assert child.stdin is not None
+            child.stdin.write(mine)
+            child.stdin.close()
+        for child in children:
+            assert child.stdout is not None
+            for line in child.stdout:
+                yield json.loads(line)
+            if child.wait() != 0:
+                raise RuntimeError(f"a process of the simulator ended with {child.returncode}")
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                with contextlib.suppress(OSError, ValueError):
+                    pipe.close()  # type: ignore[union-attr]

@@ -1,0 +1,733 @@
+"""One run: a seed makes a yard, has it train while things go wrong, lets nothing go wrong any more, and judges.
+
+The processes are the shipped ones: `serve` of the coordinator and of the server, and a training script over
+`shardyard.connect`'s job, with gRPC's network and listener replaced by the simulated ones. Who dies is started again at
+its place, as the launcher and the agents do.
+
+The oracle. Asynchronous: SGD at rate 1, and each sample of each epoch owns a coordinate in every partition, to which
+its batch adds 1: a lost or a doubled push shows as a whole number. Synchronous: the gradient depends on every bit of
+all values, so the last bits must be those of a run in which nothing happens. Beside that: nobody whom a server was told
+to refuse, or whose token was overtaken, has anything counted there; the checkpoint of the end is whole and says the
+same; no error but those that are told to people whose peers die; the job is finished in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import logging
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import greenlet
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.storage import LocalStorage
+from shardyard.ground import errors
+from shardyard.ground.orders import order
+from shardyard.ground.types import DataShardSource, Durability, Incarnation, Outcome, Token, UpdateMode
+from shardyard.runtime.settings import (
+    CheckpointSettings,
+    ConsistencySettings,
+    DataSettings,
+    JobSettings,
+    MembershipSettings,
+    Settings,
+    WorkerSettings,
+    YardSettings,
+)
+from shardyard_coordinator import process as coordinator_process
+from shardyard_coordinator.journal import Journal
+from shardyard_ps_server import process as server_process
+from shardyard_ps_server.ledger import Ledger
+from shardyard_ps_server.store import Store
+from shardyard_worker import job as worker_job
+
+from .disk import Disk, SimulatedOs
+from .network import SimulatedNetwork, Weather, Wires
+from .substitutes import Event, installed
+from .world import EPOCH_S, MS, SECOND, Process, Stuck, Task, World, current
+
+COORDINATOR = "coordinator:7000"
+JOB = "simulated"
+PATIENCE = 90 * SECOND
+"""How long a yard in which nothing fails any more may take to end."""
+STARTS_MAX = 60
+SYNC_WORKS = 16
+"""Kinds of synchronous work, each of which is done undisturbed once."""
+SYNC_ELEMENTS = 5
+"""Of each variable of a synchronous job."""
+
+EXPECTED = (
+    errors.Unavailable,
+    errors.StaleIncarnation,
+    errors.CoordinatorLost,
+    errors.ServerLost,
+    errors.NotReady,
+)
+"""What a process may end by while others die."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed decides in advance."""
+
+    seed: int
+    mode: str
+    durability: str
+    servers: int
+    workers: int
+    partitions: int
+    ranks: int
+    samples: int
+    batch: int
+    epochs: int
+    feeds: int
+    per_shard: int
+    optimizer: str
+    window: int
+    every_s: int
+    compute: int
+    """Microseconds that a batch takes at most."""
+    drops: bool
+    calm_at: int
+    faults: tuple[tuple[int, str], ...]
+    weather: Weather
+    preempt: float
+
+    @property
+    def undisturbed(self) -> Plan:
+        """The same work by nobody but one, in a quiet place."""
+        return replace(
+            self,
+            seed=0,
+            durability="checkpoint",
+            servers=1,
+            workers=1,
+            every_s=3_600,
+            compute=0,
+            calm_at=0,
+            faults=(),
+            weather=Weather(),
+            preempt=0.0,
+            window=0,
+            per_shard=1,
+        )
+
+
+FAULTS = (
+    ("kill worker", 4),
+    ("kill server", 4),
+    ("kill coordinator", 4),
+    ("freeze worker", 3),
+    ("freeze server", 3),
+    ("freeze coordinator", 2),
+    ("dead link", 4),
+    ("bad disk", 2),
+    ("power failure", 1),
+)
+
+
+def make_plan(seed: int, kind: str = "") -> Plan:
+    """`kind`: "async" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies. What it
+    does not say is the seed's."""
+    rng = random.Random(f"plan {seed}")
+    mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
+    given = kind.split("-")
+    mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
+    lonely = mode == "coordinator"  # nothing else than its ends
+    mode = "async" if lonely else mode
+    weather = Weather(
+        lost=rng.choice((0.0, 0.0, 0.003, 0.01, 0.03)),
+        slow=rng.choice((0.0, 0.01, 0.05)),
+        twice=rng.choice((0.0, 0.02, 0.1)),
+        slow_max=rng.choice((20 * MS, 300 * MS, 3 * SECOND)),
+    )
+    names, weights = [name for name, _ in FAULTS], [weight for _, weight in FAULTS]
+    span = rng.choice((3 * SECOND, 8 * SECOND))
+    kinds = rng.choices(names, weights, k=rng.choice((1, 2, 3, 4, 6)))
+    if rng.random() < 0.15 or lonely:
+        kinds = [kinds[0] if not lonely else "kill coordinator"] * len(kinds)
+        weather = Weather()
+    faults = sorted((rng.randrange(span), kind) for kind in kinds)
+    work = random.Random(f"work {seed % SYNC_WORKS}")
+    sync = mode == "sync"
+    return Plan(
+        seed=seed,
+        mode=mode,
+        durability=durability,
+        servers=rng.choice((1, 2, 2, 3)),
+        workers=rng.choice((1, 2, 2, 3)),
+        partitions=work.choice((2, 3, 4)) if sync else rng.choice((2, 3, 4)),
+        ranks=work.choice((1, 2, 3)),
+        samples=work.choice((12, 20)) if sync else rng.choice((12, 18, 30)),
+        batch=2 if sync else rng.choice((1, 2)),
+        epochs=work.choice((1, 2)) if sync else rng.choice((1, 2)),
+        feeds=work.choice((1, 1, 2)) if sync else rng.choice((1, 1, 2)),
+        per_shard=rng.choice((2, 3, 5)),
+        optimizer=work.choice(("adam", "momentum", "sgd")) if sync else "sgd",
+        window=0 if sync else rng.choice((0, 0, 1)),
+        every_s=rng.choice((1, 1, 2, 5)),
+        compute=rng.choice((50 * MS, 300 * MS, 1 * SECOND)),
+        drops=not sync and rng.random() < 0.3,
+        calm_at=span + rng.randrange(4 * SECOND),
+        faults=tuple(faults),
+        weather=weather,
+        preempt=rng.choice((0.0, 0.02, 0.1)),
+    )
+
+
+@dataclass
+class Ending:
+    """How a run ended. `violations`: what was broken; none is good."""
+
+    plan: Plan
+    violations: list[str] = field(default_factory=list)
+    digest: int = 0
+    virtual_s: float = 0.0
+    switches: int = 0
+    calls: int = 0
+    starts: int = 0
+    values: dict[str, bytes] = field(default_factory=dict)
+    standing: str = ""
+    happened: list[str] = field(default_factory=list)
+
+    @property
+    def red(self) -> bool:
+        return bool(self.violations)
+
+
+class Yard:
+    def __init__(self, plan: Plan, folder: Path, trace: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.world = World(plan.seed, preempt=plan.preempt, trace=trace)
+        self.wires = Wires(self.world)
+        self.world.unnoted = str(folder).encode()
+        self.wires.weather = plan.weather
+        self.state = folder / "state"
+        self.disk = Disk(self.world, folder / "disk")
+        self.checkpoints = self.disk.root / "checkpoints"
+        self.places: dict[str, Process] = {}
+        self.starts = 0
+        self.finished: dict[str, dict[str, bytes]] = {}
+        self.happened: list[str] = []
+        self.unfinished: dict[object, None] = {}
+        """Jobs that were begun and have not ended."""
+        self.jobs_finished = 0
+        self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
+        for index in range(plan.servers):
+            self._mains[f"server-{index}"] = functools.partial(self._server, f"server-{index}:7000")
+        for index in range(plan.workers):
+            self._mains[f"worker-{index}"] = self._worker
+        self.settings = self._settings()
+
+    def _settings(self) -> Settings:
+        plan = self.plan
+        sync = plan.mode == "sync"
+        return Settings(
+            coordinator=COORDINATOR,
+            yard=YardSettings(wal=str(self.disk.root / "wal")),
+            job=JobSettings(
+                name=JOB,
+                durability=Durability(plan.durability),
+                seed=7,
+                partitions=plan.partitions,
+                consistency=ConsistencySettings(
+                    mode=UpdateMode(plan.mode), logical_ranks=plan.ranks if sync else "auto"
+                ),
+                workers_expected=plan.workers,
+                rank_grace_ms=500,
+                idle_ms=15_000,
+                data=DataSettings(batches_per_data_shard=plan.per_shard, poison_deaths=0),
+                checkpoint=CheckpointSettings(url=str(self.checkpoints), every_s=plan.every_s, keep=2),
+            ),
+            worker=WorkerSettings(
+                device="cpu",
+                threads=0,
+                same_host="never",
+                rpc_deadline_ms=1_500,
+                retry_budget_ms=8_000,
+                window=plan.window,
+            ),
+            membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000),
+        )
+
+    # ---- processes
+
+    def start(self, place: str) -> None:
+        process = self.world.process(place)
+        self.places[place] = process
+        self.starts += 1
+        if self.starts > STARTS_MAX:
+            self.world.violations.append(f"processes were started {self.starts} times")
+        process.spawn(functools.partial(self._main, process, place), "main")
+        self.world.say(f"{process} starts")
+        process.at_end[functools.partial(self._ended, process, place)] = None
+
+    def _main(self, process: Process, place: str) -> None:
+        how = "exited"
+        try:
+            self._mains[place]()
+        except EXPECTED as error:
+            how = f"failed: {error.code}: {error.what}"
+        except errors.StorageUnavailable as error:
+            how = f"failed: {error.code}: {error.what}"
+            if not self.disk.has_refused:
+                self.world.violations.append(f"{process} ended by {how}")
+        except errors.ShardyardError as error:
+            how = f"failed: {error.code}: {error.what}"
+            self.world.violations.append(f"{process} ended by {how}")
+        process.kill(how)
+        self.world.park()
+
+    def _ended(self, process: Process, place: str) -> None:
+        self.world.say(f"{process} has ended: {process.exit}")
+        if place in self.finished or (place.startswith("worker") and self.jobs_finished):
+            return
+        wait = self.world.rng.randrange(50 * MS, 1_500 * MS)
+        self.world.call(wait, lambda: self.start(place) if self.places[place] is process else None)
+
+    def _coordinator(self) -> None:
+        stop = Event()
+        coordinator_process.serve(
+            bind=COORDINATOR,
+            advertise=None,
+            settings=self.settings,
+            state=self.state,
+            stop=stop,  # type: ignore[arg-type]
+            ready=lambda _: None,
+        )
+
+    def _server(self, address: str) -> None:
+        server_process.serve(
+            coordinator=COORDINATOR,
+            bind=address,
+            advertise=None,
+            settings=self.settings,
+            stop=Event(),  # type: ignore[arg-type]
+            ready=lambda _: None,
+        )
+
+    def _worker(self) -> None:
+        plan = self.plan
+        names = [f"v{p}" for p in range(plan.partitions)]
+        size = plan.samples * plan.epochs * plan.feeds if plan.mode == "async" else SYNC_ELEMENTS
+        with worker_job.connect(self.settings) as job:
+            firsts = torch.zeros(size, dtype=torch.float64)
+            job.register(dict.fromkeys(names, firsts), **self._optimizer())
+            dataset = TensorDataset(torch.arange(plan.samples))
+            for _ in range(plan.feeds):
+                batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs)
+                # else a loop that ends by an error is closed by whoever collects its traceback
+                with contextlib.closing(batches):
+                    if plan.mode == "async":
+                        self._train_async(job, names, size, batches)
+                    else:
+                        self._train_sync(job, names, batches)
+            values = {name: value.numpy().tobytes() for name, value in job.pull().items()}
+            self.finished[current().process.host] = values
+            self.world.say(f"{current().process} has finished")
+
+    def _optimizer(self) -> dict[str, Any]:
+        match self.plan.optimizer:
+            case "momentum":
+                return {"optimizer": "sgd", "lr": 0.1, "momentum": 0.5}
+            case "adam":
+                return {"optimizer": "adam", "lr": 0.1}
+            case _ if self.plan.mode == "sync":
+                return {"optimizer": "sgd", "lr": 0.1}
+        return {"optimizer": "sgd", "lr": 1.0}
+
+    def _train_async(self, job: Any, names: list[str], size: int, batches: Iterable[Any]) -> None:
+        plan, world = self.plan, self.world
+        gradient = torch.zeros(size, dtype=torch.float64)
+        for (chosen,) in batches:
+            name = job._feed.work.name
+            source = name.key.source
+            if name.first == name.last:
+                gradient = torch.zeros(size, dtype=torch.float64)
+            gradient[chosen + self._place(source.feed, source.epoch)] -= 1.0
+            if plan.compute:
+                world.pause(world.rng.randrange(plan.compute))
+            batches_there = self._batches_of(source)
+            left = batches_there - 1 - name.last
+            dropped = self._drops(source)
+            if left == 0 and dropped:
+                continue
+            if left == 0 or (left == 1 and dropped) or world.rng.random() > 0.2:
+                job.push(dict.fromkeys(names, gradient))
+                gradient = torch.zeros(size, dtype=torch.float64)
+
+    def _train_sync(self, job: Any, names: list[str], batches: Iterable[Any]) -> None:
+        world = self.world
+        for (chosen,) in batches:
+            # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
+            noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
+            values = job.pull()
+            total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
+            sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
+            if self.plan.compute:
+                world.pause(world.rng.randrange(self.plan.compute))
+            job.push(sent)
+
+    def _batches_of(self, source: DataShardSource) -> int:
+        total = -(-self.plan.samples // self.plan.batch)
+        return min(self.plan.per_shard, total - source.index * self.plan.per_shard)
+
+    def _place(self, feed: int, epoch: int) -> int:
+        """Of an epoch's first coordinate."""
+        return (feed * self.plan.epochs + epoch) * self.plan.samples
+
+    def _drops(self, source: DataShardSource) -> bool:
+        return self.plan.drops and source.index % 3 == 1
+
+    # ---- what goes wrong
+
+    def schedule(self) -> None:
+        for at, kind in self.plan.faults:
+            self.world.call(at, functools.partial(self._fault, kind))
+        self.world.call(self.plan.calm_at, self._calm)
+
+    def _fault(self, kind: str) -> None:
+        world, rng = self.world, self.world.rng
+        what, _, role = kind.partition(" ")
+        alive = [p for p in self.places.values() if p.alive and p.host.startswith(role)]
+        self.happened.append(kind)
+        match what:
+            case "kill" if alive:
+                victim = rng.choice(alive)
+                world.say(f"FAULT kill {victim}")
+                victim.kill("killed")
+            case "freeze" if alive:
+                victim = rng.choice(alive)
+                span = rng.choice((rng.randrange(600 * MS), rng.randrange(8 * SECOND)))
+                world.say(f"FAULT freeze {victim} for {span / SECOND:.3f} s")
+                victim.freeze()
+                world.call(span, victim.thaw)
+            case "dead":
+                hosts = list(self._mains)
+                one = rng.choice(hosts)
+                ways = {(one, other) for other in hosts} | {(other, one) for other in hosts}
+                if rng.random() < 0.5:
+                    other = rng.choice([host for host in hosts if host != one])
+                    ways = {(one, other)}
+                world.say(f"FAULT dead links {sorted(ways)}")
+                span = rng.randrange(4 * SECOND)
+                for way in sorted(ways):
+                    self.wires.kill_link(*way)
+                    world.call(span, functools.partial(self.wires.mend_link, *way))
+            case "bad":
+                world.say("FAULT the disk refuses now and then")
+                self.disk.refusing = rng.choice((0.05, 0.5))
+                world.call(rng.randrange(4 * SECOND), functools.partial(setattr, self.disk, "refusing", 0.0))
+            case "power":
+                world.say("FAULT power failure")
+                for process in [p for p in self.places.values() if p.alive]:
+                    process.kill("power failure")
+                self.disk.fail_power()
+
+    def _calm(self) -> None:
+        self.world.say("CALM")
+        self.world.calm = True
+        self.disk.refusing = 0.0
+        for way in sorted(self.wires.dead_links):
+            self.wires.mend_link(*way)
+        for process in self.places.values():
+            if process.alive and process.frozen:
+                process.thaw()
+
+    # ---- the end
+
+    def done(self) -> bool:
+        if self.world.violations:
+            return True
+        if not self.jobs_finished or self.unfinished:
+            return False
+        return all(not p.alive for place, p in self.places.items() if place.startswith("worker"))
+
+    def note(self, kind: str, body: Any) -> None:
+        """A record of the coordinator's."""
+        if kind == "job_started":
+            self.unfinished[body["job"]] = None
+        elif kind == "job_ended":
+            self.unfinished.pop(body["job"], None)
+            # a worker that died unnoticed before the others said goodbye leaves the job without any, until it is ended
+            idle = body["failure"] is not None and body["failure"]["code"] == "WorkerFailed"
+            self.jobs_finished += body["state"] == "finished" or (idle and bool(self.finished))
+
+    def run(self, *, judged: bool) -> Ending:
+        world = self.world
+        standing = ""
+        try:
+            for place in self._mains:
+                world.call(world.rng.randrange(300 * MS), functools.partial(self.start, place))
+            self.schedule()
+            world.run(self.done, limit=self.plan.calm_at + PATIENCE)
+        except Stuck as stuck:
+            standing = world.standing()
+            world.violations.append(f"{stuck}: the yard is not done")
+        if judged and not world.violations:
+            self._judge()
+        outcome = Ending(
+            self.plan,
+            list(world.violations),
+            world.digest,
+            world.now / SECOND,
+            world.switches,
+            self.wires.calls,
+            self.starts,
+            next(iter(self.finished.values()), {}),
+            standing,
+            self.happened,
+        )
+        for process in self.places.values():
+            if process.alive:
+                process.kill("the end")
+        return outcome
+
+    def _judge(self) -> None:
+        wanted = self._wanted()
+        if {kind for _, kind in self.plan.faults} == {"kill coordinator"} and self.plan.weather == Weather():
+            kills = len(self.plan.faults)
+            if self.starts > len(self._mains) + kills:
+                self.world.violations.append(f"{kills} ends of the coordinator cost others their lives")
+        for host, values in sorted(self.finished.items()):
+            self._compare(host, values, wanted)
+        library = CheckpointLibrary(LocalStorage(self.checkpoints))
+        findings = library.verify(JOB)
+        if findings:
+            self.world.violations.append(f"the checkpoints are damaged: {findings[:3]}")
+            return
+        if not library.numbers(JOB):
+            return  # a job whose first checkpoint could not be written does not wait for it
+        manifest = library.load(JOB)
+        saved = {name: np.asarray(array).tobytes() for name, array in library.export_state(manifest)}
+        self._compare(f"checkpoint {manifest.number}", saved, wanted)
+
+    def _compare(self, whose: str, values: dict[str, bytes], wanted: dict[str, bytes]) -> None:
+        for name in sorted(wanted):
+            if values[name] != wanted[name]:
+                got = np.frombuffer(values[name], np.float64)
+                want = np.frombuffer(wanted[name], np.float64)
+                bad = [(i, float(got[i]), float(want[i])) for i in np.flatnonzero(got != want)[:4]]
+                self.world.violations.append(f"{whose}: {name} has (place, got, wanted) {bad}")
+
+    def _wanted(self) -> dict[str, bytes]:
+        plan = self.plan
+        if plan.mode == "sync":
+            return _undisturbed(plan.undisturbed)
+        counted = np.ones(plan.samples * plan.epochs * plan.feeds)
+        for feed, epoch in itertools.product(range(plan.feeds), range(plan.epochs)):
+            indices = order(seed=7, feed=feed, epoch=epoch, samples=plan.samples, shuffle=True)
+            for shard in range(-(-plan.samples // (plan.batch * plan.per_shard))):
+                source = DataShardSource(feed, epoch, shard)
+                if self._drops(source):
+                    last = shard * plan.per_shard + self._batches_of(source) - 1
+                    dropped = indices[last * plan.batch : (last + 1) * plan.batch]
+                    counted[dropped + self._place(feed, epoch)] = 0.0
+        return {f"v{p}": counted.tobytes() for p in range(plan.partitions)}
+
+
+@functools.cache
+def _undisturbed(plan: Plan) -> dict[str, bytes]:
+    found = run_plan(plan, judged=False)
+    assert not found.red, found.violations
+    return found.values
+
+
+def warm_up() -> None:
+    """Does all synchronous work undisturbed, as it is shipped, before anything is switched off."""
+    for seed in range(SYNC_WORKS):
+        _undisturbed(make_plan(seed, "sync").undisturbed)
+
+
+# ---- in one process
+
+
+class _Listener:
+    def __init__(self, bind: str, services: Any, *, threads: int = 64) -> None:
+        self.address = bind
+        self.port = int(bind.rpartition(":")[2])
+        self._services = services
+
+    def start(self) -> None:
+        _yard().wires.listen(self.address, self._services)
+
+    def set_ready(self, *, ready: bool) -> None:
+        """Nobody asks."""
+
+    def stop(self, grace_ms: int = 500) -> None:
+        _yard().wires.leave(self.address)
+
+
+class SimulatedJournal(Journal):
+    """The shipped one, on its own file; its process may die before and after each write."""
+
+    def __init__(self, folder: Path | None, **_: object) -> None:
+        super().__init__(folder, wall_clock=lambda: float(EPOCH_S))
+        self._process = current().process
+        self._process.at_end[self.close] = None
+
+    def append(self, entries: Any) -> None:
+        world = self._process.world
+        world.pause(world.rng.randrange(2 * MS))
+        super().append(entries)
+        for kind, body in entries:
+            _yard().note(kind, body)
+        world.pause(world.rng.randrange(2 * MS))
+
+    def close(self) -> None:
+        self._process.at_end.pop(self.close, None)
+        super().close()
+
+
+_running: list[Yard] = []
+
+
+def _yard() -> Yard:
+    return _running[-1]
+
+
+def _network() -> SimulatedNetwork:
+    return SimulatedNetwork(_yard().wires, current().process)
+
+
+class _Watch(logging.Handler):
+    """A traceback in a log is a defect."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _running and _yard().world.trace is not None:
+            task = greenlet.getcurrent()
+            who = task.process if isinstance(task, Task) else "-"
+            _yard().world.say(f"{who} {record.name.removeprefix('shardyard.')}: {record.getMessage()}")
+        if record.exc_info and _running and not _yard().world.over:
+            self.format(record)
+            text = logging.Formatter().formatException(record.exc_info)  # type: ignore[arg-type]
+            _yard().world.violations.append(f"{record.getMessage()}: {text}")
+
+
+def _watch_ledgers() -> Callable[[], None]:
+    """No token that was overtaken, and nobody who is fenced, has anything counted."""
+    real_open, real_advance, real_restore = Ledger.open, Ledger.advance, Ledger.restore
+    real_fence, real_push, real_become = Store.fence, Store.push, Store.become
+
+    def open_(self: Any, key: Any, token: Token) -> int:
+        found = real_open(self, key, token)
+        seen = self.__dict__.setdefault("seen", {})
+        seen[key] = max(token, seen.get(key, 0))
+        return found
+
+    def advance(self: Any, name: Any) -> None:
+        real_advance(self, name)
+        if name.token < self.__dict__.get("seen", {}).get(name.key, 0):
+            _yard().world.violations.append(f"{name} was counted under token {name.token}, which had been overtaken")
+
+    def restore(self: Any, marks: Any, floor: Any) -> None:
+        self.__dict__.pop("seen", None)
+        real_restore(self, marks, floor)
+
+    def become(self: Any, incarnation: Any, term: Any) -> None:
+        self.__dict__["told"] = set()
+        real_become(self, incarnation, term)
+
+    def fence(self: Any, incarnations: Any) -> None:
+        real_fence(self, incarnations)
+        self.__dict__.setdefault("told", set()).update(Incarnation(each) for each in incarnations)
+
+    def push(self: Any, hosted: Any, push_order: Any, payload: Any) -> Any:
+        told = push_order.caller.incarnation in self.__dict__.get("told", ())
+        results = real_push(self, hosted, push_order, payload)
+        if told and any(result.outcome is not Outcome.DUPLICATE for result in results):
+            _yard().world.violations.append(f"{push_order.name} of a fenced worker was counted")
+        return results
+
+    Ledger.open, Ledger.advance, Ledger.restore = open_, advance, restore  # type: ignore[method-assign]
+    Store.fence, Store.push, Store.become = fence, push, become  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Ledger.open, Ledger.advance, Ledger.restore = real_open, real_advance, real_restore  # type: ignore[method-assign]
+        Store.fence, Store.push, Store.become = real_fence, real_push, real_become  # type: ignore[method-assign]
+
+    return undo
+
+
+@contextlib.contextmanager
+def simulation(level: int = logging.ERROR) -> Iterator[None]:
+    """Everything shipped is simulated while this lasts; `run_plan` runs within. Not reentrant. `level`: of what is
+    logged into a trace."""
+    from shardyard.transport.channel import GrpcNetwork
+    from shardyard.transport.listener import Listener
+    from shardyard.transport.memory import tune_malloc
+    from shardyard_ps_server import optimizers
+
+    optimizers.warm(("float64",))
+    os_ = SimulatedOs()
+    more = {
+        id(GrpcNetwork): _network,
+        id(Listener): _Listener,
+        id(Journal): SimulatedJournal,
+        id(tune_malloc): lambda: True,
+        id(optimizers.warm): lambda dtypes: None,
+    }
+    watch, root = _Watch(level), logging.getLogger("shardyard")
+    former, propagates = root.level, root.propagate
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    undo = _watch_ledgers()
+    root.addHandler(watch)
+    root.setLevel(level)
+    root.propagate = False
+    _os.append(os_)
+    gc.collect()
+    gc.freeze()  # so that what a run leaves is found without a look at all else
+    try:
+        with installed(os_, more):
+            yield
+    finally:
+        _os.pop()
+        gc.unfreeze()
+        root.setLevel(former)
+        root.propagate = propagates
+        root.removeHandler(watch)
+        undo()
+        torch.set_num_threads(threads)
+
+
+_os: list[SimulatedOs] = []
+SHM = Path("/dev/shm")
+
+
+def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: bool = True) -> Ending:
+    """One run, within `simulation`."""
+    os_ = _os[-1]
+    if judged and plan.mode == "sync":
+        _undisturbed(plan.undisturbed)
+    folder = Path(tempfile.mkdtemp(prefix="shardyard-sim-", dir=SHM if SHM.is_dir() else None))
+    was = gc.isenabled()
+    gc.disable()  # what it finds ends in whichever task has the baton
+    yard = Yard(plan, folder, trace)
+    _running.append(yard)
+    former, os_.disk = os_.disk, yard.disk
+    try:
+        with yard.disk.in_place():
+            found = yard.run(judged=judged)
+            yard.world.close()
+        return found
+    finally:
+        os_.disk = former
+        _running.pop()
+        shutil.rmtree(folder, ignore_errors=True)
+        del yard
+        gc.collect()
+        if was:
+            gc.enable()

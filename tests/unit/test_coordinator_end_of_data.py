@@ -1,0 +1,233 @@
+"""When a job's data is said to be done, and what a restore makes of that (docs/ledger.md, rules A6 and A11)."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+
+from shardyard.ground.errors import StorageUnavailable
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Caller,
+    DataLease,
+    DType,
+    Generation,
+    Incarnation,
+    MemberRole,
+    OptimizerSpec,
+    Term,
+    Token,
+    VariableSpec,
+)
+from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
+from shardyard_coordinator import effects, events
+from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+
+FEED = FeedSpec(4, "f", 1, 1, shuffle=False, drop_last=False)
+STEPS = 4
+T = TypeVar("T")
+
+
+class Yard:
+    """A machine with one job, of one worker and one server."""
+
+    def __init__(self, mode: str, *, url: str = "/checkpoints") -> None:
+        self.now_ms = 0
+        self.machine = Machine(term=Term(1), lease_ms=4_000, now_ms=0)
+        self.effects: list[effects.Effect] = []
+        self.server = self.register(MemberRole.SERVER)
+        worker = self.register(MemberRole.WORKER)
+        settings = JobSettings(
+            consistency=ConsistencySettings(mode=mode),  # type: ignore[arg-type]
+            data=DataSettings(batches_per_data_shard=4),
+            checkpoint=CheckpointSettings(url=url),
+        )
+        joined = self.handle(events.JobJoined(worker, settings.name, settings))
+        assert isinstance(joined, effects.Joined)
+        self.caller = Caller(joined.job, worker)
+        spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
+        self.handle(events.VariablesRegistered(self.caller, (VariableSpec("v", DType.FLOAT64, (8,)),), spec))
+        self.handle(events.PartitionsCreated(joined.job))
+        self.handle(events.VariablesCommitted(self.caller))
+        self.handle(events.PartitionsOpened(joined.job))
+
+    def handle(self, event: events.Event) -> object:
+        self.effects = self.machine.handle(event, self.now_ms)
+        return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
+
+    def register(self, role: MemberRole) -> Incarnation:
+        answer = self.handle(
+            events.MemberRegistered(Registration(role, "s:1" if role is MemberRole.SERVER else "", 1, "0", "box", 1))
+        )
+        assert isinstance(answer, effects.Registered)
+        return answer.incarnation
+
+    def until(self, kind: type[T]) -> T:
+        for _ in range(1_000):
+            self.now_ms += 100
+            for member in (self.server, self.caller.incarnation):
+                self.handle(events.HeartbeatReceived(member, Report()))
+            self.handle(events.Ticked())
+            for effect in self.effects:
+                if isinstance(effect, kind):
+                    return effect
+        raise AssertionError(f"no {kind.__name__}")
+
+    def checkpoint(self, step: int = 0) -> int:
+        draft = self.until(effects.TakeCheckpoint).draft
+        self.handle(events.CheckpointTaken(self.caller.job, draft.number, draft.number, step))
+        return draft.number
+
+    def fail_checkpoint(self) -> None:
+        draft = self.until(effects.TakeCheckpoint).draft
+        self.handle(events.CheckpointFailed(self.caller.job, draft.number, StorageUnavailable("the disk is full")))
+
+    def lease(self) -> DataLease | LeaseWait | FeedDone:
+        found = self.handle(events.LeaseRequested(self.caller, 0))
+        assert isinstance(found, DataLease | LeaseWait | FeedDone)
+        return found
+
+    def close(self, lease: DataLease | None, next_sequence: int = STEPS) -> bool:
+        """A data shard's lease, or the feed of a synchronous job."""
+        source, token = (None, Token(0)) if lease is None else (lease.source, lease.token)
+        returned = events.LeaseReturned(self.caller, 0, source, token)
+        answer = self.handle(returned)
+        if answer is None:
+            read = self.read
+            answer = self.handle(events.LedgerRead(returned, next_sequence, read.map.generation))
+        assert isinstance(answer, effects.LeaseClosed)
+        return answer.done
+
+    @property
+    def read(self) -> effects.ReadLedger:
+        (found,) = (each for each in self.effects if isinstance(each, effects.ReadLedger))
+        return found
+
+    def lose_server(self) -> Generation:
+        """Another one takes its place, and its partitions from the newest checkpoint."""
+        self.server = self.register(MemberRole.SERVER)
+        generation = self.until(effects.RestorePartitions).map.generation
+        self.handle(events.PartitionsRestored(self.caller.job, generation))
+        return generation
+
+
+def finished(yard: Yard) -> DataLease:
+    """All data is pushed, and closed."""
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    lease = yard.lease()
+    assert isinstance(lease, DataLease)
+    assert yard.close(lease)
+    return lease
+
+
+def test_end_of_data_waits_for_the_first_checkpoint() -> None:
+    yard = Yard("async")
+    draft = yard.until(effects.TakeCheckpoint).draft
+    finished(yard)
+    assert isinstance(yard.lease(), LeaseWait), "the one under way has none of the data"
+    yard.handle(events.CheckpointTaken(yard.caller.job, draft.number, draft.number, 0))
+    assert isinstance(yard.lease(), LeaseWait)
+    yard.checkpoint()
+    assert isinstance(yard.lease(), FeedDone)
+
+
+def test_end_of_data_does_not_wait_for_a_checkpoint_that_cannot_be_written() -> None:
+    yard = Yard("async")
+    yard.fail_checkpoint()
+    finished(yard)
+    assert isinstance(yard.lease(), FeedDone)
+
+
+def test_end_of_data_is_not_told_while_a_checkpoint_without_it_may_become_the_first() -> None:
+    yard = Yard("async")
+    yard.fail_checkpoint()
+    draft = yard.until(effects.TakeCheckpoint).draft
+    finished(yard)
+    assert isinstance(yard.lease(), LeaseWait)
+    yard.handle(events.CheckpointFailed(yard.caller.job, draft.number, StorageUnavailable("the disk is full")))
+    assert isinstance(yard.lease(), FeedDone)
+
+
+def test_end_of_data_does_not_wait_where_there_are_no_checkpoints() -> None:
+    yard = Yard("async", url="never")
+    finished(yard)
+    assert isinstance(yard.lease(), FeedDone)
+
+
+def test_last_steps_wait_for_the_first_checkpoint() -> None:
+    yard = Yard("sync")
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    assert not yard.close(None)
+    yard.checkpoint(step=STEPS)
+    assert yard.close(None)
+
+
+def test_last_steps_do_not_wait_for_a_checkpoint_that_cannot_be_written() -> None:
+    yard = Yard("sync")
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    yard.fail_checkpoint()
+    assert yard.close(None)
+
+
+def test_steps_that_a_restore_has_taken_back_are_due_again() -> None:
+    yard = Yard("sync")
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    yard.checkpoint(step=2)
+    assert not yard.close(None), "all steps are taken, and no checkpoint has them"
+    yard.lose_server()
+    opened = yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    assert isinstance(opened, FeedOpening)
+    assert not opened.done
+    assert not yard.close(None, next_sequence=2)
+    assert not yard.close(None)
+    yard.checkpoint(step=STEPS)
+    assert yard.close(None)
+
+
+def test_feed_whose_last_steps_no_checkpoint_has_is_not_told_to_be_done() -> None:
+    yard = Yard("sync")
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    yard.checkpoint(step=2)
+    yard.close(None)
+    opened = yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    assert isinstance(opened, FeedOpening)
+    assert not opened.done
+    yard.checkpoint(step=STEPS)
+    again = yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    assert isinstance(again, FeedOpening)
+    assert again.done
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_ledgers_that_were_read_before_a_restore_close_nothing(mode: str) -> None:
+    yard = Yard(mode)
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    yard.checkpoint()
+    lease = yard.lease() if mode == "async" else None
+    assert lease is None or isinstance(lease, DataLease)
+    source, token = (None, Token(0)) if lease is None else (lease.source, lease.token)
+    returned = events.LeaseReturned(yard.caller, 0, source, token)
+    assert yard.handle(returned) is None
+    former = yard.read.map.generation
+    generation = yard.lose_server()
+    assert yard.handle(events.LedgerRead(returned, STEPS, former)) is None
+    assert yard.read.map.generation == generation, "read again, under the new map"
+    assert yard.handle(events.LedgerRead(returned, 1, generation)) == effects.LeaseClosed(done=False)
+
+
+def test_restore_that_fails_closes_nothing() -> None:
+    yard = Yard("sync")
+    yard.handle(events.FeedOpened(yard.caller, 0, FEED))
+    yard.checkpoint(step=2)
+    yard.close(None)
+    yard.server = yard.register(MemberRole.SERVER)
+    generation = yard.until(effects.RestorePartitions).map.generation
+    yard.handle(events.RestoreFailed(yard.caller.job, generation, StorageUnavailable("the disk is gone")))
+    again = yard.until(effects.RestorePartitions).map.generation
+    assert again > generation
+    yard.handle(events.PartitionsRestored(yard.caller.job, again))
+    assert not yard.close(None, next_sequence=2)
