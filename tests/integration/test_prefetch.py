@@ -436,17 +436,21 @@ def test_prefetch_of_coded_values_is_refused(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1])
+@pytest.mark.parametrize("saved_after", [0, 6])
 def test_promise_2_each_sample_counts_once_though_a_server_dies_while_its_values_arrive(
-    tmp_path: Path, alone: None, gate: Gate, window: int
+    tmp_path: Path, alone: None, gate: Gate, window: int, saved_after: int
 ) -> None:
+    """A partition that is restored as it was before the lease has to hear of it again."""
     settings = ALWAYS | {"job.data.batches_per_data_shard": 1_000, "worker.window": window}
     with yard_of(tmp_path, settings) as (yard, job):
         counted = Counted(job, 96)
+        if saved_after == 0:
+            yard.save()
         for number, (index,) in enumerate(job.batches(counted.data, batch_size=4, epochs=1)):
             if number == 11:
                 gate.shut(job)
             counted.step(index)
-            if number == 5:
+            if number + 1 == saved_after:
                 yard.save()
             if number == 11 + window:
                 yard.lose()
@@ -480,3 +484,22 @@ def test_promise_6_job_that_goes_back_while_values_arrive_ends_at_the_same_bits(
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_what_a_forward_has_used_stays_when_the_rest_is_asked_for_again(
+    tmp_path: Path, alone: None, gate: Gate
+) -> None:
+    with yard_of(tmp_path, ALWAYS | {"job.block_bytes": 1 << 20}) as (yard, job):
+        model = Chain()
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(model, optimizer)
+        yard.save()
+        gate.shut(job)
+        step(model, optimizer)
+        assert not gate.held().complete
+        yard.lose()
+        gate.opened.set()
+        x = torch.ones(16, 8, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None
+        assert job._training.router.needed
