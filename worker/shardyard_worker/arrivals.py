@@ -6,22 +6,18 @@ given; who waits is woken when its bytes are there, or when they will not come. 
 
 from __future__ import annotations
 
-import logging
 import threading
 
 from shardyard.ground import errors
 from shardyard.ground.types import Incarnation
-from shardyard.runtime.waiting import ExplainedWait
 from shardyard.wire.frames import Frame, Scatter
-
-log = logging.getLogger("shardyard.worker")
 
 
 class Arrival:
     """The payload of one answer. One thread adds, any may wait."""
 
     def __init__(self, server: Incarnation, into: memoryview) -> None:
-        self._server = server
+        self.server = server
         self._scatter = Scatter(into, once=True)
         self._changed = threading.Condition()
         self._lost: errors.ShardyardError | None = None
@@ -47,17 +43,13 @@ class Arrival:
         with self._changed:
             return self._scatter.has(begin, end)
 
-    def wait(self, begin: int, end: int, what: str) -> None:
-        """Until bytes [begin, end) are there. `what` they are, for people. Raises what they were lost by: Unavailable
-        where they can be asked for again, else MalformedPayload or TooLarge."""
+    def wait(self, begin: int, end: int) -> None:
+        """Until bytes [begin, end) are there. Raises what they were lost by: Unavailable where they can be asked for
+        again, else MalformedPayload or TooLarge."""
         with self._changed:
-            if self._scatter.has(begin, end):
-                return
-            with ExplainedWait(lambda: f"{what} from server {self._server}", logger=log) as wait:
-                while not self._scatter.has(begin, end):
-                    if self._lost is not None:
-                        raise self._lost.anew()
-                    self._changed.wait(wait.tick() / 1000)
+            self._changed.wait_for(lambda: self._scatter.has(begin, end) or self._lost is not None)
+            if self._lost is not None and not self._scatter.has(begin, end):
+                raise self._lost.anew()
 
     def settle(self) -> None:
         """Until all is there, or lost."""

@@ -351,7 +351,8 @@ class Training:
                 raise errors.ServerUnavailable("partitions have moved")
             for index in indices:
                 for late in self._late.get(index, ()):
-                    late.arrival.wait(late.begin, late.end, f"the value of {self.variables[index].spec.name!r}")
+                    with self.session.vigil.over(partial(_awaited, self.variables[index], late)):
+                        late.arrival.wait(late.begin, late.end)
         except errors.Unavailable as error:
             log.info("values that were on their way are asked for again (%s)", error.what)
             self._asking_again = True
@@ -421,6 +422,10 @@ class Training:
                 self.session.check()
                 if self.session.initializer:
                     self._initialize()
+
+
+def _awaited(variable: Variable, late: Late) -> str:
+    return f"the value of {variable.spec.name!r} from server {late.arrival.server}"
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
