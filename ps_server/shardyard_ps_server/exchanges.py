@@ -10,17 +10,27 @@ is stored.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotShareable
 from shardyard.ground.limits import FRAME_BYTES
-from shardyard.ground.types import Place, PullResult, PushKind, PushOrder, Ticket, UpdateMode
+from shardyard.ground.types import (
+    PartitionId,
+    Place,
+    PullResult,
+    PullWish,
+    PushKind,
+    PushOrder,
+    Ticket,
+    UpdateMode,
+)
 from shardyard.transport.same_host import Attached, attach
 from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
+from shardyard_ps_server.runs import Run, runs_in_order
 from shardyard_ps_server.store import Held, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -47,6 +57,7 @@ class Exchanges:
         self._lends = False
         self._coding: tuple[str, Coder] | None = None
         self._takes_a_moment = False
+        self._runs: tuple[tuple[PartitionId, ...], tuple[int, ...], tuple[Run, ...]] | None = None
 
     def run(self, stream: Iterator[Frame]) -> Iterator[Frame]:
         """The answers' frames. Ends when the worker ends the stream, or after an exchange where too many are open."""
@@ -79,6 +90,7 @@ class Exchanges:
     ) -> Iterator[Frame]:
         """The answer's frames. `before`: what was admitted before on this stream."""
         hosted = self._admit(order, before)
+        runs = self._runs_of(order.pull, hosted) if order.pull is not None and order.pull.order else None
         if self._lends:  # else the worker may have missed the last answer of a stream before this one
             self._store.settle(hosted, order.caller.incarnation)
         said = NOTHING_SAID if order.attach is None else self._attach(order.attach, hosted)
@@ -108,7 +120,7 @@ class Exchanges:
                     yield from frames.cut(convert.pulled_to_header(found), [b"".join(codes)])
                 else:
                     self._store.note_sent(held.nbytes)
-                    yield from answer(found, held)
+                    yield from answer(found, held, runs)
             finally:
                 held.release()
 
@@ -129,6 +141,13 @@ class Exchanges:
         if self._coding is None or self._coding[0] != coding:
             self._coding = coding, Coder(coding, hosted.layout)
         return self._coding[1]
+
+    def _runs_of(self, wish: PullWish, hosted: HostedJob) -> tuple[Run, ...]:
+        """In which runs the values go out; made once for an order that comes again."""
+        kept = self._runs
+        if kept is None or kept[:2] != (wish.partitions, wish.order):
+            self._runs = kept = wish.partitions, wish.order, runs_in_order(hosted.layout, wish.partitions, wish.order)
+        return kept[2]
 
     # ---- payloads
 
@@ -237,9 +256,14 @@ class Exchanges:
         return Frame(convert.pulled_to_header(self._with_regions(found, hosted)), 0, b"")
 
 
-def answer(result: PullResult, held: Held) -> Iterator[Frame]:
-    """A pull's answer over a stream."""
-    return frames.cut(convert.pulled_to_header(result), [buffer.data for _, buffer in held.buffers])
+def answer(result: PullResult, held: Held, runs: Sequence[Run] | None = None) -> Iterator[Frame]:
+    """A pull's answer over a stream. What fits into one frame is not worth an order."""
+    header = convert.pulled_to_header(result)
+    if not runs or not held.buffers or held.nbytes <= FRAME_BYTES:
+        return frames.cut(header, [buffer.data for _, buffer in held.buffers])
+    return frames.cut_places(
+        header, [(run.offset, held.buffers[run.part][1][run.begin : run.end].data) for run in runs]
+    )
 
 
 def takes_a_moment(order: PushOrder, hosted: HostedJob) -> bool:

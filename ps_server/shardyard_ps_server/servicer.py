@@ -19,6 +19,7 @@ from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.exchanges import Exchanges, answer, refuse_values
+from shardyard_ps_server.runs import runs_in_order
 from shardyard_ps_server.store import HostedJob, Restore, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -174,10 +175,11 @@ class Servicer:
         if wish.coding or wish.shared:
             raise InvalidRequest("a coded or shared pull outside of an exchange", todo="use PushPull")
         hosted = self._store.admit_pull(wish)
+        runs = runs_in_order(hosted.layout, wish.partitions, wish.order) if wish.order else None
         result, held = self._store.hold(hosted, wish)
         try:
             self._store.note_sent(held.nbytes)
-            yield from answer(result, held)
+            yield from answer(result, held, runs)
         finally:
             held.release()
 

@@ -357,7 +357,8 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PullWish:
     """What a pull asks of one server: the version `number` of each partition, or with `exactly` False that or a later
-    one. `coding`: how the values shall be coded; `shared`: places in the server's memory instead of bytes."""
+    one. `coding`: how the values shall be coded; `shared`: places in the server's memory instead of bytes; `order`:
+    variables whose values shall come first, in this order."""
 
     caller: Caller
     server: Incarnation
@@ -368,6 +369,7 @@ class PullWish:
     wait_ms: int = 0
     coding: str = ""
     shared: bool = False
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

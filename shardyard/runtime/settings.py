@@ -372,6 +372,10 @@ class WorkerSettings(Section):
         default="never",
         description="always: gradients that travel are sent while backward computes others; never: with step().",
     )
+    prefetch: Literal["never", "always"] = Field(
+        default="never",
+        description="always: step() returns while values that travel still arrive, those first that are used first.",
+    )
     window: int = Field(
         default=0,
         ge=0,

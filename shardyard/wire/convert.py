@@ -491,6 +491,7 @@ def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> ser
         wait_ms=wish.wait_ms,
         coding=wish.coding,
         shared=wish.shared,
+        order=wish.order or None,
     )
 
 
@@ -536,9 +537,30 @@ def _wish(
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
     coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""
+    order = _order_from_wire(message) if message.order else ()
     return PullWish(
-        caller, to, generation, partitions, message.number, message.exactly, message.wait_ms, coding, message.shared
+        caller,
+        to,
+        generation,
+        partitions,
+        message.number,
+        message.exactly,
+        message.wait_ms,
+        coding,
+        message.shared,
+        order,
     )
+
+
+def _order_from_wire(message: server.PullRequest) -> tuple[int, ...]:
+    order = tuple(_bounded(message.order, limits.VARIABLES_MAX, "variables in the order of a pull"))
+    if len(set(order)) != len(order):
+        raise MalformedPayload("the order of a pull that names a variable twice")
+    if message.coding or message.shared:
+        raise InvalidRequest(
+            f"a pull in an order that is {'coded' if message.coding else 'shared'}", todo="ask for the one or the other"
+        )
+    return order
 
 
 def ticket_to_wire(ticket: Ticket) -> server.SharedMemory:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, VARIABLES_MAX
+from shardyard.ground.limits import BLOCKS_MAX, FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, VARIABLES_MAX
 
 _TAG_HEADER = 1 << 3 | 2
 _TAG_OFFSET = 2 << 3 | 1
@@ -121,13 +121,15 @@ def cut_places(header: bytes, places: Iterable[tuple[int, Buffer]], frame_bytes:
 
 
 class Scatter:
-    """Takes frames at any place of a payload, again and again, into memory that the caller gave.
+    """Takes frames at any place of a payload into memory that the caller gave: each byte again and again, or `once`.
 
     Invariant: never writes beyond `into`; `complete` only when every byte has come.
     """
 
-    def __init__(self, into: memoryview) -> None:
+    def __init__(self, into: memoryview, *, once: bool = False) -> None:
         self._into = into
+        self._once = once
+        self._spans_max = BLOCKS_MAX if once else VARIABLES_MAX
         self._covered: list[tuple[int, int]] = []
 
     @property
@@ -135,15 +137,27 @@ class Scatter:
         return self._covered == [(0, len(self._into))] or len(self._into) == 0
 
     def add(self, frame: Frame) -> int:
-        """The number of bytes taken. Raises MalformedPayload for a frame beyond the end."""
+        """The number of bytes taken. Raises MalformedPayload for a frame beyond the end, or, where they may come only
+        once, with bytes that have come; then nothing was written."""
         begin, end = frame.offset, frame.offset + len(frame.data)
         if end > len(self._into):
             raise MalformedPayload(f"a frame of {len(frame.data)} bytes at offset {begin} of {len(self._into)} bytes")
         if begin == end:
             return 0
+        if self._once and self._touches(begin, end):
+            raise MalformedPayload(f"a frame of {len(frame.data)} bytes at offset {begin}, where some have come before")
         self._into[begin:end] = frame.data
         self._cover(begin, end)
         return end - begin
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether every byte of [begin, end) has come."""
+        at = bisect.bisect_right(self._covered, begin, key=lambda span: span[0]) - 1
+        return begin >= end or (at >= 0 and self._covered[at][1] >= end)
+
+    def _touches(self, begin: int, end: int) -> bool:
+        at = bisect.bisect_right(self._covered, begin, key=lambda span: span[1])
+        return at < len(self._covered) and self._covered[at][0] < end
 
     def _cover(self, begin: int, end: int) -> None:
         """Spans stay sorted, and apart from each other."""
@@ -153,8 +167,8 @@ class Scatter:
         if first < last:
             begin, end = min(begin, spans[first][0]), max(end, spans[last - 1][1])
         spans[first:last] = [(begin, end)]
-        if len(spans) > VARIABLES_MAX:
-            raise TooLarge(f"a payload in more than {VARIABLES_MAX} pieces apart from each other")
+        if len(spans) > self._spans_max:
+            raise TooLarge(f"a payload in more than {self._spans_max} pieces apart from each other")
 
 
 class Assembler:

@@ -752,3 +752,31 @@ def test_bytes_that_lie_in_shared_memory_are_not_counted_as_moved() -> None:
     plain = Wire(store)
     _, payload = plain.ask(plain.order(pull=plain.wish()))
     assert store.counters.bytes_sent == len(payload) > 0
+
+
+def test_values_come_in_the_order_asked_for_each_frame_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FRAME_BYTES", 0)
+    monkeypatch.setattr(module, "AT_ONCE_BYTES_MAX", 0)
+    wire = Wire(server())
+    payload = np.arange(2 * ELEMENTS, dtype=np.float64).tobytes()
+    _, plain = wire.ask(wire.order(PushKind.GRADIENT, pull=wire.wish()), payload)
+    wire.send(wire.order(pull=wire.wish(order=(2, 1))))
+    came: dict[int, bytes] = {}
+    while sum(map(len, came.values())) < len(plain):
+        frame = next(wire._answers)
+        came[frame.offset] = bytes(frame.data)
+    assert list(came) == [128, 64, 0, 192]
+    assert b"".join(came[offset] for offset in sorted(came)) == plain
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [({"order": (4,)}, "variable 4"), ({"order": (1,), "coding": "bf16"}, "coded"), ({"order": (1, 1)}, "twice")],
+    ids=str,
+)
+def test_order_that_makes_no_sense_is_refused_before_the_push_counts(more: dict[str, Any], complaint: str) -> None:
+    store = server()
+    wire = Wire(store)
+    with pytest.raises(InvalidRequest, match=complaint):
+        wire.ask(wire.order(PushKind.GRADIENT, pull=wire.wish(**more)), bytes(2 * PART_BYTES))
+    assert store.counters.pushes_applied == 0

@@ -218,3 +218,26 @@ def test_pieces_in_any_order_make_a_payload_whole_when_every_byte_has_come(data:
         come.update(range(offset, offset + len(piece)))
         assert into == expected
         assert scatter.complete == (len(come) == length)
+
+
+def test_bytes_that_may_come_once_are_taken_at_any_place_and_never_again() -> None:
+    into = bytearray(100)
+    scatter = frames.Scatter(memoryview(into), once=True)
+    for begin, end in ((60, 80), (0, 20), (20, 30)):
+        scatter.add(Frame(b"", begin, b"x" * (end - begin)))
+    assert scatter.has(0, 30)
+    assert scatter.has(65, 80)
+    assert not scatter.has(0, 31)
+    assert not scatter.has(59, 61)
+    before = bytes(into)
+    for begin, length in ((0, 1), (10, 60), (29, 5), (59, 2), (79, 2), (55, 40), (0, 100)):
+        with pytest.raises(MalformedPayload, match="come before"):
+            scatter.add(Frame(b"", begin, b"y" * length))
+    for begin, length in ((80, 21), (100, 1), (1 << 40, 1)):
+        with pytest.raises(MalformedPayload):
+            scatter.add(Frame(b"", begin, b"y" * length))
+    assert bytes(into) == before
+    scatter.add(Frame(b"", 30, b"z" * 30))
+    assert not scatter.complete
+    scatter.add(Frame(b"", 80, b"z" * 20))
+    assert scatter.complete

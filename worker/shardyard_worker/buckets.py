@@ -3,7 +3,8 @@
 Owns: per server the memory that gradients are laid out in as its payload lies on the wire, the views that a model's
 `.grad`s may be, and which bytes are the values of the current version. Invariants: a pull is put together beside the
 current version, and becomes current as a whole, over all servers; so the values of the current version can be put back
-into the model at any time (rule B5). Must not know: servers' addresses, names of pushes.
+into the model at any time (rule B5), once those of them that are still on their way have come. Must not know: servers'
+addresses, names of pushes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shardyard.ground.types import (
 )
 from shardyard.transport.copies import copy_past_cache
 from shardyard.transport.same_host import Attached, Shared, attach
+from shardyard_worker.arrivals import Arrival
 from shardyard_worker.device import Copies, Wanted, tensor_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -123,6 +125,18 @@ class _Values:
     tensors: tuple[torch.Tensor, ...]
 
 
+Version = Mapping[Incarnation, Sequence[_Values]]
+"""The values of all servers at one time. They stay where they are until as many pulls later as there are landings."""
+
+
+class Late(NamedTuple):
+    """Bytes [begin, end) of what a server sends, which have not come."""
+
+    arrival: Arrival
+    begin: int
+    end: int
+
+
 class Span(NamedTuple):
     """Bytes [begin, end) of a server's payload, multiples of 64."""
 
@@ -149,6 +163,8 @@ class _Home:
     shadow: Bytes | None = None
     current: list[_Values] = field(default_factory=list)
     incoming: list[_Values] = field(default_factory=list)
+    arrival: Arrival | None = None
+    arriving: Arrival | None = None
     known: dict[tuple[int, Key], _Values] = field(default_factory=dict)
 
     def values(self, index: int, key: Key, payload: Bytes) -> _Values:
@@ -488,9 +504,10 @@ class Buckets:
         """How many there are in a payload for a server."""
         return sum(len(self._layout.partitions[p].blocks) for p in self._homes[server].partitions)
 
-    def has_landed(self, server: Incarnation) -> None:
-        """`landing` is full."""
+    def has_landed(self, server: Incarnation, arrival: Arrival | None = None) -> None:
+        """`landing` is full, or will be when the rest of it has arrived."""
         home = self._homes[server]
+        home.arriving = arrival
         number = _free(home)
         payload = home.landings[number]
         home.incoming = [
@@ -500,6 +517,7 @@ class Buckets:
     def has_come(self, server: Incarnation, payloads: Iterable[tuple[Key, Bytes]]) -> None:
         """The next version of a server's values lies in these payloads, one for each partition."""
         home = self._homes[server]
+        home.arriving = None
         home.incoming = [home.values(index, key, payload) for index, (key, payload) in enumerate(payloads)]
 
     def forget(self, server: Incarnation) -> None:
@@ -530,13 +548,32 @@ class Buckets:
         for home in self._homes.values():
             if home.incoming:
                 home.current, home.incoming = home.incoming, []
+                home.arrival, home.arriving = home.arriving, None
 
-    def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False) -> None:
-        """Copies the current values into tensors, by index of the variable. `view`: parameters that lie in one piece
-        become views on them instead, until the next call."""
+    @property
+    def version(self) -> Version:
+        """The current values, for a later `load`."""
+        return {server: home.current for server, home in self._homes.items()}
+
+    def late(self, index: int) -> list[Late]:
+        """What of a variable's current value is still on its way."""
+        found = []
+        for where in self._where[index]:
+            begin = where.home.begins[where.part]
+            arrival, begin, end = where.home.arrival, begin + where.piece.start, begin + where.piece.stop
+            if arrival is not None and not arrival.has(begin, end):
+                found.append(Late(arrival, begin, end))
+        return found
+
+    def load(self, targets: Mapping[int, torch.Tensor], *, view: bool = False, version: Version | None = None) -> None:
+        """Copies the current values, or those of a version, into tensors, by index of the variable. `view`: parameters
+        that lie in one piece become views on them instead, until the next call."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, target in targets.items():
-            pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
+            if version is None:
+                pieces = [(where, where.home.current[where.part].tensors[where.number]) for where in self._where[index]]
+            else:
+                pieces = [(w, version[w.home.server][w.part].tensors[w.number]) for w in self._where[index]]
             if view and len(pieces) == 1 and self._may_view(index, target):
                 target.data = pieces[0][1].view(target.shape)
                 continue

@@ -185,7 +185,7 @@ class Job:
         spec = translate(optimizer)
         schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: self.step)
         parameters, buffers = _parameters(model, optimizer), _buffers(model)
-        self._register([*parameters, *buffers], spec)
+        self._register([*parameters, *buffers], spec, model)
         if schedule is not None:
             schedule.follow()
 
@@ -343,6 +343,7 @@ class Job:
                 self._training.router.close()
             else:
                 self._strategy.leave(self._settings_now())
+                self._training.complete()
         except LostWork:
             log.info("the last batch was computed by another worker as well; this one's does not count")
         finally:
@@ -363,14 +364,16 @@ class Job:
 
     # ---- inside
 
-    def _register(self, variables: Sequence[Variable], spec: OptimizerSpec) -> None:
+    def _register(
+        self, variables: Sequence[Variable], spec: OptimizerSpec, model: torch.nn.Module | None = None
+    ) -> None:
         self._session.check()
         if self._training is not None:
             raise InvalidRequest(
                 "a second job.prepare or job.register in one job",
                 todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
             )
-        self._training = Training(self._session, variables, spec)
+        self._training = Training(self._session, variables, spec, model)
         self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
         sync = self.mode is UpdateMode.SYNC
         self._strategy = SyncStrategy(self._training) if sync else AsyncStrategy(self._training)

@@ -9,8 +9,9 @@ servers, what is pushed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from shardyard.transport.same_host import Attached
 from shardyard.wire import convert, frames, methods
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderWriter
+from shardyard_worker.arrivals import Arrival
 from shardyard_worker.buckets import Buckets, Bytes, Key
 
 log = logging.getLogger("shardyard.worker")
@@ -36,12 +38,14 @@ Piece = tuple[int, memoryview]
 @dataclass(frozen=True)
 class LineSettings:
     """`same_host`: whether shared memory is tried. `view`: whether parameters may become views on a server's memory.
-    `ahead`: whether gradients are sent while others are computed."""
+    `ahead`: whether gradients are sent while others are computed. `later`: runs what takes the rest of an answer, in a
+    thread of its own; needed for pulls with an order."""
 
     same_host: bool
     view: bool
     deadline_ms: int
     ahead: bool = False
+    later: Callable[[Callable[[], None]], None] | None = None
 
 
 class Line:
@@ -57,6 +61,7 @@ class Line:
         self._shareable = settings.same_host and buckets.memory(server) is not None
         self._regions: dict[int, Attached] = {}
         self._exchanges = 0
+        self._arrival: Arrival | None = None
         self.shared = False
         self.asked_again = False
 
@@ -78,7 +83,9 @@ class Line:
     @property
     def takes_ahead(self) -> bool:
         """Whether a payload may be sent ahead of its header: where it travels, and is not on its way in a moment."""
-        return self._settings.ahead and self._stream is not None and not self.shared and self._exchanges > 0
+        busy = self._arrival is not None and not self._arrival.complete
+        travels = self._settings.ahead and self._stream is not None and not self.shared
+        return travels and self._exchanges > 0 and not busy
 
     def send_ahead(self, at: int, piece: memoryview) -> None:
         """Sends a piece of the next push's payload. Safe from another thread than the exchanges', between them."""
@@ -86,6 +93,12 @@ class Line:
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
         stream.send(frames.cut_places(b"", [(at, piece)]), answered=False)
+
+    def settle(self) -> None:
+        """Until the last answer is there as a whole, or the stream has broken off. Before the next exchange."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.settle()
 
     def begin(self, order: PushOrder, pieces: Sequence[Piece]) -> None:
         """Sends a request; `finish` must follow. `pieces` must not change before."""
@@ -100,7 +113,8 @@ class Line:
             stream.send(frames.cut_places(header, pieces))
 
     def finish(self, order: PushOrder, *, deadline_ms: int | None = None) -> PullResult:
-        """The answer; values pulled are incoming in the buckets. Raises what the server refused, or Unavailable."""
+        """The answer; values pulled are incoming in the buckets, those of a pull with an order perhaps still on their
+        way. Raises what the server refused, or Unavailable."""
         try:
             result = self._take(order, self._settings.deadline_ms if deadline_ms is None else deadline_ms)
         except errors.NotShareable as error:
@@ -180,6 +194,9 @@ class Line:
         if wish.shared:
             self._buckets.has_come(self.server, list(self._places(result)))
             return result
+        if wish.order:
+            self._begin_arrival(stream, first, deadline_ms)
+            return result
         if not wish.coding:
             self._assemble(stream, first, self._buckets.landing(self.server), deadline_ms)
             self._buckets.has_landed(self.server)
@@ -198,6 +215,38 @@ class Line:
                 break
             assembler.add(frame)
         assembler.finish()
+
+    def _begin_arrival(self, stream: Stream, first: Frame, deadline_ms: int) -> None:
+        arrival = Arrival(self.server, self._buckets.landing(self.server))
+        arrival.add(first)
+        if arrival.complete:
+            self._buckets.has_landed(self.server)
+            return
+        assert self._settings.later is not None
+        self._settings.later(partial(self._receive, stream, arrival, deadline_ms))
+        self._arrival = arrival
+        self._buckets.has_landed(self.server, arrival)
+
+    def _receive(self, stream: Stream, arrival: Arrival, deadline_ms: int) -> None:
+        """The rest of an answer, in a thread of its own."""
+        lost: errors.ShardyardError = errors.ServerUnavailable(f"values of server {self.server} will not come")
+        try:
+            while not arrival.complete:
+                frame = stream.receive(timeout_ms=deadline_ms)
+                if frame is None:
+                    lost = errors.ServerUnavailable(f"server {self.server} has ended the stream within an answer")
+                    return
+                if not len(frame.data):
+                    raise errors.MalformedPayload(f"server {self.server} answered with a frame without data")
+                arrival.add(frame)
+        except errors.ShardyardError as error:
+            lost = error
+            log.debug("server %s: the rest of an answer did not come: %s", self.server, error)
+        finally:
+            if not arrival.complete:
+                if self._stream is stream:
+                    self.break_off()
+                arrival.lose(lost)
 
     def _coded_bytes(self, result: PullResult) -> int:
         """The length of all codes; bounded before memory is asked for."""

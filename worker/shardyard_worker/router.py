@@ -73,11 +73,13 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Wish:
-    """The version that a pull asks for, of every partition."""
+    """The version that a pull asks for, of every partition. `prefetched`: it may be answered while values are still on
+    their way, where the worker has an order for them."""
 
     number: int
     exactly: bool
     wait_ms: int = 0
+    prefetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,17 +105,21 @@ class Router:
     ) -> None:
         """`coding`: how pulled values shall be coded (PullWish). `follows`: under a map before this one something may
         have been sent already."""
+        self.needed: tuple[int, ...] = ()
+        """Indices of variables in the order in which their values are needed; empty: all at once."""
         self._coding = coding
         self._follows = follows
         self._session = session
         self._map = map_
         self._buckets = buckets
         settings = session.settings.worker
+        self._arrivals = ThreadPoolExecutor(len(map_.by_server()), "arrival") if settings.prefetch == "always" else None
         line_settings = LineSettings(
             settings.same_host == "auto",
             settings.pull == "view",
             settings.rpc_deadline_ms,
             settings.overlap == "always",
+            self._take_later,
         )
         self._lines = {
             server: Line(
@@ -125,7 +131,7 @@ class Router:
         self._owned = {server: tuple(o.partition for o in owners) for server, owners in map_.by_server().items()}
         self._landed: set[Incarnation] = set()
         self._versions: dict[Incarnation, int] = {}
-        self._wishes: dict[Incarnation, tuple[Wish, bool, PullWish]] = {}
+        self._wishes: dict[Incarnation, tuple[Wish, bool, tuple[int, ...], PullWish]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
         self._vigil = session.vigil
@@ -152,6 +158,8 @@ class Router:
         if self._ahead is not None:
             self._ahead.close()
         self._pool.shutdown(wait=False)
+        if self._arrivals is not None:
+            self._arrivals.shutdown(wait=False)
 
     # ---- the four things a worker asks of servers
 
@@ -279,10 +287,10 @@ class Router:
     def _wish(self, line: Line, wish: Wish) -> PullWish:
         """Made once for a wish that comes again, so that headers are seen to be alike."""
         kept = self._wishes.get(line.server)
-        if kept is not None and kept[0] is wish and kept[1] == line.shared:
-            return kept[2]
+        if kept is not None and kept[0] is wish and kept[1] == line.shared and kept[2] is self.needed:
+            return kept[3]
         made = self._make_wish(line, wish)
-        self._wishes[line.server] = wish, line.shared, made
+        self._wishes[line.server] = wish, line.shared, self.needed, made
         return made
 
     def _make_wish(self, line: Line, wish: Wish) -> PullWish:
@@ -296,6 +304,7 @@ class Router:
             wish.wait_ms,
             coding=self._coding,
             shared=line.shared and not self._coding,
+            order=self.needed if wish.prefetched and not line.shared else (),
         )
 
     def _exchange(self, make: Make, waiting_for: Describe, *, pushes: bool) -> list[PullResult]:
@@ -345,7 +354,15 @@ class Router:
             raise next((each for each in refusals if isinstance(each, _MOVED)), refusals[0])
         return results
 
+    def _take_later(self, take: Callable[[], None]) -> None:
+        assert self._arrivals is not None
+        try:
+            self._arrivals.submit(take)
+        except RuntimeError as error:  # the job is being left, or has failed, in another thread
+            raise errors.ServerUnavailable("the servers are not listened to any more") from error
+
     def _begin(self, make: Make, line: Line) -> PushOrder | None:
+        line.settle()
         if not line.is_open:
             line.open(self._order(line.server, PushKind.NOTHING))
         made = make(line)

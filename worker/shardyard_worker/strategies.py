@@ -5,8 +5,8 @@ is a step over. Asynchronous: any version, over at once. Synchronous: exactly ve
 logical ranks have contributed, or when this worker has another rank of the step to compute (docs/ledger.md, rules B1
 to B5).
 
-Invariant: when `contribute` returns, the targets hold the version that the next gradient is to be computed on. Must not
-know: datasets, optimizers.
+Invariant: when `contribute` returns, the targets hold the version that the next gradient is to be computed on, or will
+when they are used (Prefetch). Must not know: datasets, optimizers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from shardyard.ground import errors
 from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
@@ -30,7 +30,7 @@ log = logging.getLogger("shardyard.worker")
 
 R = TypeVar("R")
 
-NEWEST = Wish(0, exactly=False)
+NEWEST = Wish(0, exactly=False, prefetched=True)
 
 
 class LostWork(Exception):
@@ -43,6 +43,7 @@ class Strategy(ABC):
     def __init__(self, training: Training) -> None:
         self._training = training
         self._session = training.session
+        training.ask_again = self._ask_again
 
     @property
     @abstractmethod
@@ -72,6 +73,10 @@ class Strategy(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends threads. Nothing is contributed from now on."""
+
+    @abstractmethod
+    def _ask_again(self) -> None:
+        """Loads values that were on their way to the targets, and were lost with a server."""
 
     def _note(self, answer: Answer, sending: Sending | None) -> None:
         fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
@@ -104,6 +109,7 @@ class AsyncStrategy(Strategy):
         self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
         self._pushes = 0
         self._uncertain: PushName | None = None
+        self._moved = False
 
     @property
     def step(self) -> int:
@@ -115,8 +121,15 @@ class AsyncStrategy(Strategy):
         self._take_newest()
 
     def _take_newest(self) -> None:
+        router = self._training.router
         self._step = self._training.pull_newest().version_max
+        self._moved = self._moved or router is not self._training.router
         self._session.reached(self._step)
+
+    def _ask_again(self) -> None:
+        if self._flight is not None:
+            wait([self._flight.answer])  # the router is for one thread at a time
+        self._take_newest()
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         if name is None:
@@ -128,6 +141,8 @@ class AsyncStrategy(Strategy):
                 )
             source = SourceKey(WorkerSource(self._session.caller.incarnation))
             name = PushName(source, Token(0), self._pushes, self._pushes)
+        self._training.complete()
+        self._open_again(name)
         if self._training.feedback is not None:
             self.drain()  # one push can be undone, so there is one at a time
         shipment = self._training.ship(name, sending)
@@ -181,6 +196,16 @@ class AsyncStrategy(Strategy):
             log.warning("pushes of this worker are lost, since partitions were restored: %s", lost)
         return bool(lost)
 
+    def _open_again(self, name: PushName) -> None:
+        """Where the map has changed since the last push, beside it. Raises LostWork."""
+        moved, self._moved = self._moved, False
+        if not moved or isinstance(name.key.source, WorkerSource):
+            return
+        try:
+            self._training.reach(lambda router: router.open_sources([(name.key, name.token)]))
+        except errors.StaleToken as error:
+            self._give_up(name, error)
+
     def _go_over(self, name: PushName) -> None:
         """To the newest map. Partitions that were restored do not know of leases that were opened since (rule A5).
         Raises StaleToken."""
@@ -209,11 +234,7 @@ class AsyncStrategy(Strategy):
             if isinstance(name.key.source, WorkerSource):
                 # nobody else can have counted it: the servers were restored to before this worker's last pushes
                 raise
-            # another worker's now, or counted in part already (rule A12): the lease is gone through again from there
-            log.info("%s does not count: %s", name, error.what)
-            self._training.not_counted()
-            self._take_newest()
-            raise LostWork from error
+            self._give_up(name, error)
         except errors.Unavailable:
             if isinstance(name.key.source, WorkerSource):
                 self._uncertain = name
@@ -224,6 +245,13 @@ class AsyncStrategy(Strategy):
         self._training.load()
         self._step = max(self._step, answer.version_max)
         self._note(answer, sending)
+
+    def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
+        """Another worker's now, or counted in part already (rule A12): the lease is gone through again from there."""
+        log.info("%s does not count: %s", name, error.what)
+        self._training.not_counted()
+        self._take_newest()
+        raise LostWork from error
 
 
 @dataclass
@@ -244,6 +272,7 @@ class SyncStrategy(Strategy):
         self._held: dict[Rank, _Held] = {}
         self._version: int | None = None
         self._refused: dict[Rank, Token] = {}
+        self._mixed = False
 
     @property
     def step(self) -> int:
@@ -263,6 +292,11 @@ class SyncStrategy(Strategy):
 
     def close(self) -> None:
         """Has no threads."""
+
+    def _ask_again(self) -> None:
+        before = self._version
+        self._following(self._begin)
+        self._mixed = self._mixed or self._version != before
 
     def begin(self) -> None:
         self.catch_up(0)
@@ -348,6 +382,13 @@ class SyncStrategy(Strategy):
             self._settle()
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
+        self._training.complete()
+        if self._mixed:
+            log.info("a batch is dropped: the job went back to an earlier step while values for it arrived")
+            self._mixed, self._version = False, None
+            self._training.not_counted()
+            self._following(self._find_work)
+            raise LostWork
         try:
             self._contribute(name, sending)
         except MapChanged:
@@ -356,6 +397,12 @@ class SyncStrategy(Strategy):
             self._go_over()
             self._following(self._prepare_work)
             raise LostWork from None
+
+    def _find_work(self) -> None:
+        if self._held:
+            self._prepare_work()
+        else:
+            self._wait_for_ranks()
 
     def _contribute(self, name: PushName | None, sending: Sending | None) -> None:
         if name is None:
@@ -374,7 +421,7 @@ class SyncStrategy(Strategy):
             if others:
                 answer = self._training.router.push(shipment)
             else:
-                wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS)
+                wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
                 answer = self._training.router.push_pull(shipment, wish)
         except errors.StaleToken as error:
             log.info("%s is another worker's now: %s", name, error.what)
@@ -419,7 +466,8 @@ class SyncStrategy(Strategy):
                     self._training.router.abandon_pull()
                     self._training.load()
                     return
-                answer = self._training.router.pull(Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS))
+                wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
+                answer = self._training.router.pull(wish)
                 if not answer.missing:
                     self._arrive()
                     return

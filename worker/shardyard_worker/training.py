@@ -2,14 +2,15 @@
 
 Owns: layout, buckets and router of the job, and the targets, the tensors that hold the current values. Invariant: the
 targets of a synchronous job hold one version of all partitions, never a mixture; those of an asynchronous one hold, of
-each partition, a whole version. Must not know: what a push is named after (strategies).
+each partition, a whole version; where values arrive while they are computed on (Prefetch), that is what each target is
+seen to hold. Must not know: what a push is named after (strategies).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -35,11 +36,12 @@ from shardyard.ground.types import (
 )
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.buckets import Buckets, Codes, check_tensor
+from shardyard_worker.buckets import Buckets, Codes, Late, Version, check_tensor
 from shardyard_worker.device import Copies, copies_for
 from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.gradients import Gradients
+from shardyard_worker.prefetch import Prefetch
 from shardyard_worker.router import Answer, MapChanged, Router, Shipment, Wish
 from shardyard_worker.session import Session
 
@@ -103,8 +105,16 @@ class Residual:
 class Training:
     """Registers the variables with the coordinator, and sees to it that the servers have first values."""
 
-    def __init__(self, session: Session, variables: Sequence[Variable], optimizer: OptimizerSpec) -> None:
+    def __init__(
+        self,
+        session: Session,
+        variables: Sequence[Variable],
+        optimizer: OptimizerSpec,
+        model: torch.nn.Module | None = None,
+    ) -> None:
         self.session = session
+        self.ask_again: Callable[[], object] = self.pull_newest
+        """Loads the values that were on their way to the targets, and were lost; the strategy knows which."""
         self.optimizer = optimizer
         self._pushes = 0
         self.variables = tuple(variables)
@@ -120,6 +130,11 @@ class Training:
         self._layout = layout
         self.feedback = self._make_feedback(copies)
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
+        self._prefetch = self._make_prefetch(model)
+        self._late: dict[int, list[Late]] = {}
+        self._version: Version = {}
+        self._stranded = False
+        self._asking_again = False
         self._settle_in(map_, copies)
         try:
             if reply.initializer:
@@ -144,6 +159,7 @@ class Training:
         compression = session.job_settings.compression
         coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
         self.router = Router(session, map_, self.buckets, coding=coding, follows=old is not None)
+        self.router.needed = () if self._prefetch is None else self._prefetch.order
         coded_there = isinstance(self.feedback, DeviceFeedback)
         overlaps = session.settings.worker.overlap == "always" and self.feedback is None
         self._gradients = Gradients(
@@ -163,8 +179,10 @@ class Training:
         self._gradients.close()
         self.router.close()
         old = self.buckets
-        copies = copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
-        self._settle_in(map_, copies, old)
+        self._stranded = bool(self._late)
+        with torch._C.DisableTorchFunctionSubclass():  # looks at targets, not at what they hold
+            copies = copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
+            self._settle_in(map_, copies, old)
         if isinstance(self.feedback, DeviceFeedback) and copies is not None:
             self.feedback.use(copies)
         old.close()
@@ -191,10 +209,27 @@ class Training:
         return "; ".join(f"#{each.first} to #{each.last} in partition {each.partition}" for each in reply.lost)
 
     def close(self) -> None:
+        if self._prefetch is not None:
+            self._prefetch.close()
         self._gradients.close()
         self.router.leave()
         self.router.close()
         self.buckets.close()
+
+    def _make_prefetch(self, model: torch.nn.Module | None) -> Prefetch | None:
+        if self.session.settings.worker.prefetch == "never":
+            return None
+        compression = self.session.job_settings.compression
+        if compression.pull_rules.compresses:
+            raise errors.ConfigurationError(
+                f"worker.prefetch always in a job with job.compression.pull {compression.pull!r}",
+                why="codes are decoded when all have come",
+                todo="set worker.prefetch to never, or job.compression.pull to none",
+            )
+        if model is not None and any(_is_compiled(module) for module in model.modules()):
+            log.info("worker.prefetch: a compiled model waits for all of its values in optimizer.step()")
+            return None
+        return Prefetch(self._targets, model, self._bring)
 
     def _make_feedback(self, copies: Copies | None) -> Feedback | None:
         """Where codes are made: where the gradients are."""
@@ -214,6 +249,9 @@ class Training:
         """Puts what is sent into the buckets. None: a named empty push."""
         if sending is None:
             return Shipment(name, PushKind.EMPTY, 0.0)
+        if self._prefetch is not None:
+            self._prefetch.settle_order()
+            self.router.needed = self._prefetch.order
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
         if isinstance(self.feedback, DeviceFeedback) and sending.coded:
             made = self._encode_there(self.feedback, name, sending.tensors)
@@ -280,10 +318,57 @@ class Training:
         self.buckets.next_slot()
 
     def load(self) -> None:
-        """Puts the current version into the targets, and those into the model."""
-        for variable in self.variables:
-            variable.put_back()
-        self.buckets.load(self._targets, view=self._view)
+        """Puts the current version into the targets, and those into the model. What is still on its way follows when it
+        is used."""
+        if self._prefetch is None:
+            for variable in self.variables:
+                variable.put_back()
+            self.buckets.load(self._targets, view=self._view)
+            return
+        wanted: Iterable[int] = self._targets
+        if self._asking_again:  # in the midst of a forward; what it has used must stay
+            wanted = self._prefetch.awaited
+        late = {index: found for index in wanted if (found := self.buckets.late(index))}
+        for index in wanted:
+            self.variables[index].put_back()
+        self._version, self._stranded = self.buckets.version, False
+        self._put([index for index in wanted if index not in late])
+        self._late = late
+        self._prefetch.expect(late)
+        unmarkable = [index for index in late if not self._prefetch.can_await(index)]
+        if unmarkable:
+            self._prefetch.take(unmarkable)
+
+    def complete(self) -> None:
+        """Until the targets hold all of what is on its way to them. Before anything else is asked of the servers."""
+        if self._late and self._prefetch is not None:
+            self._prefetch.take_all()
+
+    def _bring(self, indices: Sequence[int]) -> None:
+        """Values that are used now, or that somebody else needs, into their targets."""
+        try:
+            if self._stranded:
+                raise errors.ServerUnavailable("partitions have moved")
+            for index in indices:
+                for late in self._late.get(index, ()):
+                    with self.session.vigil.over(partial(_awaited, self.variables[index], late)):
+                        late.arrival.wait(late.begin, late.end)
+        except errors.Unavailable as error:
+            log.info("values that were on their way are asked for again (%s)", error.what)
+            self._asking_again = True
+            try:
+                self.ask_again()
+            finally:
+                self._asking_again = False
+            return
+        self._put(indices)
+        for index in indices:
+            self._late.pop(index, None)
+
+    def _put(self, indices: Sequence[int]) -> None:
+        targets = {index: self._targets[index] for index in indices}
+        with torch._C.DisableTorchFunctionSubclass():
+            self.buckets.load(targets, view=self._view, version=self._version)
 
     def pull_newest(self) -> Answer:
         """Puts the newest version of each partition into the targets; for an asynchronous job, which has no other."""
@@ -341,6 +426,14 @@ class Training:
                 self.session.check()
                 if self.session.initializer:
                     self._initialize()
+
+
+def _awaited(variable: Variable, late: Late) -> str:
+    return f"the value of {variable.spec.name!r} from server {late.arrival.server}"
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _gather(into: list[npt.NDArray[Any]], layout: JobLayout, block: Block, values: npt.NDArray[Any]) -> memoryview:

@@ -379,7 +379,7 @@ class PushReply(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[PartReply, _Mapping]]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partitions", "number", "exactly", "wait_ms", "coding", "shared")
+    __slots__ = ("caller", "server", "generation", "partitions", "number", "exactly", "wait_ms", "coding", "shared", "order")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +389,7 @@ class PullRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     CODING_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -398,7 +399,8 @@ class PullRequest(_message.Message):
     wait_ms: int
     coding: str
     shared: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., exactly: bool = ..., wait_ms: _Optional[int] = ..., coding: _Optional[str] = ..., shared: bool = ...) -> None: ...
+    order: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., exactly: bool = ..., wait_ms: _Optional[int] = ..., coding: _Optional[str] = ..., shared: bool = ..., order: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PulledPart(_message.Message):
     __slots__ = ("partition", "version", "alike")

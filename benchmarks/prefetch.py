@@ -1,0 +1,73 @@
+"""Values that arrive while the forward computes: steps a second over a link, with worker.prefetch and without.
+
+    make bench BENCH=prefetch            (or: python benchmarks/prefetch.py --pairs 3 --rates 200)
+
+A network of a million parameters learns the digits in a yard of processes whose worker is behind a link of its own
+(two network namespaces, tc tbf), of 200 and 1000 Mbit/s. Both sides train from the same start, with the same batches,
+pair by pair, and must end at the same parameters, to the last bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+
+from harness.link import link
+from harness.pairs import Figures, column, measure_pairs, ratios
+from harness.programs import Program
+from harness.report import Panel, options_of, report
+from harness.sides import shardyard_side
+
+RATES_MBIT_S = (200, 1000)
+PROGRAM = "digits_shardyard"
+SIDES = {"never": "values, then forward", "always": "shardyard prefetch"}
+TRAIN_S_MAX = 600
+
+
+class NotTheSame(Exception):
+    """The two sides have trained to other parameters."""
+
+
+def measure(worker: Program, prefetch: str, steps: int, digests: set[str]) -> Figures:
+    worker.ask("open", seed=0, settings={"worker.prefetch": prefetch})
+    done = worker.ask("train", steps=steps, timeout_s=TRAIN_S_MAX)
+    digests.add(worker.ask("digest")["digest"])
+    worker.ask("close", timeout_s=TRAIN_S_MAX)
+    if len(digests) > 1:
+        raise NotTheSame(f"worker.prefetch {prefetch}: other parameters after {steps} steps")
+    return {"steps_per_s": done["steps"] / done["seconds"]}
+
+
+def run(mbit_s: int, pairs: int, steps: int) -> dict[str, list[Figures]]:
+    digests: set[str] = set()
+    with link(mbit_s) as made:
+        place = {"bind": made.address, "prefix": made.prefix}
+        with shardyard_side(PROGRAM, workers=1, settings={"worker.same_host": "never"}, **place) as side:
+            (worker,) = side.workers
+            sides: dict[str, Callable[[], Figures]] = {
+                name: partial(measure, worker, prefetch, steps, digests) for prefetch, name in SIDES.items()
+            }
+            return measure_pairs(sides, pairs)
+
+
+def main() -> None:
+    parser = options_of(__doc__, pairs=7)
+    parser.add_argument("--steps", type=int, default=40, help="steps in a measurement (40)")
+    parser.add_argument("--rates", nargs="+", type=int, default=RATES_MBIT_S, help="of the links, Mbit/s (200 1000)")
+    given = parser.parse_args()
+    # so that links and processes are taken down then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    raw, found, panels = {}, {}, []
+    for mbit_s in given.rates:
+        raw[str(mbit_s)] = measured = run(mbit_s, given.pairs, given.steps)
+        before, after = (measured[name] for name in SIDES.values())
+        found[f"prefetch_{mbit_s}_mbit"] = ratios(after, before, "steps_per_s")
+        bars = {name: column(figures, "steps_per_s") for name, figures in measured.items()}
+        panels.append(Panel(f"digits over {mbit_s} Mbit/s", "steps/s", bars))
+    report("prefetch", raw, found, panels=panels)
+
+
+if __name__ == "__main__":
+    main()
