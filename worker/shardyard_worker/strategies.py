@@ -295,7 +295,7 @@ class SyncStrategy(Strategy):
 
     def _ask_again(self) -> None:
         before = self._version
-        self._following(self._begin)
+        self.catch_up(0)
         self._mixed = self._mixed or self._version != before
 
     def begin(self) -> None:
