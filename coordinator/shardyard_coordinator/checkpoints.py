@@ -17,6 +17,8 @@ from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
 RETRY_MS: Final = 1_000
+FAILURES_IN_DOUBT: Final = 3
+"""Tries in which servers were not ready, after which a checkpoint may never come."""
 RETRY_MS_MAX: Final = 60_000
 
 
@@ -83,8 +85,10 @@ class CheckpointBook:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether nobody can say that the next checkpoint will come: there shall be none, or the last try failed."""
-        return not self.enabled or self._failures > 0
+        """Whether nobody can say that the next checkpoint will come: there shall be none, or the last try failed. A
+        server that dies makes one fail too, and is told soon; that alone is no doubt."""
+        passing = self._failed is not None and isinstance(self._failed[1], NotReady)
+        return not self.enabled or self._failures >= (FAILURES_IN_DOUBT if passing else 1)
 
     @property
     def base(self) -> int:

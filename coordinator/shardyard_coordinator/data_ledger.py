@@ -222,7 +222,7 @@ class _DataShards:
         del self.held[number]
         bisect.insort(self.returned, number)
         if reached is not None:
-            self.reached[number] = reached
+            self.reached = dict(sorted({**self.reached, number: reached}.items()))
 
     def forget_reached(self) -> None:
         """Partitions went back: where leases begin is not known any more."""

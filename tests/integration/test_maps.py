@@ -38,6 +38,7 @@ class Yard:
         self._yard = yard
         self._folder = folder
         self._entries: list[PartitionEntry] = []
+        self._number = 1_000  # beyond those of the coordinator, of which none is written twice
 
     @property
     def _job(self):  # type: ignore[no-untyped-def]
@@ -52,9 +53,10 @@ class Yard:
 
     def save(self, *, step: int | None = None) -> None:
         self._entries = []
+        self._number += 1
         for server in self._yard._servers:
             incarnation = server.store.incarnation
-            order = SaveOrder(1, step, 0, 0)
+            order = SaveOrder(self._number, step, 0, 0)
             caller = Caller(self._job.id)
             for saved in server.store.save(caller, incarnation, self._map.generation, order, str(self._folder)):
                 version = Version(2, saved.version.number)
@@ -76,7 +78,7 @@ class Yard:
             [owner.partition for owner in map_.owners],
             UpdateMode.SYNC if job.ranks is not None else UpdateMode.ASYNC,
             job.settings.logical_rank_count,
-            Restore(str(self._folder), entries),
+            Restore(str(self._folder), entries, job=job.id),
         )
         owners = [PartitionOwner(o.partition, Incarnation(living.store.incarnation), address) for o in map_.owners]
         job.deployment.map = dataclasses.replace(map_, generation=generation, owners=tuple(owners))
