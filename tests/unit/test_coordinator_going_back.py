@@ -70,7 +70,8 @@ class Yard:
         returned = events.LeaseReturned(self.worker, 0, None, Token(0))
         answer = self.handle(returned)
         if answer is None:
-            answer = self.handle(events.LedgerRead(returned, next_sequence))
+            (reading,) = [each for each in self.effects if isinstance(each, effects.ReadLedger)]
+            answer = self.handle(events.LedgerRead(returned, next_sequence, reading.map.generation))
         assert isinstance(answer, effects.LeaseClosed)
         return answer.done
 
