@@ -33,6 +33,8 @@ INPUTS = 10_000
 SEED = int(os.environ.get("SHARDYARD_FUZZ_SEED", fuzzing.SEED))
 TAKES_ALL = {"message LeaseDataReply", "message JoinJobReply", "message ErrorDetail"}
 """Whose every value has a meaning."""
+SELDOM_WRONG = {"message OpenSourcesRequest"}
+"""Wrong only without a source, which may be none of the hundred or so inputs of one target."""
 HUGE = 1 << 60
 CLAIMED_BYTES_MAX = limits.MIB
 BOMB_BYTES = 64 * limits.MIB
@@ -47,7 +49,7 @@ def test_inputs_that_are_nearly_right_are_taken_or_refused_and_change_nothing_th
     report = fuzzing.fuzz(INPUTS, seed=SEED, folder=tmp_path)
     print(*report.lines(), sep="\n")
     assert report.inputs >= INPUTS
-    assert {name for name, each in report.targets.items() if not each.refused} == TAKES_ALL
+    assert {name for name, each in report.targets.items() if not each.refused} - SELDOM_WRONG == TAKES_ALL
     taken = sum(each.taken for each in report.targets.values())
     assert INPUTS / 10 < taken < INPUTS * 9 / 10, "inputs are too wrong, or too right, to find anything"
 
