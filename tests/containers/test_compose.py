@@ -322,19 +322,21 @@ def kill(yard: Yard, container: str) -> None:
 
 
 def train_long(yard: Yard, folder: Path, name: str) -> str:
-    """Begins to train again, for long enough that something can die meanwhile. The worker's container."""
+    """Begins to train again, for long enough that something can die meanwhile, with partitions on every server. The
+    worker's container."""
     override = folder / "compose.yaml"
     script = ["--workers", "2", "--", "/opt/shardyard/examples/digits/train.py", "--job", name, "--epochs", "40"]
-    override.write_text(json.dumps({"services": {"worker": {"command": script}}}))
+    worker = {"command": script, "environment": {"SHARDYARD__JOB__PARTITIONS": "4"}}
+    override.write_text(json.dumps({"services": {"worker": worker}}))
     yard.compose("up", "-d", "worker", files=(COMPOSE_FILE, override), timeout_s=UP_S)
-    (worker,) = yard.containers("worker")
+    (container,) = yard.containers("worker")
     wait_until(
         "the job has taken steps",
         lambda: yard.job(name).get("step", 0) > 20,
         deadline_s=SETTLE_S,
-        explain=lambda: logs(worker)[-2000:],
+        explain=lambda: logs(container)[-2000:],
     )
-    return worker
+    return container
 
 
 def ends_well(worker: str) -> str:
