@@ -127,8 +127,10 @@ class AsyncStrategy(Strategy):
         self._session.reached(self._step)
 
     def _ask_again(self) -> None:
-        if self._flight is not None:
-            wait([self._flight.answer])  # the router is for one thread at a time
+        flight = self._flight
+        if flight is not None:
+            with self._session.vigil.over(lambda: f"push {flight.name} to be answered"):
+                wait([flight.answer])  # the router is for one thread at a time
         self._take_newest()
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
