@@ -60,6 +60,16 @@ class _Ask:
     logs: Collection[Incarnation]
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A checkpoint that was written, as number `number`: the draft's or the next one that was free. `step`: that it is
+    of; `created_s`: when, in seconds since 1970."""
+
+    number: int
+    step: int
+    created_s: int
+
+
 class Archive:
     """Safe for several threads, for one job at a time each."""
 
@@ -78,10 +88,10 @@ class Archive:
         keep: int,
         oldest: int = 0,
         logs: Collection[Incarnation] = (),
-    ) -> tuple[int, int]:
-        """Writes a checkpoint and prunes those before; its number, the draft's or the next one that is free, and the
-        step that it is of. `base`: the number of this run's newest committed one, 0 without any; `oldest` and `logs`:
-        as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable, CheckpointDamaged."""
+    ) -> Taken:
+        """Writes a checkpoint and prunes those before. `base`: the number of this run's newest committed one, 0 without
+        any; `oldest` and `logs`: as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable,
+        CheckpointDamaged."""
         library = CheckpointLibrary(open_storage(url))
         draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
         former = library.load(subject.name, base) if base else None
@@ -99,6 +109,7 @@ class Archive:
         token = max(before, *(token for _, _, token in saved.values()))
         failpoint("checkpoint.before_manifest")
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
+        created = self._now()
         library.commit(
             Manifest(
                 number=draft.number,
@@ -108,7 +119,7 @@ class Archive:
                 settings=subject.settings,
                 mode=subject.mode,
                 step=step,
-                created=self._now().isoformat(timespec="seconds"),
+                created=created.isoformat(timespec="seconds"),
                 layout=subject.layout,
                 partitions=tuple(entries),
                 data_ledger={**draft.data_ledger, "token": token},
@@ -121,7 +132,7 @@ class Archive:
             library.prune(subject.name, keep, also=[base] if base else [])
         except ShardyardError as error:  # the checkpoint counts all the same
             log.warning("old checkpoints of job %r were not deleted: %s", subject.name, error.what)
-        return draft.number, step
+        return Taken(draft.number, step, max(0, int(created.timestamp())))
 
     def restore(
         self,
@@ -284,6 +295,7 @@ def _origin_of(manifest: Manifest, url: str) -> Origin:
         manifest.data_ledger,
         Token(token if isinstance(token, int) else 0),
         manifest.token_floor,
+        max(0, int(datetime.datetime.fromisoformat(manifest.created).timestamp())),
     )
     feeds = StepLedger(logical_ranks=1) if manifest.mode is UpdateMode.SYNC else new_data_ledger()
     try:

@@ -46,6 +46,8 @@ class Committed:
     gone: tuple[Incarnation, ...] = ()
     url: str = ""
     """Where it is, if not where the book's are."""
+    created_s: int = 0
+    """When its manifest was written, in seconds since 1970: for people."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class CheckpointBook:
         self._failures += 1
         return True
 
-    def commit(self, number: int, step: int, written_as: int) -> Entry | None:
+    def commit(self, number: int, step: int, written_as: int, created_s: int) -> Entry | None:
         """The manifest of the checkpoint that was begun under this number is written, as number `written_as`, since
         other runs of the job's name may have left theirs. None for one that is not under way any more."""
         self._abandoned.discard(number)
@@ -171,7 +173,9 @@ class CheckpointBook:
         draft, self.draft = self.draft, None
         self._failures = 0
         self._number = max(self._number, written_as)
-        self.committed = Committed(written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone)
+        self.committed = Committed(
+            written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone, created_s=created_s
+        )
         return self._committed
 
     def abandon(self) -> None:
@@ -192,6 +196,7 @@ class CheckpointBook:
             "draft": self.committed.draft,
             "floor": self.committed.floor,
             "url": self.committed.url,
+            "created_s": self.committed.created_s,
         }
 
     def entries(self) -> list[Entry]:
@@ -217,6 +222,7 @@ class CheckpointBook:
                 body.number("draft", most=number),
                 Token(body.number("floor")),
                 url=body.text("url"),
+                created_s=body.number("created_s"),
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")

@@ -33,10 +33,12 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
 from shardyard_coordinator.audit import Page
+from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
+from shardyard_coordinator.recovery import Restored
 from shardyard_coordinator.standing import JobStanding, MemberStanding, QuarantineStanding, YardStanding
 
 NAME_CHARACTERS_MAX: Final = 512
@@ -390,6 +392,22 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         residual_lost_norm=job.residual_lost_norm,
         lost_pushes=min(job.lost_pushes, (1 << 64) - 1),
         waits=job.waits,
+        checkpoint=None if job.checkpoint is None else _checkpoint_status(job.checkpoint),
+        restored=None if job.restored is None else _restored_status(job.restored),
+        recovering=job.recovering,
+    )
+
+
+def _checkpoint_status(taken: Committed) -> wire.CheckpointStatus:
+    return wire.CheckpointStatus(number=taken.number, step=taken.step, created_s=taken.created_s)
+
+
+def _restored_status(restored: Restored) -> wire.RestoredStatus:
+    return wire.RestoredStatus(
+        checkpoint=wire.CheckpointStatus(number=restored.checkpoint, step=restored.step, created_s=restored.created_s),
+        partitions=restored.partitions,
+        leased_again=restored.leased_again,
+        logs=restored.logs,
     )
 
 

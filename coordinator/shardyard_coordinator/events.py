@@ -195,12 +195,14 @@ class OpeningFailed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTaken:
-    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step."""
+    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step. `created_s`: when, in
+    seconds since 1970, for people; 0: not told."""
 
     job: JobId
     draft: int
     number: int
     step: int
+    created_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

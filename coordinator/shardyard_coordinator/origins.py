@@ -20,7 +20,7 @@ from shardyard_coordinator.records import Body, Entry, require
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Checkpoint `number` of the jobs named `name`, below `url`; `job` wrote it. `token`: the highest in its ledgers;
-    `floor`: as in its manifest."""
+    `floor`: as in its manifest; `created_s`: when it was written, in seconds since 1970."""
 
     name: str
     url: str
@@ -34,6 +34,7 @@ class Origin:
     data_ledger: Mapping[str, object]
     token: Token
     floor: Token
+    created_s: int
 
     def __str__(self) -> str:
         return f"checkpoint {self.number} of step {self.step:,}"
@@ -75,6 +76,7 @@ class Origin:
             "data_ledger": self.data_ledger,
             "token": self.token,
             "floor": self.floor,
+            "created_s": self.created_s,
         }
 
 
@@ -95,4 +97,5 @@ def of_record(body: Body) -> Origin:
         body.values("data_ledger"),
         Token(body.number("token")),
         Token(body.number("floor")),
+        body.number("created_s"),
     )

@@ -31,6 +31,20 @@ class Attempt:
     logs: Mapping[Incarnation, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a recovery has brought back: so many partitions, as a checkpoint has them, with what the logs say after it
+    (`logs`), or with so many data shards leased again. `created_s`: when the checkpoint was written, in seconds since
+    1970."""
+
+    checkpoint: int
+    step: int
+    created_s: int
+    partitions: int
+    leased_again: int
+    logs: bool
+
+
 class Recovery:
     """Of one job."""
 

@@ -43,7 +43,7 @@ from shardyard_coordinator.events import CheckpointTaken
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
-from shardyard_coordinator.recovery import Attempt, Recovery
+from shardyard_coordinator.recovery import Attempt, Recovery, Restored
 from shardyard_coordinator.tokens import Tokens
 from shardyard_coordinator.trails import Owner, Trails
 
@@ -70,6 +70,8 @@ class Safekeeping:
         self._tokens = tokens
         self.book = CheckpointBook(settings.checkpoint, url_of(settings.checkpoint, default_url), now_ms)
         self.recovery = Recovery()
+        self.restored: Restored | None = None
+        """What the latest recovery brought back."""
         self.origin: Origin | None = None
         """With what the job is to begin; None once it has, or if it begins with first values."""
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
@@ -185,7 +187,11 @@ class Safekeeping:
         assert committed is not None
         partitions = ", ".join(map(str, sorted(attempt.partitions)[:8]))
         told = f"{self._title}: partitions {partitions} are restored"
+        logs = self.trails is not None and self.origin is None
         reopened = [[each.feed, each.epoch, each.index] for each in self._go_over(attempt.map)]
+        self.restored = Restored(
+            committed.number, committed.step, committed.created_s, len(attempt.partitions), len(reopened), logs
+        )
         if self.trails is None or self.origin is not None:
             if self.origin is not None:
                 self.book.want()
@@ -271,7 +277,7 @@ class Safekeeping:
     # ---- checkpoints
 
     def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
-        record = self.book.commit(taken.draft, taken.step, taken.number)
+        record = self.book.commit(taken.draft, taken.step, taken.number, taken.created_s)
         if record is None:
             return []
         if self.trails is not None:
@@ -437,7 +443,14 @@ class Safekeeping:
 
 
 def _committed(origin: Origin) -> Committed:
-    return Committed(origin.number, origin.step, origin.data_ledger, floor=origin.floor, url=origin.url)
+    return Committed(
+        origin.number,
+        origin.step,
+        origin.data_ledger,
+        floor=origin.floor,
+        url=origin.url,
+        created_s=origin.created_s,
+    )
 
 
 def title_of(settings: JobSettings, job: JobId) -> str:

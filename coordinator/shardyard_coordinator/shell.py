@@ -442,7 +442,7 @@ class Coordinator:
         try:
             what = f"checkpoint {draft.number} of job {wanted.subject.name!r} to be written to {wanted.url}"
             with self._vigil.over(lambda: what):
-                number, step = self._archive.take(
+                taken = self._archive.take(
                     wanted.subject,
                     wanted.map,
                     draft,
@@ -455,7 +455,7 @@ class Coordinator:
         except ShardyardError as error:
             failure = error
         else:
-            self._handle(events.CheckpointTaken(job, draft.number, number, step))
+            self._handle(events.CheckpointTaken(job, draft.number, taken.number, taken.step, taken.created_s))
             return
         finally:
             # nothing happens where it was taken

@@ -19,12 +19,14 @@ from shardyard.ground.types import (
     UpdateMode,
     VariableKind,
 )
+from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import FeedCounts, FeedSpec, QuarantinedBatch
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Member
 from shardyard_coordinator.progress import Report
+from shardyard_coordinator.recovery import Restored
 
 FEEDS_SHOWN_MAX: Final = 16
 
@@ -46,7 +48,8 @@ class MemberStanding:
 
 @dataclass(frozen=True, slots=True)
 class JobStanding:
-    """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits."""
+    """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits; `checkpoint`: the
+    newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed."""
 
     job: JobId
     name: str
@@ -67,6 +70,9 @@ class JobStanding:
     residuals_lost: int
     residual_lost_norm: float
     waits: tuple[str, ...]
+    checkpoint: Committed | None
+    restored: Restored | None
+    recovering: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,4 +155,7 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         residuals_lost=job.residuals.count,
         residual_lost_norm=job.residuals.norm,
         waits=waits,
+        checkpoint=job.keeping.book.committed,
+        restored=job.keeping.restored,
+        recovering=job.keeping.recovery.needed,
     )

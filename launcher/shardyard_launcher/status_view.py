@@ -179,6 +179,9 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "lost_pushes": job.lost_pushes,
         "residuals_lost": job.residuals_lost,
         "residual_lost_norm": job.residual_lost_norm,
+        "checkpoint": _checkpoint(job.checkpoint) if job.HasField("checkpoint") else None,
+        "restored": _restored(job.restored) if job.HasField("restored") else None,
+        "recovering": job.recovering,
         "generation": job.map.generation,
         "partitions": [
             {
@@ -203,6 +206,19 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
             }
             for feed in job.feeds
         ],
+    }
+
+
+def _checkpoint(taken: wire.CheckpointStatus) -> dict[str, object]:
+    return {"number": taken.number, "step": taken.step, "created_s": taken.created_s}
+
+
+def _restored(restored: wire.RestoredStatus) -> dict[str, object]:
+    return {
+        "checkpoint": _checkpoint(restored.checkpoint),
+        "partitions": restored.partitions,
+        "data_shards_leased_again": restored.leased_again,
+        "logs": restored.logs,
     }
 
 
@@ -356,6 +372,11 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         workers = f"{job.residuals_lost:,} worker{'s'[: job.residuals_lost != 1]}"
         said = f"  {workers} died with what compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
         found.append(Text(said, style="red"))
+    if job.HasField("checkpoint"):
+        found.append(Text(f"  newest checkpoint: {describe_checkpoint(job.checkpoint, report.status.time_ms)}"))
+    if job.HasField("restored"):
+        taken = describe_checkpoint(job.restored.checkpoint, 0)
+        found.append(Text(f"  restored from checkpoint {taken}: {describe_restored(job.restored)}"))
     found += [_waiting(what) for what in job.waits]
     owners = _owners_shown(report, job)
     if owners:
@@ -369,6 +390,20 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
             feeds.add_row(*(f"{number:,}" for number in numbers), "yes" if feed.finished else "no")
         found += [_title(f"data of {name}"), feeds]
     return found
+
+
+def describe_checkpoint(taken: wire.CheckpointStatus, now_ms: int) -> str:
+    """For example `11 of step 4,950, 32.0 s old`. `now_ms`: the coordinator's wall clock."""
+    age = f", {_duration(max(0, now_ms - 1_000 * taken.created_s))} old" if taken.created_s and now_ms else ""
+    return f"{taken.number} of step {taken.step:,}{age}"
+
+
+def describe_restored(restored: wire.RestoredStatus) -> str:
+    """For example `8 partitions, 3 data shards leased anew`."""
+    said = f"{restored.partitions} partition{'s'[: restored.partitions != 1]}"
+    if restored.logs:
+        return f"{said}, with what logs say after it; nothing is computed again"
+    return f"{said}, {restored.leased_again:,} data shard{'s'[: restored.leased_again != 1]} leased anew"
 
 
 def _owners_shown(report: YardReport, job: wire.JobStatus) -> list[common.PartitionOwner]:

@@ -57,6 +57,8 @@ def up(
         except StartFailed as failed:
             click.echo(failed.said, err=True)
             return failed.exit_code
+        if ours:
+            _say_what_goes_on(yard, given.loaded.settings, signals)
         code = 0
         if command:
             script = _script(command, given, whole=True, workers=0)
@@ -241,6 +243,17 @@ def _follow(
         said = launched.first_error(ended)
         click.echo(f"error: {script.path} failed; process {ended.first_error_index} was the first:\n{said}", err=True)
     return exit_status(ended.exit_code)
+
+
+def _say_what_goes_on(yard: StandingYard, settings: Settings, signals: StopSignals) -> None:
+    from shardyard.ground import errors
+    from shardyard_launcher.command_line import print_error
+    from shardyard_launcher.resumption import say_what_goes_on
+
+    try:
+        say_what_goes_on(yard.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
+    except errors.CoordinatorUnavailable as error:  # whoever needs it will say so
+        print_error(error)
 
 
 def _check_script(command: tuple[str, ...]) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from shardyard.transport.channel import GrpcNetwork
 from shardyard_launcher.role_process import RoleProcess
+from shardyard_launcher.status_view import ask
 from shardyard_launcher.yard_state import read_state
 
 DEADLINE_S = 60.0
@@ -417,14 +419,67 @@ def test_yard_that_cannot_start_says_so_as_its_process_did_and_leaves_nothing(sh
     assert "no yard is up" in shell.down().stdout
 
 
-def test_yard_that_has_died_is_started_anew(shell: Shell) -> None:
-    assert shell.up().returncode == 0
+COUNTS = """
+    import time
+    import torch
+    import shardyard as sy
+
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(SAMPLES))
+
+    with sy.connect() as job:
+        model = Counts()
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for (indices,) in job.batches(torch.utils.data.TensorDataset(torch.arange(SAMPLES)), batch_size=2, epochs=1):
+            optimizer.zero_grad()
+            (-model.weight[indices]).sum().backward()  # adds 1 for each sample
+            optimizer.step()
+            time.sleep(0.02)
+        print("counted", sorted(set(model.weight.tolist())), flush=True)
+"""
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "wal"])
+def test_yard_that_has_died_goes_on_with_its_jobs_and_says_with_what(shell: Shell, durability: str) -> None:
+    settings = {
+        "job.durability": durability,
+        "job.checkpoint.every_steps": 10,
+        "job.data.batches_per_data_shard": 5,
+        "membership.heartbeat_ms": 100,
+        "membership.lease_ms": 1_500,
+        "yard.workers": 1,
+    }
+    sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    command = ("--state", str(shell.state), "--set", "yard.coordinator_port=0", *sets)
+    script = shell.script(COUNTS.replace("SAMPLES", "300"))
+    first = shell.start("up", *command, script)
+
+    def checkpoints() -> int:
+        state = read_state(shell.state)
+        if state is None or not any(process.role == "coordinator" and process.ready for process in state.roles):
+            return 0
+        report = ask(GrpcNetwork(), state.address_of("coordinator"))
+        return max((job.checkpoint.number for job in report.status.jobs), default=0)
+
+    await_true(lambda: checkpoints() >= 3, "three checkpoints")
     for process in shell.processes():
         process.kill()
-    await_true(lambda: shell.processes() == [], "the end of the yard")
-    again = shell.up()
-    assert again.returncode == 0, again.stderr
-    assert "has died; starting a new one" in again.stdout
+    finish(first)
+    ended = shell.run("up", *command, script)
+    assert ended.returncode == 0, ended.stderr
+    assert "has died; starting a new one" in ended.stdout
+    found = re.search(
+        r"^job default goes on from checkpoint (\d+) of step (\d+), (\d+) s old: (.*)$", ended.stdout, re.M
+    )
+    assert found is not None, ended.stdout
+    assert int(found[1]) >= 3
+    assert int(found[2]) > 0
+    assert int(found[3]) < DEADLINE_S
+    again = "data shards? leased anew" if durability == "checkpoint" else "what logs say after it"
+    assert re.search(again, found[4]), found[4]
+    assert "counted [1.0]" in ended.stdout
     assert shell.down().returncode == 0
 
 

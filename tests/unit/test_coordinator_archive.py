@@ -133,8 +133,8 @@ class Yard:
         """The step that was written. The number is the one that was asked for."""
         draft = Draft(number, step, {"feeds": number}, Token(1))
         taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep)
-        assert taken[0] == number
-        return taken[1]
+        assert taken.number == number
+        return taken.step
 
     def restore(self, folder: Path, number: int, servers: list[int], partitions: set[int], life: int = 2) -> None:
         self.map = self.map_of(servers, Generation(self.map.generation + 1))
@@ -261,7 +261,7 @@ def test_run_of_a_name_that_has_checkpoints_goes_on_after_them(yard: Yard, tmp_p
     yard.take(tmp_path, 1)
     yard.take(tmp_path, 2)
     draft = Draft(1, 0, {}, Token(1))
-    assert yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=2)[0] == 3
+    assert yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=2).number == 3
     assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (2, 3)
 
 
@@ -283,7 +283,7 @@ def book(**settings: object) -> CheckpointBook:
 
 def committed(found: CheckpointBook, now_ms: int = 0, step: int = 0) -> CheckpointBook:
     draft, _ = found.begin(now_ms, step, {}, Token(0))
-    assert found.commit(draft.number, step, draft.number) is not None
+    assert found.commit(draft.number, step, draft.number, 100) is not None
     return found
 
 
@@ -314,7 +314,7 @@ def test_checkpoint_that_failed_is_tried_again_under_another_number_and_not_too_
     draft, _ = found.begin(0, 5, {}, Token(0))
     assert found.fail(draft.number, FULL, 1_000)
     assert not found.fail(draft.number, FULL, 1_000)
-    assert found.commit(draft.number, 5, 9) is None
+    assert found.commit(draft.number, 5, 9, 100) is None
     assert not found.is_due(1_000 + RETRY_MS - 1, 5)
     assert found.is_due(1_000 + RETRY_MS, 5)
     assert found.begin(3_000, 5, {}, Token(0))[0].number == 3
@@ -325,7 +325,7 @@ def test_checkpoint_of_a_past_that_was_taken_back_does_not_count() -> None:
     found = committed(book())
     draft, _ = found.begin(0, 5, {}, Token(0))
     found.abandon()
-    assert found.commit(draft.number, 5, 9) is None
+    assert found.commit(draft.number, 5, 9, 100) is None
     assert (found.base, found.is_due(0, 5)) == (1, True)
 
 
@@ -345,10 +345,10 @@ def test_checkpoint_that_is_asked_for_begins_after_the_asking() -> None:
     found = committed(book(every_s=0))
     under_way, _ = found.begin(0, 5, {}, Token(0))
     ticket = found.ask()
-    assert found.commit(under_way.number, 5, 40) is not None  # other runs have left 39
+    assert found.commit(under_way.number, 5, 40, 100) is not None  # other runs have left 39
     assert found.outcome(ticket) is None
     draft, _ = found.begin(0, 5, {}, Token(0))
-    assert found.commit(draft.number, 5, draft.number) is not None
+    assert found.commit(draft.number, 5, draft.number, 100) is not None
     assert found.outcome(ticket) == found.committed
 
 
@@ -363,7 +363,7 @@ def test_who_asked_for_a_checkpoint_hears_of_its_failure_and_of_the_next_ones_su
     assert found.outcome(ticket) is FULL
     assert found.outcome(found.ask()) is None
     draft, _ = found.begin(0, 5, {}, Token(0))
-    found.commit(draft.number, 5, draft.number)
+    found.commit(draft.number, 5, draft.number, 100)
     assert found.outcome(ticket) == found.committed
 
 
@@ -378,7 +378,7 @@ def test_ticket_of_a_coordinator_that_died_is_good_for_the_next_one() -> None:
     assert again.outcome(ticket) is None
     assert again.is_due(0, 5)
     draft, _ = again.begin(0, 5, {}, Token(0))
-    again.commit(draft.number, 5, draft.number)
+    again.commit(draft.number, 5, draft.number, 100)
     assert again.outcome(ticket) == again.committed
 
 

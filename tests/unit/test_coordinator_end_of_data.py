@@ -26,6 +26,8 @@ from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, L
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
+from shardyard_coordinator.recovery import Restored
+from shardyard_coordinator.standing import describe
 
 FEED = FeedSpec(4, "f", 1, 1, shuffle=False, drop_last=False)
 STEPS = 4
@@ -231,3 +233,24 @@ def test_restore_that_fails_closes_nothing() -> None:
     assert again > generation
     yard.handle(events.PartitionsRestored(yard.caller.job, again))
     assert not yard.close(None, next_sequence=2)
+
+
+def test_standing_says_what_a_recovery_has_brought_back() -> None:
+    yard = Yard("async")
+    draft = yard.until(effects.TakeCheckpoint).draft
+    yard.handle(events.CheckpointTaken(yard.caller.job, draft.number, draft.number, 7, created_s=1_700_000_000))
+    finished(yard)
+    (job,) = describe(yard.machine, yard.now_ms).jobs
+    assert job.checkpoint is not None
+    assert (job.checkpoint.number, job.checkpoint.step, job.checkpoint.created_s) == (draft.number, 7, 1_700_000_000)
+    assert job.restored is None
+    yard.server = yard.register(MemberRole.SERVER)
+    (job,) = describe(yard.machine, yard.now_ms).jobs
+    assert job.recovering
+    generation = yard.until(effects.RestorePartitions).map.generation
+    yard.handle(events.PartitionsRestored(yard.caller.job, generation))
+    (job,) = describe(yard.machine, yard.now_ms).jobs
+    assert not job.recovering
+    partitions = len(job.map.owners) if job.map is not None else 0
+    # the data shard was closed after the checkpoint, so it is leased once more
+    assert job.restored == Restored(draft.number, 7, 1_700_000_000, partitions, 1, logs=False)

@@ -72,6 +72,7 @@ ORIGIN = Origin(
     LEDGER,
     Token(44),
     Token(40),
+    1_700_000_000,
 )
 
 

@@ -468,8 +468,30 @@ class FeedStatus(_message.Message):
     quarantined: int
     def __init__(self, feed: _Optional[int] = ..., samples: _Optional[int] = ..., epochs: _Optional[int] = ..., free: _Optional[int] = ..., leased: _Optional[int] = ..., done: _Optional[int] = ..., finished: bool = ..., quarantined: _Optional[int] = ...) -> None: ...
 
+class CheckpointStatus(_message.Message):
+    __slots__ = ("number", "step", "created_s")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CREATED_S_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    step: int
+    created_s: int
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[int] = ..., created_s: _Optional[int] = ...) -> None: ...
+
+class RestoredStatus(_message.Message):
+    __slots__ = ("checkpoint", "partitions", "leased_again", "logs")
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_AGAIN_FIELD_NUMBER: _ClassVar[int]
+    LOGS_FIELD_NUMBER: _ClassVar[int]
+    checkpoint: CheckpointStatus
+    partitions: int
+    leased_again: int
+    logs: bool
+    def __init__(self, checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., partitions: _Optional[int] = ..., leased_again: _Optional[int] = ..., logs: bool = ...) -> None: ...
+
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -489,6 +511,9 @@ class JobStatus(_message.Message):
     RESIDUALS_LOST_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_LOST_NORM_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
+    RECOVERING_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -508,7 +533,10 @@ class JobStatus(_message.Message):
     residuals_lost: int
     residual_lost_norm: float
     waits: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ...) -> None: ...
+    checkpoint: CheckpointStatus
+    restored: RestoredStatus
+    recovering: bool
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release")
