@@ -417,6 +417,11 @@ class DataLedger:
         """Data shards that are done, over all feeds."""
         return sum(each.done for each in self._feeds)
 
+    @property
+    def finished(self) -> bool:
+        """Whether there was data, and all of it is done."""
+        return bool(self._feeds) and all(each.done == each.total for each in self._feeds)
+
     def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
         """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
         given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
@@ -665,6 +670,11 @@ class StepLedger:
     @property
     def closed(self) -> int:
         return sum(each.done for each in self._feeds)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there was data, and all of it is done."""
+        return bool(self._feeds) and all(each.done for each in self._feeds)
 
     def end(self, feed: int) -> int:
         """The step after a feed's last. Raises NotFound."""

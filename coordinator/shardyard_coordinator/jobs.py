@@ -787,7 +787,10 @@ class Job:
         self._last_lost = f"worker {worker}, {how}"
         if not self.workers:
             self._idle_since_ms = now_ms
-            self._finish_at_ms = now_ms + LATE_MS if goodbye else None
+            # who died after the others had done all there was has nothing left to do, and nobody may start it again
+            is_done = goodbye or (died and self._goodbyes > 0 and self.feeds.finished)
+            late_ms = 0 if self._goodbyes >= self.settings.workers_expected else LATE_MS
+            self._finish_at_ms = now_ms + late_ms if is_done else None
         if self.ranks is not None:
             self.ranks.suspend(worker)
         self.deployment.suspend(worker)

@@ -378,6 +378,44 @@ def test_job_that_nobody_joins_any_more_is_finished_after_a_while(yard: Yard) ->
     assert yard.job().state is JobState.FINISHED
 
 
+def finish_data(yard: Yard, caller: Caller) -> None:
+    """The worker computes all of a data set."""
+    yard.handle(events.FeedOpened(caller, 0, FEED))
+    while isinstance(lease := yard.handle(events.LeaseRequested(caller, 0)), DataLease):
+        returned = events.LeaseReturned(caller, 0, lease.source, lease.token)
+        yard.handle(returned)
+        (read,) = yard.wanted(effects.ReadLedger)
+        assert isinstance(read, effects.ReadLedger)
+        yard.handle(events.LedgerRead(returned, FEED.samples, read.map.generation))
+
+
+@pytest.mark.parametrize("goodbyes", [1, 2])
+def test_job_whose_last_worker_died_when_all_was_done_is_finished(yard: Yard, goodbyes: int) -> None:
+    settings = SETTINGS.model_copy(update={"workers_expected": 2, "idle_ms": 600_000})
+    workers = [yard.join(settings) for _ in range(goodbyes)]
+    yard.join(settings)
+    yard.run(workers[0])
+    finish_data(yard, workers[0])
+    for worker in workers:
+        yard.handle(events.MemberLeft(worker.incarnation, ""))
+    assert yard.job().workers == 1
+    yard.advance(LEASE_MS + 200, *yard.servers)
+    assert yard.job().workers == 0
+    assert yard.job().state is (JobState.FINISHED if goodbyes == 2 else JobState.RUNNING)
+    yard.advance(LATE_MS, *yard.servers)
+    assert yard.job().state is JobState.FINISHED
+
+
+def test_job_whose_last_worker_died_before_all_was_done_waits_for_another(yard: Yard) -> None:
+    settings = SETTINGS.model_copy(update={"workers_expected": 2, "idle_ms": 600_000})
+    early, _ = yard.join(settings), yard.join(settings)
+    yard.run(early)
+    yard.handle(events.FeedOpened(early, 0, FEED))
+    yard.handle(events.MemberLeft(early.incarnation, ""))
+    yard.advance(LEASE_MS + LATE_MS, *yard.servers)
+    assert yard.job().state is JobState.RUNNING
+
+
 def test_job_whose_workers_all_died_fails_after_its_idle_time(yard: Yard) -> None:
     caller = yard.join()
     yard.run(caller)

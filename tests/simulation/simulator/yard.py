@@ -461,9 +461,10 @@ class Yard:
             self.unfinished[body["job"]] = None
         elif kind == "job_ended":
             self.unfinished.pop(body["job"], None)
-            # a worker that died unnoticed before the others said goodbye leaves the job without any, until it is ended
-            idle = body["failure"] is not None and body["failure"]["code"] == "WorkerFailed"
-            self.jobs_finished += body["state"] == "finished" or (idle and bool(self.finished))
+            # what was done is lost with its servers where no checkpoint could ever be written, and that is told
+            lost = body["failure"] is not None and body["failure"]["code"] == "ServerLost"
+            lost = lost and bool(self.finished) and not CheckpointLibrary(LocalStorage(self.checkpoints)).numbers(JOB)
+            self.jobs_finished += body["state"] == "finished" or lost
 
     def run(self, *, judged: bool) -> Ending:
         world = self.world
