@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
+# test processes side by side
+JOBS   ?= 2
 NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
@@ -54,7 +56,7 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/lint-imports
 
 test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
-	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu
+	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu --numprocesses=$(JOBS) --dist=loadfile
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
 	@$(BIN)/python tests/fuzz/fuzzing.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 SETTLE_S = 5.0
+NUMBER = re.compile(r"\d+")
 # grpc's own, which live as long as it likes; loader threads of torch
 NOT_OURS = ("_channel_spin", "channel_spin", "_ping_thread", "pin_memory", "_poll_connectivity", "asyncio_")
 
@@ -43,6 +45,24 @@ class Belongings:
         ]
 
 
+def names_in_shared_memory() -> frozenset[str]:
+    """In /dev/shm, but for what carries the number of a living process that is none of ours: of tests that run at the
+    same time, as torch and the simulator name them."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return frozenset()
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    names = ((name, NUMBER.search(name)) for name in os.listdir(folder))
+    return frozenset(
+        name for name, found in names if not found or int(found[0]) in ours or not psutil.pid_exists(int(found[0]))
+    )
+
+
+@pytest.fixture
+def shared_memory() -> Callable[[], frozenset[str]]:
+    return names_in_shared_memory
+
+
 def look() -> Belongings:
     myself = psutil.Process()
     sockets = myself.net_connections("inet")
@@ -52,7 +72,7 @@ def look() -> Belongings:
         frozenset(each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN),
         sum(each.status == psutil.CONN_ESTABLISHED for each in sockets),
         frozenset(each.path for each in myself.open_files()),
-        frozenset(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else frozenset(),
+        names_in_shared_memory(),
     )
 
 

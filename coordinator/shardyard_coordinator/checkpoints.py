@@ -197,6 +197,7 @@ class CheckpointBook:
             "floor": self.committed.floor,
             "url": self.committed.url,
             "created_s": self.committed.created_s,
+            "gone": list(self.committed.gone),
         }
 
     def entries(self) -> list[Entry]:
@@ -223,6 +224,7 @@ class CheckpointBook:
                 Token(body.number("floor")),
                 url=body.text("url"),
                 created_s=body.number("created_s"),
+                gone=tuple(Incarnation(each) for each in body.numbers("gone")),
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")

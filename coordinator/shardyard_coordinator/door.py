@@ -88,6 +88,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         ),
         waiting_for=convert.text(request.waiting_for, "what a member waits for"),
         residual_norm=request.residual_norm,
+        pushed=_pushed(request.pushed),
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
@@ -97,7 +98,13 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
 
 def left(request: wire.LeaveRequest) -> events.MemberLeft:
     error = convert.text(request.error, "an error")
-    return events.MemberLeft(Incarnation(request.caller.incarnation), error)
+    return events.MemberLeft(Incarnation(request.caller.incarnation), error, _pushed(request.pushed))
+
+
+def _pushed(pushed: int) -> int:
+    if pushed > limits.SEQUENCE_MAX:
+        raise TooLarge(f"{pushed} pushes; at most {limits.SEQUENCE_MAX} have names")
+    return pushed
 
 
 def exit_reported(request: wire.ReportExitRequest) -> events.ExitReported:

@@ -129,6 +129,15 @@ class ReadWatermarks:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadDeparted:
+    """Then DepartedRead or DepartedUnread. `workers`: that are gone."""
+
+    job: JobId
+    map: PartitionMap
+    workers: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PassOver:
     """Then PassedOver, if all servers answered."""
 
@@ -318,6 +327,7 @@ Effect = (
     | FenceOnServers
     | ReadLedger
     | ReadWatermarks
+    | ReadDeparted
     | PassOver
     | TakeCheckpoint
     | ForgetSources

@@ -51,10 +51,12 @@ class HeartbeatReceived:
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
-    """`error`: type and message of what ended a worker's script, or empty."""
+    """`error`: type and message of what ended a worker's script, or empty; `pushed`: a worker's acknowledged pushes
+    without leased data."""
 
     incarnation: Incarnation
     error: str
+    pushed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,23 @@ class WatermarksRead:
 
 
 @dataclass(frozen=True, slots=True)
+class DepartedRead:
+    """The next sequence of the own sources of workers that are gone in each partition, under the map of that
+    generation."""
+
+    job: JobId
+    generation: Generation
+    found: tuple[tuple[Incarnation, tuple[tuple[PartitionId, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DepartedUnread:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class PassedOver:
     """All servers go on with the source at the sequence that was asked for."""
 
@@ -295,4 +314,6 @@ Event = (
     | RestoreFailed
     | WorkersFenced
     | LedgerRead
+    | DepartedRead
+    | DepartedUnread
 )

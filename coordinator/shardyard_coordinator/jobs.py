@@ -18,11 +18,13 @@ from shardyard.ground import errors, limits
 from shardyard.ground.types import (
     DataLease,
     DataShardSource,
+    Durability,
     Generation,
     Incarnation,
     JobId,
     LeasedSource,
     OptimizerSpec,
+    PartitionId,
     RankLease,
     RankSource,
     SourceKey,
@@ -33,6 +35,7 @@ from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import data_ledger, deployment, losses
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
+from shardyard_coordinator.departed import Departed, Nexts
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
     BatchVerdict,
@@ -45,6 +48,7 @@ from shardyard_coordinator.effects import (
     LeaseClosed,
     PassOver,
     Persist,
+    ReadDeparted,
     ReadLedger,
     ReadWatermarks,
     Rebased,
@@ -104,6 +108,7 @@ class Job:
         self.tokens = Tokens()
         self.suspects = Suspects(settings.data.poison_deaths)
         self.residuals = LostResiduals()
+        self.departed = Departed() if self._goes_back_in_part else None
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
@@ -172,8 +177,9 @@ class Job:
 
     def lose(self, worker: Incarnation, how: str, now_ms: int) -> list[Effect]:
         """A worker died. Its work waits until the servers refuse what it may still send."""
-        residual = self.progress.of(worker).residual_norm
-        record = self._remove(worker, how, now_ms, died=True, residual=residual)
+        said = self.progress.of(worker)
+        residual = said.residual_norm
+        record = self._remove(worker, how, now_ms, died=True, residual=residual, pushed=said.pushed)
         if self.state.ended:
             return [record]
         fence = self._fence(worker)
@@ -209,12 +215,12 @@ class Job:
             return [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation in living]
         return self._fence(*self.fencing) if self.fencing else []
 
-    def leave(self, worker: Incarnation, error: str, now_ms: int) -> list[Effect]:
+    def leave(self, worker: Incarnation, error: str, now_ms: int, pushed: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
-        have said so."""
+        have said so. `pushed`: its acknowledged pushes without leased data."""
         residual = self.progress.of(worker).residual_norm if error else 0.0
         how = f"left ({error})" if error else "left"
-        record = self._remove(worker, how, now_ms, goodbye=not error, residual=residual)
+        record = self._remove(worker, how, now_ms, goodbye=not error, residual=residual, pushed=pushed)
         if self.state.ended:
             return [record]
         if error and not self.workers:
@@ -256,6 +262,10 @@ class Job:
         """`servers`: the living."""
         if self.state.ended:
             return []
+        if self.departed is not None and self.departed.is_due and self._is_whole:
+            assert self.deployment.map is not None
+            workers = self.departed.ask(now_ms)
+            return [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
         if self.state is JobState.FINISHING:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
                 return self._end_without(f"it was not written within {self.settings.idle_ms / 1000:g} s")
@@ -284,7 +294,10 @@ class Job:
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
         if self.state.ended:
             return []
+        attempt, is_first = self.keeping.recovery.attempt, self.keeping.origin is not None
         effects = self.keeping.end_recovery(generation, now_ms)
+        if effects and attempt is not None and self.departed is not None and not is_first:
+            self.departed.restored(attempt.partitions)
         return [*effects, *self._begin_running()]
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
@@ -299,6 +312,8 @@ class Job:
         if self.state.ended:
             return []
         effects = self.keeping.end_checkpoint(taken)
+        if effects and self.keeping.book.committed is not None:
+            self._settle_departed(self.keeping.book.committed.gone)
         if self._last_ticket and isinstance(self.keeping.book.outcome(self._last_ticket), Committed):
             return [*effects, *self._end(JobState.FINISHED)]
         return effects
@@ -572,6 +587,29 @@ class Job:
             PassOver(self.id, self.deployment.map, worker, next_sequence, lost),
         ]
 
+    def declare_lost_of_departed(
+        self, generation: Generation, found: Mapping[Incarnation, Nexts], now_ms: int
+    ) -> list[Effect]:
+        """What partitions that were restored lack of workers that are gone: there is nobody to pass it over for."""
+        if self.state.ended or self.departed is None:
+            return []
+        if not self._is_whole or generation != self.deployment.generation:
+            return self.fail_departed(now_ms)
+        effects: list[Effect] = []
+        for worker, lost in self.departed.answer(found).items():
+            before = self.lost.count
+            self.lost.add(worker, lost)
+            effects += self._records([losses.pushes_lost(worker, lost)])
+            if self.lost.count > before:
+                said = f"pushes of worker {worker}, which is gone, are lost: {losses.described(lost)}"
+                effects.append(Tell(f"{self.title}: {said}", warning=True))
+        return effects
+
+    def fail_departed(self, now_ms: int) -> list[Effect]:
+        if self.departed is not None:
+            self.departed.fail(now_ms)
+        return []
+
     # ---- what people and workers want to know
 
     def report(self, worker: Incarnation, report: Report, now_ms: int) -> None:
@@ -632,6 +670,7 @@ class Job:
             *self.feeds.entries(),
             *self.suspects.entries(),
             *self.residuals.entries(),
+            *([] if self.departed is None else self.departed.entries()),
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
@@ -661,6 +700,10 @@ class Job:
                 self.suspects.restore(kind, body)
             case "residuals_lost_before":
                 self.residuals.restore(body)
+            case "workers_departed":
+                require(self.departed is not None, "workers that are gone, of a job that does not go back in part")
+                assert self.departed is not None
+                self.departed.restore(body)
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -681,9 +724,14 @@ class Job:
                 | "recovery_begun"
                 | "partitions_moved"
             ):
+                is_first = self.keeping.origin is not None
                 self.keeping.restore(kind, body, now_ms)
                 if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
                     self.state = JobState.RUNNING
+                if kind == "checkpoint_committed":
+                    self._settle_departed([Incarnation(each) for each in body.numbers("gone")])
+                elif kind == "partitions_moved" and self.departed is not None and not is_first:
+                    self.departed.restored(PartitionId(each) for each in body.numbers("partitions"))
             case "pushes_lost" | "pushes_lost_before":
                 self.lost.restore(kind, body)
             case "job_finishing":
@@ -711,7 +759,8 @@ class Job:
         elif kind == "worker_gone":
             require(worker in self.workers, f"worker {worker} goes and was not there")
             goodbye, died, residual = body.flag("goodbye"), body.flag("died"), body.real("residual")
-            self._remove(worker, body.text("how"), now_ms, goodbye=goodbye, died=died, residual=residual)
+            pushed = body.number("pushed", most=limits.SEQUENCE_MAX)
+            self._remove(worker, body.text("how"), now_ms, goodbye=goodbye, died=died, residual=residual, pushed=pushed)
         else:
             require(worker in self.fencing, f"worker {worker} is free of its work twice")
             self._free(worker, dict(_reached(body)))
@@ -771,9 +820,10 @@ class Job:
         goodbye: bool = False,
         died: bool = False,
         residual: float = 0.0,
+        pushed: int = 0,
     ) -> Persist:
         """The worker is gone; what it has is nobody else's until `_free`. `residual`: the 2-norm of what its
-        compression had not sent."""
+        compression had not sent; `pushed`: its acknowledged pushes without leased data."""
         self.residuals.add(residual)
         if died:
             self.suspects.lose(worker, self._held(worker))
@@ -783,7 +833,11 @@ class Job:
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.workers = [each for each in self.workers if each != worker]
         self.progress.forget(worker)
-        self.lost.forget(worker)
+        if self.departed is None or (not pushed and not died):
+            self.lost.forget(worker)
+        else:
+            for given_up in self.departed.add(worker, pushed):
+                self.lost.forget(given_up)
         self._last_lost = f"worker {worker}, {how}"
         if not self.workers:
             self._idle_since_ms = now_ms
@@ -796,7 +850,25 @@ class Job:
         self.deployment.suspend(worker)
         self.fenced = [*self.fenced, worker][-FENCED_MAX:]
         self.fencing = [*self.fencing, worker]
-        return self._persist("worker_gone", worker=worker, how=how, goodbye=goodbye, died=died, residual=residual)
+        return self._persist(
+            "worker_gone", worker=worker, how=how, goodbye=goodbye, died=died, residual=residual, pushed=pushed
+        )
+
+    def _settle_departed(self, gone: Iterable[Incarnation]) -> None:
+        if self.departed is not None:
+            for worker in self.departed.settle(gone):
+                self.lost.forget(worker)
+
+    @property
+    def _goes_back_in_part(self) -> bool:
+        """Whether partitions that lost their server go back to a checkpoint, and no other does."""
+        asynchronous = self.settings.consistency.mode is UpdateMode.ASYNC
+        return asynchronous and self.settings.durability is Durability.CHECKPOINT
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all partitions have their servers."""
+        return self.deployment.stage is Stage.OPEN and not self.keeping.recovery.needed
 
     def _free(self, worker: Incarnation, reached: Mapping[LeasedSource, int]) -> list[DataShardSource]:
         """Nobody has the worker's data now; gives what it had."""

@@ -175,6 +175,10 @@ class Machine:
                 return [*ended, *self._forget_orders()]
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
                 return self._jobs[job].fail_recovery(generation, failure, now_ms)
+            case events.DepartedRead(job, generation, found) if job in self._jobs:
+                return self._jobs[job].declare_lost_of_departed(generation, dict(found), now_ms)
+            case events.DepartedUnread(job) if job in self._jobs:
+                return self._jobs[job].fail_departed(now_ms)
             case events.WorkersFenced(job, workers, reached) if job in self._jobs:
                 return self._jobs[job].free(workers, now_ms, dict(reached))
             case _:
@@ -216,7 +220,7 @@ class Machine:
             return [*self._lose(member, "left", now_ms), Reply(Done())]
         how = f"left ({event.error})" if event.error else "left"
         effects = self._remove(member, how)
-        return [*effects, *job.leave(member.incarnation, event.error, now_ms), Reply(Done())]
+        return [*effects, *job.leave(member.incarnation, event.error, now_ms, event.pushed), Reply(Done())]
 
     def _report_exit(self, event: events.ExitReported, now_ms: int) -> list[Effect]:
         agent = self._members.require(event.agent, MemberRole.AGENT)

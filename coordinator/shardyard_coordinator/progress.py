@@ -20,13 +20,15 @@ RATE_SLOT_MS: Final = 100
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a worker says of itself with a heartbeat. `samples`: pushed by it in all; `residual_norm`: the 2-norm of
-    what its compression has not sent yet, as of some pushes ago."""
+    what its compression has not sent yet, as of some pushes ago; `pushed`: its acknowledged pushes without leased
+    data."""
 
     step: int = 0
     samples: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
     waiting_for: str = ""
     residual_norm: float = 0.0
+    pushed: int = 0
 
 
 class Progress:
@@ -49,6 +51,7 @@ class Progress:
             report.metrics,
             report.waiting_for,
             report.residual_norm,
+            max(report.pushed, before.pushed),
         )
         self.step = max(self.step, report.step)
         self.metrics = report.metrics or self.metrics

@@ -43,7 +43,9 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "CheckpointBook._failed": "who waited hears of the next one",
     "CheckpointBook.draft": "it was this process that would have written the manifest",
     "CheckpointBook._abandoned": "it was this process that was writing them",
-    "Committed.gone": "sources of workers that are gone are forgotten after the next checkpoint",
+    "Departed._is_due": "partitions are asked again",
+    "Departed._is_asked": "at once",
+    "Departed._retry_at_ms": "also where a server has just failed to answer",
     "Deployment._retry_at_ms": "what was under way is tried again at once",
     "_Standing.unowned_since_ms": "an unowned rank waits for its grace time anew",
 }

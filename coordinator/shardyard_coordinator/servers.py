@@ -22,6 +22,7 @@ from shardyard.ground.types import (
     JobId,
     JobLayout,
     PartitionId,
+    PartitionMap,
     SourceKey,
     Term,
     Token,
@@ -165,17 +166,17 @@ class Servers:
             for server, owned in effect.map.by_server().items()
         )
 
-    def watermarks(self, effect: effects.ReadWatermarks) -> tuple[tuple[PartitionId, int], ...]:
+    def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
         """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""
         found: list[tuple[PartitionId, int]] = []
-        for server, owned in effect.map.by_server().items():
+        for server, owned in map_.by_server().items():
             request = wire.ReadLedgerRequest(
-                caller=self._caller(effect.job),
+                caller=self._caller(job),
                 server=server,
-                generation=effect.map.generation,
-                sources=convert.sources_to_wire([(SourceKey(WorkerSource(effect.worker)), Token(0))]),
+                generation=map_.generation,
+                sources=convert.sources_to_wire([(SourceKey(WorkerSource(worker)), Token(0))]),
             )
-            what = f"to say what it has of worker {effect.worker}'s pushes in job {effect.job}"
+            what = f"to say what it has of worker {worker}'s pushes in job {job}"
             reply = self._call(Server(server, owned[0].address), methods.READ_LEDGER, request, CALL_MS, what)
             found += door.nexts(reply, [owner.partition for owner in owned])
         return tuple(sorted(found))

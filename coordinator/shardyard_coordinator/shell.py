@@ -248,7 +248,8 @@ class Coordinator:
                     return events.LedgerRead(event, self._servers.lowest_next(effect), effect.map.generation)
                 case effects.ReadWatermarks():
                     assert isinstance(event, events.RebaseAsked), event
-                    return events.WatermarksRead(event, effect.map.generation, self._servers.watermarks(effect))
+                    nexts = self._servers.watermarks(effect.job, effect.map, effect.worker)
+                    return events.WatermarksRead(event, effect.map.generation, nexts)
                 case effects.PassOver():
                     assert isinstance(event, events.RebaseAsked), event
                     self._servers.pass_over(effect)
@@ -353,6 +354,8 @@ class Coordinator:
                 self._later(self._write_checkpoint, effect)
             case effects.ForgetSources():
                 self._later(self._forget_sources, effect)
+            case effects.ReadDeparted():
+                self._later(self._read_departed, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -467,6 +470,16 @@ class Coordinator:
                 self._servers.forget_sources(wanted, Server(server, owned[0].address))
             except ShardyardError as error:
                 log.debug("server %s forgets no sources of job %s now: %s", server, wanted.job, error.what)
+
+    def _read_departed(self, wanted: effects.ReadDeparted) -> None:
+        job, map_ = wanted.job, wanted.map
+        try:
+            found = tuple((worker, self._servers.watermarks(job, map_, worker)) for worker in wanted.workers)
+        except ShardyardError as error:
+            log.debug("job %s: what partitions have of workers that are gone is asked again: %s", job, error.what)
+            self._handle(events.DepartedUnread(job))
+        else:
+            self._handle(events.DepartedRead(job, map_.generation, found))
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation

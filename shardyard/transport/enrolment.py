@@ -147,18 +147,19 @@ class Enrolment:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
-    def leave(self, error: str = "", *, patience_ms: int = 0) -> None:
+    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0) -> None:
         """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
-        `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death."""
+        `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death. `pushed`: a
+        worker's acknowledged pushes without leased data."""
         # a heartbeat may be under way for longer than the lease; a goodbye that waited for it would come too late
         self._stop.set()
         try:
-            self._say_goodbye(error, patience_ms)
+            self._say_goodbye(wire.LeaveRequest(error=error[:1000], pushed=pushed), patience_ms)
         finally:
             self.stop()
 
-    def _say_goodbye(self, error: str, patience_ms: int) -> None:
-        request = wire.LeaveRequest(caller=convert.caller_to_wire(self.caller), error=error[:1000])
+    def _say_goodbye(self, request: wire.LeaveRequest, patience_ms: int) -> None:
+        request.caller.CopyFrom(convert.caller_to_wire(self.caller))
         give_up = time.monotonic() + patience_ms / 1000
         with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:
             while True:

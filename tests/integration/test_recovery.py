@@ -105,14 +105,17 @@ def test_all_servers_and_the_coordinator_dead_at_once(yard: RoleYard, probes: Pr
 LOST = re.compile(r"#(\d+)(?: to #(\d+))? in partition ([\d, ]+)")
 
 
-def lost_by_partition(yard: RoleYard) -> dict[int, set[int]]:
-    """The sequences that the coordinator has said to be lost."""
-    found: dict[int, set[int]] = {}
+def lost_by_partition(yard: RoleYard) -> dict[int, set[tuple[str, int]]]:
+    """The pushes, by worker and sequence, that the coordinator has said to be lost."""
+    found: dict[int, set[tuple[str, int]]] = {}
     for line in yard.coordinator.lines:
-        if "are lost: " in line:
-            for first, last, partitions in LOST.findall(line.partition("are lost: ")[2]):
+        said, _, ranges = line.partition("are lost: ")
+        worker = re.search(r"pushes of worker ([\d.]+)", said)
+        if worker is not None:
+            for first, last, partitions in LOST.findall(ranges):
                 for partition in partitions.split(","):
-                    found.setdefault(int(partition), set()).update(range(int(first), int(last or first) + 1))
+                    pushes = {(worker[1], sequence) for sequence in range(int(first), int(last or first) + 1)}
+                    found.setdefault(int(partition), set()).update(pushes)
     return found
 
 
@@ -139,3 +142,24 @@ def test_lost_pushes_without_leased_data_are_told_exactly(yard: RoleYard, probes
     yard.kill_coordinator()
     yard.restart_coordinator()
     assert yard.status().jobs[0].lost_pushes == count
+
+
+def test_lost_pushes_of_a_worker_that_has_left_are_told_exactly(yard: RoleYard, probes: Probes) -> None:
+    given: dict[str, Any] = {
+        "coordinator": yard.address,
+        "job__checkpoint__every_steps": 10_000,
+        "job__workers_expected": 2,
+    }
+    stays, out = probes.start("own", "--samples", "120", "--pause-ms", "30", **given)
+    yard.coordinator.wait_for("checkpoint 1 of step")
+    finish(*probes.start("own", "--samples", "12", **given))
+    yard.coordinator.wait_for(" left")
+    yard.kill_server(1)
+    yard.restart_server(1)
+    result = finish(stays, out)
+    lost = lost_by_partition(yard)
+    pushes = set().union(*lost.values())
+    assert len({worker for worker, _ in pushes}) == 2, "of the one that had left too"
+    counts = sorted(value[0] for value in result["values"].values())
+    assert counts == sorted(132.0 - len(lost.get(partition, ())) for partition in range(4))
+    assert yard.status().jobs[0].lost_pushes == len(pushes)

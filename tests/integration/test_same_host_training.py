@@ -56,8 +56,10 @@ def test_promise_6_bits_do_not_depend_on_the_transport(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["server", "worker"])
-def test_killed_process_leaves_nothing_in_dev_shm(tmp_path: Path, victim: str) -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_killed_process_leaves_nothing_in_dev_shm(
+    tmp_path: Path, victim: str, shared_memory: Callable[[], frozenset[str]]
+) -> None:
+    before = shared_memory()
     with running_yard(tmp_path / "yard", servers=1) as yard, Probes(tmp_path) as probes:
         # with a checkpoint the job would wait for another server
         given = {"job__checkpoint__url": "never"} if victim == "server" else {}
@@ -74,8 +76,8 @@ def test_killed_process_leaves_nothing_in_dev_shm(tmp_path: Path, victim: str) -
             script.kill()
             other, out = probes.start("count", "--epochs", "1", coordinator=yard.coordinator, job="next")
             finish(other, out)
-        assert set(os.listdir("/dev/shm")) <= before
-    assert set(os.listdir("/dev/shm")) <= before
+        assert shared_memory() <= before
+    assert shared_memory() <= before
 
 
 def memory_of(pid: int) -> int:

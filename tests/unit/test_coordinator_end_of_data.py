@@ -43,7 +43,7 @@ class Yard:
         self.effects: list[effects.Effect] = []
         self.server = self.register(MemberRole.SERVER)
         worker = self.register(MemberRole.WORKER)
-        settings = JobSettings(
+        self.settings = settings = JobSettings(
             consistency=ConsistencySettings(mode=mode),  # type: ignore[arg-type]
             data=DataSettings(batches_per_data_shard=4),
             checkpoint=CheckpointSettings(url=url),

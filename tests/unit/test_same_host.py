@@ -97,15 +97,17 @@ def test_what_another_process_exports_is_read_as_it_is_written() -> None:
         assert set(attached.bytes) == {9}
 
 
-def test_memory_outlives_a_killed_exporter_and_leaves_nothing_behind() -> None:
-    before = set(os.listdir("/dev/shm"))
+def test_memory_outlives_a_killed_exporter_and_leaves_nothing_behind(
+    shared_memory: Callable[[], frozenset[str]],
+) -> None:
+    before = shared_memory()
     with exporting() as exporter:
         attached = attach(exporter.ticket)
         exporter.kill()
         assert set(attached.bytes) == {7}
         with pytest.raises(NotShareable):
             attach(exporter.ticket)
-    assert set(os.listdir("/dev/shm")) == before
+    assert shared_memory() == before
 
 
 def test_exported_memory_begins_at_a_page_and_is_zero(shared: Shared) -> None:

@@ -52,6 +52,8 @@ class Progress:
     step: int = 0
     samples: int = 0
     residual_norm: float = 0.0
+    pushed: int = 0
+    """Acknowledged pushes without leased data."""
 
 
 class Session:
@@ -120,7 +122,7 @@ class Session:
             self._report_last()
         # a coordinator that is being started again shall hear that this worker is done, not that it died
         patience_ms = 0 if error or lost else self.settings.worker.retry_budget_ms
-        self._enrolment.leave(error, patience_ms=patience_ms)
+        self._enrolment.leave(error, patience_ms=patience_ms, pushed=self.progress.pushed)
         self._peer.close()
         self.vigil.close()
 
@@ -231,6 +233,7 @@ class Session:
         request.step = self.progress.step
         request.samples = self.progress.samples
         request.residual_norm = self.progress.residual_norm
+        request.pushed = self.progress.pushed
         request.waiting_for = self.vigil.waiting_for
         for name, value in sorted(self.metrics().items()):
             request.metrics.add(name=name, value=value)

@@ -241,8 +241,10 @@ class AsyncStrategy(Strategy):
             if isinstance(name.key.source, WorkerSource):
                 self._uncertain = name
             raise
-        if isinstance(name.key.source, WorkerSource) and self._pool is None:
-            self._pushes += 1
+        if isinstance(name.key.source, WorkerSource):
+            self._session.progress.pushed = name.last + 1
+            if self._pool is None:
+                self._pushes += 1
         self._training.counted(answer)
         self._training.load()
         self._step = max(self._step, answer.version_max)

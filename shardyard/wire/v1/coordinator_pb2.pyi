@@ -85,7 +85,7 @@ class LogLength(_message.Message):
     def __init__(self, job: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm")
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,7 @@ class HeartbeatRequest(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_NORM_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     step: int
     samples: int
@@ -100,7 +101,8 @@ class HeartbeatRequest(_message.Message):
     waiting_for: str
     logs: _containers.RepeatedCompositeFieldContainer[LogLength]
     residual_norm: float
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ...) -> None: ...
+    pushed: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ...) -> None: ...
 
 class RankLease(_message.Message):
     __slots__ = ("rank", "token", "careful_below")
@@ -137,12 +139,14 @@ class HeartbeatReply(_message.Message):
     def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("caller", "error")
+    __slots__ = ("caller", "error", "pushed")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     error: str
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., error: _Optional[str] = ...) -> None: ...
+    pushed: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., error: _Optional[str] = ..., pushed: _Optional[int] = ...) -> None: ...
 
 class LeaveReply(_message.Message):
     __slots__ = ()

@@ -18,6 +18,7 @@ import functools
 import gc
 import itertools
 import logging
+import os
 import random
 import shutil
 import tempfile
@@ -706,6 +707,8 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
 
 _os: list[SimulatedOs] = []
 SHM = Path("/dev/shm")
+FOLDER = f"shardyard-sim-{os.getpid()}-"
+"""The process's own number, so that tests that run at the same time know what is none of theirs."""
 
 
 def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: bool = True) -> Ending:
@@ -713,7 +716,7 @@ def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: 
     os_ = _os[-1]
     if judged and plan.mode == "sync":
         _undisturbed(plan.undisturbed)
-    folder = Path(tempfile.mkdtemp(prefix="shardyard-sim-", dir=SHM if SHM.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=SHM if SHM.is_dir() else None))
     was = gc.isenabled()
     gc.disable()  # what it finds ends in whichever task has the baton
     yard = Yard(plan, folder, trace)
