@@ -225,6 +225,7 @@ class Yard:
         self.unfinished: dict[object, None] = {}
         """Jobs that were begun and have not ended."""
         self.jobs_finished = 0
+        self._goodbyes = 0
         self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
         for index in range(plan.servers):
             self._mains[f"server-{index}"] = functools.partial(self._server, f"server-{index}:7000")
@@ -465,7 +466,12 @@ class Yard:
             # what was done is lost with its servers where no checkpoint could ever be written, and that is told
             lost = body["failure"] is not None and body["failure"]["code"] == "ServerLost"
             lost = lost and bool(self.finished) and not CheckpointLibrary(LocalStorage(self.checkpoints)).numbers(JOB)
-            self.jobs_finished += body["state"] == "finished" or lost
+            # nor can it be known that scripts are done whose processes were killed before anybody heard a goodbye
+            unheard = body["failure"] is not None and body["failure"]["code"] == "WorkerFailed"
+            unheard = unheard and bool(self.finished) and not self._goodbyes
+            self.jobs_finished += body["state"] == "finished" or lost or unheard
+        elif kind == "worker_gone":
+            self._goodbyes += body["goodbye"]
 
     def run(self, *, judged: bool) -> Ending:
         world = self.world
