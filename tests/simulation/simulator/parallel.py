@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,23 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent
+
+
+def _lines_of(children: Sequence[subprocess.Popen[str]]) -> Iterator[str]:
+    """What they write, as it comes: one that nobody listens to would wait."""
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            assert child.stdout is not None
+            selector.register(child.stdout, selectors.EVENT_READ, bytearray())
+        while selector.get_map():
+            for key, _ in selector.select():
+                more = os.read(key.fd, 1 << 16)
+                key.data.extend(more)
+                *whole, rest = bytes(key.data).split(b"\n")
+                key.data[:] = rest
+                yield from (line.decode() for line in whole)
+                if not more:
+                    selector.unregister(key.fileobj)
 
 
 def run_seeds(
@@ -37,10 +55,8 @@ def run_seeds(
             assert child.stdin is not None
             child.stdin.write(mine)
             child.stdin.close()
+        yield from map(json.loads, _lines_of(children))
         for child in children:
-            assert child.stdout is not None
-            for line in child.stdout:
-                yield json.loads(line)
             if child.wait() != 0:
                 raise RuntimeError(f"a process of the simulator ended with {child.returncode}")
     finally:
