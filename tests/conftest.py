@@ -12,6 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
+
+# a busy machine is no fault
+settings.register_profile("shardyard", deadline=None)
+settings.load_profile("shardyard")
 
 SETTLE_S = 5.0
 NUMBER = re.compile(r"\d+")

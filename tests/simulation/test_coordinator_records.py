@@ -80,7 +80,14 @@ ALL_KINDS = {
     "worker_gone",
     "worker_joined",
 }
-SNAPSHOT_KINDS = {"feed_progress", "member_former", "source_suspected", "token_given", "workers_gone"}
+SNAPSHOT_KINDS = {
+    "feed_progress",
+    "member_former",
+    "source_suspected",
+    "token_given",
+    "workers_departed",
+    "workers_gone",
+}
 
 
 class Fuzz:
