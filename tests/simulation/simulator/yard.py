@@ -7,8 +7,9 @@ its place, as the launcher and the agents do.
 The oracle. Asynchronous: SGD at rate 1, and each sample of each epoch owns a coordinate in every partition, to which
 its batch adds 1: a lost or a doubled push shows as a whole number. Synchronous: the gradient depends on every bit of
 all values, so the last bits must be those of a run in which nothing happens. Beside that: nobody whom a server was told
-to refuse, or whose token was overtaken, has anything counted there; the checkpoint of the end is whole and says the
-same; no error but those that are told to people whose peers die; the job is finished in time.
+to refuse, or whose token was overtaken, has anything counted there; what took effect by a log is what its successors
+read of it; the checkpoint of the end is whole and says the same; no error but those that are told to people whose peers
+die; the job is finished in time.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ from shardyard_coordinator.journal import Journal
 from shardyard_ps_server import process as server_process
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.wal import Wal
+from shardyard_ps_server.wal_files import END, LogFiles
+from shardyard_ps_server.wal_records import Mark, decode_mark
 from shardyard_worker import job as worker_job
 
 from .disk import Disk, SimulatedOs
@@ -170,7 +174,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         workers=rng.choice((1, 2, 2, 3)),
         partitions=work.choice((2, 3, 4)) if sync else rng.choice((2, 3, 4)),
         ranks=work.choice((1, 2, 3)),
-        samples=work.choice((12, 20)) if sync else rng.choice((12, 18, 30)),
+        samples=work.choice((12, 19)) if sync else rng.choice((12, 18, 30)),
         batch=2 if sync else rng.choice((1, 2)),
         epochs=work.choice((1, 2)) if sync else rng.choice((1, 2)),
         feeds=work.choice((1, 1, 2)) if sync else rng.choice((1, 1, 2)),
@@ -224,6 +228,8 @@ class Yard:
         self.unfinished: dict[object, None] = {}
         """Jobs that were begun and have not ended."""
         self.jobs_finished = 0
+        self.effective: dict[Path, Mark] = {}
+        """By folder of a log: the end of the last record that has taken effect."""
         self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
         for index in range(plan.servers):
             self._mains[f"server-{index}"] = functools.partial(self._server, f"server-{index}:7000")
@@ -661,6 +667,41 @@ def _watch_ledgers() -> Callable[[], None]:
     return undo
 
 
+def _watch_logs() -> Callable[[], None]:
+    """What has taken effect by a log is what its successors read of it: the log ends for them behind it (rule C2)."""
+    real_append, real_end_turn, real_take_over = Wal.append, Wal._end_turn, LogFiles.take_over
+
+    def check(folder: Path, end: Mark) -> None:
+        effective = _yard().effective.get(folder, end)
+        if effective > end:
+            _yard().world.violations.append(f"{folder.name} has acknowledged {effective}; its log is read to {end}")
+
+    def append(self: Any, *given: Any) -> int:
+        ticket = real_append(self, *given)
+        self.__dict__.setdefault("ends", {})[ticket] = Mark(self._segment, self._offset)
+        return ticket
+
+    def end_turn(self: Any, ticket: int) -> None:
+        real_end_turn(self, ticket)
+        folder, mark = self._files.folder, self.__dict__.get("ends", {}).pop(ticket, None)
+        if mark is not None:
+            _yard().effective[folder] = max(mark, _yard().effective.get(folder, mark))
+            if (end := folder / END).exists():
+                check(folder, decode_mark(end.read_bytes(), end))
+
+    def take_over(self: Any) -> Mark:
+        end = real_take_over(self)
+        check(self.folder, end)
+        return end
+
+    Wal.append, Wal._end_turn, LogFiles.take_over = append, end_turn, take_over  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Wal.append, Wal._end_turn, LogFiles.take_over = real_append, real_end_turn, real_take_over  # type: ignore[method-assign]
+
+    return undo
+
+
 @contextlib.contextmanager
 def simulation(level: int = logging.ERROR) -> Iterator[None]:
     """Everything shipped is simulated while this lasts; `run_plan` runs within. Not reentrant. `level`: of what is
@@ -683,7 +724,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     former, propagates = root.level, root.propagate
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    undo = _watch_ledgers()
+    undo = _watch_ledgers(), _watch_logs()
     root.addHandler(watch)
     root.setLevel(level)
     root.propagate = False
@@ -699,7 +740,8 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         root.setLevel(former)
         root.propagate = propagates
         root.removeHandler(watch)
-        undo()
+        for each in undo:
+            each()
         torch.set_num_threads(threads)
 
 
