@@ -239,7 +239,7 @@ class Wal:
                 os.fdatasync(self._fd)
                 failpoint("wal.after_sync")
                 self._note(mark)
-            if self._files.is_fenced:
+            if self._files.is_taken:
                 failure = StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
         except ShardyardError as error:
             failure = error

@@ -106,6 +106,12 @@ class LogFiles:
     def is_fenced(self) -> bool:
         return os.path.exists(self.folder / FENCED)
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the owner has lost its log: a successor has raised the fence, which may have gone with the log since,
+        when no checkpoint needed that any more."""
+        return self.is_fenced or not os.path.exists(self.folder / SYNCED)
+
     def begin(self) -> Path | None:
         """Makes the folder, empty. A coordinator whose journal was lost gives the numbers of its jobs and servers
         again: what lies there under them is put aside, into the folder that is given. Raises OSError, and

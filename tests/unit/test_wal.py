@@ -697,6 +697,18 @@ def test_a_server_whose_log_was_taken_over_makes_nothing_visible(yard: Yard) -> 
     assert push(second, 1) == {Outcome.APPLIED}
 
 
+def test_a_server_whose_log_was_deleted_since_makes_nothing_visible(yard: Yard) -> None:
+    """It slept until no checkpoint needed its log any more, and the fence went with it."""
+    first = yard.first()
+    before = state(first)
+    second = yard.successor(yard.save(first, 2), 2, FIRST)
+    yard.save(second, 3, oldest=3)
+    assert not log_of(yard).folder.exists()
+    with pytest.raises(NotReady, match="taken over"):
+        push(first, 0)
+    assert state(first) == before
+
+
 def test_a_log_ends_for_all_where_its_first_reader_saw_the_end(yard: Yard) -> None:
     """What a zombie appends later was never acknowledged, and must not come back either."""
     first = yard.first()
