@@ -63,7 +63,7 @@ class Disk:
     def fsync(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if not path.startswith(str(self.root)):
+        if not path.startswith(str(self.root)) or found.st_nlink == 0:
             return
         if stat.S_ISDIR(found.st_mode):
             self._sync_folder(path)

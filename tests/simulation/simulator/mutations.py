@@ -323,7 +323,7 @@ def a_log_is_not_synced(patch: Patch) -> None:
 @mutation("C2", "async-wal", 41)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """who was only asleep goes on with a log that was taken over"""
-    patch.setattr(LogFiles, "is_fenced", property(lambda self: False))
+    patch.setattr(LogFiles, "is_taken", property(lambda self: False))
 
 
 @mutation("C2", "async-wal", 16, 34)

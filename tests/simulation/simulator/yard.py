@@ -228,6 +228,8 @@ class Yard:
         self.unfinished: dict[object, None] = {}
         """Jobs that were begun and have not ended."""
         self.jobs_finished = 0
+        self.has_checkpoint = False
+        """Whether any was ever committed."""
         self.effective: dict[Path, Mark] = {}
         """By folder of a log: the end of the last record that has taken effect."""
         self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
@@ -468,8 +470,13 @@ class Yard:
         elif kind == "job_ended":
             self.unfinished.pop(body["job"], None)
             # a worker that died unnoticed before the others said goodbye leaves the job without any, until it is ended
-            idle = body["failure"] is not None and body["failure"]["code"] == "WorkerFailed"
-            self.jobs_finished += body["state"] == "finished" or (idle and bool(self.finished))
+            code = "" if body["failure"] is None else body["failure"]["code"]
+            idle = code == "WorkerFailed" and bool(self.finished)
+            # nor is there a job to go back to where a disk has refused its every checkpoint
+            lost = code == "ServerLost" and not self.has_checkpoint and len(self.finished) == self.plan.workers
+            self.jobs_finished += body["state"] == "finished" or idle or lost
+        elif kind == "checkpoint_committed":
+            self.has_checkpoint = True
 
     def run(self, *, judged: bool) -> Ending:
         world = self.world
