@@ -322,7 +322,8 @@ class Job:
         if self.state.ended:
             return []
         effects = self.keeping.fail_checkpoint(draft, failure, now_ms)
-        if effects and self._last_ticket and draft >= self._last_ticket:
+        # where a server does not answer, its partitions will be somebody's; job.idle_ms is the bound of that
+        if effects and self._last_ticket and draft >= self._last_ticket and not isinstance(failure, errors.NotReady):
             self._last_failures += 1
             if self._last_failures >= LAST_TRIES:
                 return [*effects, *self._end_without(f"it failed {LAST_TRIES} times, at last by: {failure.what}")]

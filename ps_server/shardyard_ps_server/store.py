@@ -89,6 +89,11 @@ class Restore:
     job: JobId = JobId(0)
     """Who wrote the checkpoint: incarnations of workers mean nothing in another job."""
 
+    def segment_of(self, job: JobId) -> int:
+        """The first of a log that follows. Another job's checkpoint has a number that may be above those to come, which
+        must begin segments too."""
+        return self.number if self.job == job else 0
+
     def adapted(self, state: PartitionState, job: JobId) -> PartitionState:
         """As `job` begins with it."""
         if self.job == job:
@@ -317,7 +322,8 @@ class Store:
                 if durability is Durability.WAL:
                     assert logs is not None
                     files = logs.log(job, self.incarnation)
-                    hosted.wal = Wal(files, segment=restore.number, on_failure=self._on_log_failure, vigil=self.vigil)
+                    first = restore.segment_of(job)
+                    hosted.wal = Wal(files, segment=first, on_failure=self._on_log_failure, vigil=self.vigil)
                 self._give(hosted, generation, owned, states, restore)
             except ShardyardError:
                 regions.close()

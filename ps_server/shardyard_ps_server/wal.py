@@ -22,14 +22,14 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from shardyard.ground.errors import Internal, NotReady, ShardyardError, StaleIncarnation, TooLarge
 from shardyard.ground.failpoints import failpoint
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.versions import Bytes
-from shardyard_ps_server.wal_files import SYNCED, LogFiles, storing, sync_folder
+from shardyard_ps_server.wal_files import LogFiles, storing, sync_folder
 from shardyard_ps_server.wal_records import (
     SEGMENT_HEADER_BYTES,
     Mark,
@@ -67,17 +67,20 @@ class Wal:
         self._applied = 0
         self._segment = segment
         with storing(files.folder), vigil.over(self._beginning):
-            files.folder.mkdir(parents=True, exist_ok=True)
-            self._fd = self._begin(segment, None)
-            try:
-                self._synced_fd = os.open(files.folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError:
-                os.close(self._fd)
-                raise
-            self._note(Mark(segment, SEGMENT_HEADER_BYTES))
-            os.fsync(self._synced_fd)
-            for folder in (files.folder, files.folder.parent, files.folder.parent.parent):
-                sync_folder(folder)
+            aside = files.begin()
+            if aside is not None:
+                log.warning("a log of another yard, whose numbers are given again, is now in %s", aside)
+            with ExitStack() as undo:
+                undo.callback(files.remove)
+                self._fd = self._begin(segment, None)
+                undo.callback(os.close, self._fd)
+                self._synced_fd = files.claim()
+                undo.callback(os.close, self._synced_fd)
+                self._note(Mark(segment, SEGMENT_HEADER_BYTES))
+                os.fsync(self._synced_fd)
+                for folder in (files.folder, files.folder.parent, files.folder.parent.parent):
+                    sync_folder(folder)
+                undo.pop_all()
         self._offset = SEGMENT_HEADER_BYTES
 
     @property
@@ -236,7 +239,7 @@ class Wal:
                 os.fdatasync(self._fd)
                 failpoint("wal.after_sync")
                 self._note(mark)
-            if self._files.is_fenced:
+            if self._files.is_taken:
                 failure = StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
         except ShardyardError as error:
             failure = error

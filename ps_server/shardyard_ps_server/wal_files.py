@@ -5,6 +5,7 @@
                     synced                         up to where the log is durable
                     fenced                         a successor reads it: its owner makes nothing visible any more
                     end                            up to where it counts, as its first successor has found it
+    ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      what was there before under these numbers, and is nobody's now
 
 Owns: the folders, and the order of what a successor does: it raises the fence, durably, before it reads, and says where
 the log ends before it believes it. Invariants: a log that was read once ends for all readers at the same place; a fence
@@ -14,6 +15,7 @@ is never lowered. Must not know: what records mean, who is alive.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import secrets
@@ -42,6 +44,7 @@ SYNCED: Final = "synced"
 FENCED: Final = "fenced"
 END: Final = "end"
 SUFFIX: Final = ".log"
+ASIDE: Final = ".of-another-yard-"
 ID_CHARACTERS: Final = 32
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
 
@@ -102,6 +105,42 @@ class LogFiles:
     @property
     def is_fenced(self) -> bool:
         return os.path.exists(self.folder / FENCED)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the owner has lost its log: a successor has raised the fence, which may have gone with the log since,
+        when no checkpoint needed that any more."""
+        return self.is_fenced or not os.path.exists(self.folder / SYNCED)
+
+    def begin(self) -> Path | None:
+        """Makes the folder, empty. A coordinator whose journal was lost gives the numbers of its jobs and servers
+        again: what lies there under them is put aside, into the folder that is given. Raises OSError, and
+        StorageUnavailable where somebody writes there."""
+        aside = None
+        if self.folder.exists():
+            self._check_abandoned()
+            aside = self.folder.with_name(f"{self.folder.name}{ASIDE}{secrets.token_hex(4)}")
+            self.folder.rename(aside)
+        self.folder.mkdir(parents=True)
+        return aside
+
+    def claim(self) -> int:
+        """The descriptor of `synced`, which is locked for as long as it is open. Raises OSError."""
+        fd = os.open(self.folder / SYNCED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # where a file system knows no locks two yards are not told apart
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+
+    def _check_abandoned(self) -> None:
+        with contextlib.suppress(FileNotFoundError), open(self.folder / SYNCED, "rb") as synced:
+            try:
+                fcntl.flock(synced, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StorageUnavailable(
+                    f"server {self.server} of another yard writes the log in {self.folder}",
+                    why="two yards that share a folder of logs give the same numbers to their jobs and servers",
+                    todo="give each yard a folder of its own (yard.wal)",
+                ) from None
 
     def remove(self) -> None:
         """Deletes the log, and the job's folder where it was the last in it. What cannot be deleted stays."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -198,6 +199,74 @@ def test_run_of_a_yard_that_lost_its_journal_begins_with_a_checkpoint_on_another
         assert len({owner.server for owner in job.map.owners}) == 1
         again, out = probes.start("count", *options, coordinator=second.address, **settings)
         assert finish(again, out)["computed"] == 153, "an order is for one run"
+    finally:
+        second.stop()
+
+
+LOGS: dict[str, object] = {
+    "job__durability": "wal",
+    "job__checkpoint__every_steps": 10,
+    "job__checkpoint__keep": 100,
+    "job__data__batches_per_data_shard": 3,
+}
+COUNT = ("--samples", "203", "--epochs", "3", "--pause-ms", "20")
+
+
+def finish_without_a_server(yard: RoleYard, script: Script, out: Path, title: str) -> None:
+    """A run that began with checkpoint 5: one of its servers dies, after its first checkpoint. Every sample counts
+    once."""
+    yard.coordinator.wait_for(f"{title}: checkpoint ")
+    script.wait_for("computed 4")
+    yard.kill_server(1)
+    yard.restart_server(1)
+    result = finish(script, out)
+    assert result["counts"] == [3.0] * 203
+    assert 0 < result["computed"] < 153, "what the checkpoint has is not computed again"
+    assert f"{title}: partitions" in yard.coordinator.output
+    assert "with all that was acknowledged" in yard.coordinator.output
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_next_run_of_a_job_with_logs_begins_with_a_checkpoint(
+    yard: RoleYard, probes: Probes, tmp_path: Path, mode: str, elsewhere: bool
+) -> None:
+    """`elsewhere`: it writes its own where there are none, from number 1 on."""
+    settings = LOGS | {"job__consistency__mode": mode, "job__checkpoint__url": tmp_path / "kept"}
+    script, out = probes.start("count", *COUNT, coordinator=yard.address, **settings)
+    assert finish(script, out)["counts"] == [3.0] * 203
+    where = ("--number", "5", "--url", str(tmp_path / "kept"), "--coordinator", yard.address)
+    ordered = shardyard("checkpoint", "restore", "probe", *where)
+    assert ordered.wait() == 0, ordered.output
+    if elsewhere:
+        settings["job__checkpoint__url"] = tmp_path / "other"
+    again, out = probes.start("count", *COUNT, coordinator=yard.address, **settings)
+    finish_without_a_server(yard, again, out, "job 'probe' (1.2)")
+
+
+def test_yard_that_lost_its_journal_and_has_logs_of_before_begins_with_a_checkpoint(
+    probes: Probes, tmp_path: Path
+) -> None:
+    """It gives the numbers of jobs and servers again, under which there are logs."""
+    settings = LOGS | {"job__checkpoint__url": tmp_path / "kept"}
+    first = RoleYard(tmp_path / "first")
+    try:
+        script, _ = probes.start("count", *COUNT, coordinator=first.address, **settings)
+        first.coordinator.wait_for("checkpoint 6 of step")
+        script.kill()
+    finally:
+        first.stop()
+    shutil.copytree(first.state / "wal", tmp_path / "second" / "state" / "wal")
+    second = RoleYard(tmp_path / "second")
+    try:
+        other = probes.run("own", "--samples", "20", coordinator=second.address, job="other", job__durability="wal")
+        assert {each for values in other["values"].values() for each in values} == {20.0}
+        where = ("--number", "5", "--url", str(tmp_path / "kept"), "--coordinator", second.address)
+        ordered = shardyard("checkpoint", "restore", "probe", *where)
+        assert ordered.wait() == 0, ordered.output
+        again, out = probes.start("count", *COUNT, coordinator=second.address, **settings)
+        finish_without_a_server(second, again, out, "job 'probe' (1.2)")
+        assert any("a log of another yard" in server.output for server in second.servers)
     finally:
         second.stop()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yards import Probes, finish, running_yard
+from yards import Probes, computed, finish, running_yard
 
 from shardyard.runtime import configuration
 from shardyard_launcher.cluster import LocalCluster
@@ -83,6 +83,36 @@ def test_promise_4_a_worker_that_was_stopped_past_its_lease_writes_nothing(tmp_p
         os.kill(sleeper.process.pid, signal.SIGCONT)
         assert sleeper.wait(timeout_s=30) != 0
         assert "StaleIncarnation" in sleeper.output or "NotFound" in sleeper.output, sleeper.output
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_worker_goes_on_while_a_server_that_it_waits_for_is_frozen(tmp_path: Path, probes: Probes, mode: str) -> None:
+    """Nothing but the coordinator tells it that the server will not answer."""
+    lease = {"membership.heartbeat_ms": 200, "membership.lease_ms": 1500}
+    settings = {"job__consistency__mode": mode, "job__consistency__logical_ranks": 1} if mode == "sync" else {}
+    with running_yard(tmp_path / "yard", settings=lease) as yard:
+        script, out = probes.start(
+            *("count", "--patient", "--epochs", "3", "--pause-ms", "15"),
+            coordinator=yard.coordinator,
+            worker__rpc_deadline_ms=600_000,
+            **settings,
+        )
+        script.wait_for("computed 10")
+        await_checkpoint(tmp_path / "yard")
+        frozen = pid_of(yard, "server")
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            script.wait_for(f"computed {computed(script) + 20}", timeout_s=40)
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+        assert finish(script, out)["counts"] == [3.0] * 203
+
+
+def await_checkpoint(folder: Path) -> None:
+    until = time.monotonic() + 30
+    while not list(folder.rglob("manifest.json")):
+        assert time.monotonic() < until, "no checkpoint"
+        time.sleep(0.05)
 
 
 def test_a_missing_coordinator_is_named_with_what_to_do(probes: Probes) -> None:

@@ -12,17 +12,35 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
 
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
+from shardyard.checkpoints.partition_file import BlockState, PartitionState
+from shardyard.checkpoints.storage import LocalStorage
 from shardyard.ground import errors
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import DType, JobId, OptimizerSpec, PartitionId, UpdateMode, VariableSpec, Version
+from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.configuration import Flag, load
+from shardyard.runtime.settings import JobSettings, MembershipSettings
+from shardyard.transport.channel import GrpcNetwork
+from shardyard.transport.listener import Listener
+from shardyard.transport.peers import Context, Service
+from shardyard.transport.status import to_detail
+from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.placement import plan
+from shardyard_coordinator.shell import Coordinator
 from shardyard_launcher import status_view
 from shardyard_launcher.command_line import main
 from shardyard_launcher.options import load_given
@@ -65,6 +83,9 @@ def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["config", "explain", "-c", "none.yaml"], "none.yaml: no such file"),
         (["supervisor", "--state", "."], "does not name this process as the supervisor"),
         (["doctor", "--coordinator", "nowhere"], "expected HOST:PORT"),
+        (["checkpoint", "take", "--coordinator", "nowhere"], "expected HOST:PORT"),
+        (["checkpoint", "restore", "--cancel"], "Missing argument 'JOB'"),
+        (["checkpoint", "restore", "digits", "--number", "none"], "'none' is not a valid integer"),
     ],
 )
 def test_wrong_use_is_told_and_ends_with_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +108,122 @@ def test_status_of_a_coordinator_that_is_not_there_names_it(capsys: pytest.Captu
         port = probe.getsockname()[1]
         assert main(["status", "--coordinator", f"127.0.0.1:{port}"]) == 1
     assert f"coordinator at 127.0.0.1:{port} does not answer" in capsys.readouterr().err
+
+
+# ---- checkpoints of a yard
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[str]:
+    """The address of one that has a journal, and no servers."""
+    journal = Journal(tmp_path / "journal")
+    network = GrpcNetwork()
+    serving = Coordinator(network=network, journal=journal, clock=SystemClock(), membership=MembershipSettings())
+    listener = Listener("127.0.0.1:0", [serving.service], threads=2)
+    try:
+        serving.start()
+        listener.start()
+        yield listener.address
+    finally:
+        listener.stop()
+        serving.stop()
+        journal.close()
+
+
+def write_checkpoint(url: Path, number: int) -> None:
+    """Of a job named digits, which has done nothing."""
+    library = CheckpointLibrary(LocalStorage(url))
+    layout = plan(
+        [VariableSpec("w", DType.FLOAT32, (8,))],
+        OptimizerSpec("sgd", (make_group("sgd", {}),)),
+        partitions=1,
+        block_bytes=256,
+    )
+    block = BlockState(0, np.zeros(8, np.float32), {}, 0)
+    state = PartitionState(PartitionId(0), Version(1, 0), (block,))
+    taken = PartitionFile(library.write_state("digits", number, state), (0,))
+    entries = (PartitionEntry(state.partition, state.version, (taken,)),)
+    settings = JobSettings(name="digits").model_dump(mode="json")
+    ledger = {"entries": [], "closed": 0, "token": 0}
+    manifest = Manifest(
+        number,
+        "digits",
+        JobId(1),
+        0,
+        settings,
+        UpdateMode.ASYNC,
+        0,
+        "2026-11-21T06:00:00+00:00",
+        layout,
+        entries,
+        ledger,
+    )
+    library.commit(manifest)
+
+
+def test_order_for_the_next_run_is_given_and_taken_back(
+    coordinator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    for number in (3, 4):
+        write_checkpoint(kept, number)
+    restore = ["checkpoint", "restore", "digits", "--coordinator", coordinator]
+    assert main([*restore, "--cancel"]) == 1
+    assert "nothing was ordered for the next run of job 'digits'" in capsys.readouterr().err
+    assert main([*restore, "--number", "3", "--url", str(kept)]) == 0
+    assert capsys.readouterr().out == f"job digits begins its next run with checkpoint 3, step 0, in {kept}\n"
+    assert main([*restore, "--cancel"]) == 0
+    assert capsys.readouterr().out == "the next run of job digits begins anew\n"
+    assert main([*restore, "--cancel"]) == 1, "it was taken back"
+
+
+def test_damaged_checkpoint_is_passed_over_and_told(
+    coordinator: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    for number in (3, 4):
+        write_checkpoint(kept, number)
+    next((kept / "digits" / f"{4:012d}").glob("*.safetensors")).write_bytes(b"")
+    assert main(["checkpoint", "restore", "digits", "--url", str(kept), "--coordinator", coordinator]) == 0
+    captured = capsys.readouterr()
+    assert "with checkpoint 3" in captured.out
+    assert "checkpoint 4 is damaged, and passed over" in captured.err
+
+
+def test_checkpoint_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "take", "digits", "--coordinator", coordinator]) == 1
+    assert "no job 'digits'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_checkpoint_is_asked_for_until_it_is_there_or_was_refused(
+    fails: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked first for the only job, then for what became of the ticket."""
+    asked: list[tuple[str, int]] = []
+
+    def take(request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
+        asked.append((request.job_name, request.ticket))
+        if len(asked) < 3:
+            return wire.TakeCheckpointReply(job_name="digits", ticket=7)
+        if fails:
+            return wire.TakeCheckpointReply(failure=to_detail(errors.StorageUnavailable("no space left")))
+        return wire.TakeCheckpointReply(job_name="digits", done=True, number=7, step=4_950, url="/kept")
+
+    service = Service("Coordinator")
+    service.on(methods.TAKE_CHECKPOINT, take)
+    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    try:
+        assert main(["checkpoint", "take", "--coordinator", listener.address]) == int(fails)
+    finally:
+        listener.stop()
+    assert asked == [("", 0), ("digits", 7), ("digits", 7)]
+    captured = capsys.readouterr()
+    if fails:
+        assert "no space left" in captured.err
+    else:
+        assert captured.out == "checkpoint 7 of job digits, step 4,950, in /kept\n"
 
 
 def test_port_in_use_says_what_to_do_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

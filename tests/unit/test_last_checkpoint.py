@@ -7,7 +7,15 @@ import json
 
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, JobFailed, NotFound, NotReady, ServerLost, StorageUnavailable
+from shardyard.ground.errors import (
+    InvalidRequest,
+    JobFailed,
+    NotFound,
+    NotReady,
+    ServerLost,
+    ShardyardError,
+    StorageUnavailable,
+)
 from shardyard.ground.types import (
     Caller,
     DataLease,
@@ -128,8 +136,8 @@ class Yard:
         taken = self.taking.pop(0)
         self.handle(events.CheckpointTaken(self.worker.job, taken.draft.number, taken.draft.number, taken.draft.step))
 
-    def break_off(self) -> None:
-        self.handle(events.CheckpointFailed(self.worker.job, self.taking.pop(0).draft.number, FULL))
+    def break_off(self, failure: ShardyardError = FULL) -> None:
+        self.handle(events.CheckpointFailed(self.worker.job, self.taking.pop(0).draft.number, failure))
 
     def leave(self) -> None:
         self.handle(events.MemberLeft(self.worker.incarnation, ""))
@@ -224,6 +232,19 @@ def test_job_whose_storage_fails_ends_after_some_tries_and_says_so() -> None:
     assert any(
         "without its last checkpoint: it failed 3 times, at last by: no space left" in text for text in yard.told
     )
+
+
+def test_servers_that_do_not_answer_cost_no_try_of_the_last_checkpoint() -> None:
+    """With logs all that was acknowledged will be there when others have read them, and would go with them."""
+    yard = begun()
+    yard.report(step=40)
+    yard.leave()
+    for number in range(LAST_TRIES + 1):
+        yard.tick(1_000 << number)
+        yard.break_off(NotReady("server 1.2 does not answer"))
+        assert yard.state is JobState.FINISHING
+    yard.tick(SETTINGS.idle_ms)
+    assert yard.state is JobState.FINISHED
 
 
 def test_job_whose_last_checkpoint_does_not_come_ends_and_says_so() -> None:

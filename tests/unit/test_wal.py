@@ -133,15 +133,16 @@ class Yard:
         owned: Sequence[PartitionId] = OWNED,
         generation: Generation = NEXT,
         into: Store | None = None,
+        job: JobId = JOB,
     ) -> Store:
-        """A server that goes on where those in `trail` have stopped."""
+        """A server that goes on where those in `trail` have stopped. `job`: who wrote the checkpoint."""
         store = into or self.empty(incarnation)
         entries = tuple(
             PartitionEntry(each.partition, Version(life, each.version.number), (each.file,))
             for each in saved
             if each.partition in owned
         )
-        restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail))
+        restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail), job)
         store.create(JOB, generation, LAYOUT, owned, self.mode, 2, restore, Durability.WAL)
         return store
 
@@ -696,6 +697,18 @@ def test_a_server_whose_log_was_taken_over_makes_nothing_visible(yard: Yard) -> 
     assert push(second, 1) == {Outcome.APPLIED}
 
 
+def test_a_server_whose_log_was_deleted_since_makes_nothing_visible(yard: Yard) -> None:
+    """It slept until no checkpoint needed its log any more, and the fence went with it."""
+    first = yard.first()
+    before = state(first)
+    second = yard.successor(yard.save(first, 2), 2, FIRST)
+    yard.save(second, 3, oldest=3)
+    assert not log_of(yard).folder.exists()
+    with pytest.raises(NotReady, match="taken over"):
+        push(first, 0)
+    assert state(first) == before
+
+
 def test_a_log_ends_for_all_where_its_first_reader_saw_the_end(yard: Yard) -> None:
     """What a zombie appends later was never acknowledged, and must not come back either."""
     first = yard.first()
@@ -993,6 +1006,58 @@ def test_a_successor_that_dies_while_it_takes_over_is_followed_by_another(yard: 
     with failpoints.armed(place, die), pytest.raises(StorageUnavailable):
         yard.successor(saved, 2, FIRST)
     assert state(yard.successor(saved, 2, FIRST, incarnation=THIRD)) == before
+
+
+def test_a_log_that_could_not_be_begun_is_begun_later(yard: Yard) -> None:
+    store = yard.empty(FIRST)
+
+    def full(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with failpoints.armed("wal.after_segment", full), pytest.raises(StorageUnavailable):
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert not log_of(yard).folder.exists()
+    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert log_of(yard).numbers() == [0]
+
+
+def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
+    """By a coordinator whose journal was lost: the other yard's log is put aside, fence and end included."""
+    former = yard.first()
+    push(former, 0)
+    former.close()
+    log_of(yard).take_over()
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    push(first, 1)
+    assert state(yard.successor(saved, 2, FIRST)) == state(first)
+    (aside,) = (each for each in log_of(yard).folder.parent.iterdir() if "of-another-yard" in each.name)
+    assert {FENCED, END, SYNCED} < {each.name for each in aside.iterdir()}
+    assert str(aside) in caplog.text
+    assert [each.server for each in yard.logs.others(JOB, THIRD)] == [FIRST, SECOND]
+
+
+def test_yards_that_share_a_folder_of_logs_do_not_share_a_log(yard: Yard) -> None:
+    first = yard.first()
+    push(first, 0)
+    other = yard.empty(FIRST)
+    with pytest.raises(StorageUnavailable, match="of another yard writes the log"):
+        other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert push(first, 1) == {Outcome.APPLIED}
+
+
+def test_a_run_that_begins_with_a_high_checkpoint_of_another_begins_segments_of_its_own(yard: Yard) -> None:
+    """Its first checkpoint has number 1 where it keeps its own. What that one has, a source that was forgotten since
+    among it, is not done again."""
+    run = yard.successor(yard.save(yard.first(), 40), 40, job=JobId(JOB + 1), incarnation=SECOND)
+    own = SourceKey(WorkerSource(WORKER))
+    send(run, order_of(run, 0, source=own.source, token=0))
+    saved = yard.save(run, 1)
+    assert log_of(yard, SECOND).numbers() == [1], "the one before it is not needed"
+    run.forget(COORDINATOR, SECOND, NEXT, [], [WORKER], Token(0))
+    third = yard.successor(saved, 1, SECOND, incarnation=THIRD, life=3, generation=Generation(NEXT + 1))
+    assert [each[:3] for each in state(third).values()] == [each[:3] for each in state(run).values()]
 
 
 @pytest.mark.parametrize("place", ["wal.before_rotate", "wal.after_rotate"])

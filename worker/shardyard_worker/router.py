@@ -1,8 +1,8 @@
 """From one push or pull to one message for each server, all at once, and again where a server did not answer.
 
 Owns: the peers of the servers. Invariants: a push goes to every server and lists all its partitions (rule A3); what is
-sent again carries the same name; a pull becomes current only when all servers' parts are there. Must not know: what a
-push is named after, and why.
+sent again carries the same name; a pull becomes current only when all servers' parts are there; nobody is waited for
+under a map that is not the job's any more. Must not know: what a push is named after, and why.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class Router:
         if settings.overlap == "always":
             self._ahead = Ahead(buckets, self._lines, self._vigil)
         session.on_failure(self.close)
+        session.on_newer_map(self._leave_the_frozen)
 
     def leave(self) -> None:
         """Tells the servers that their memory is not read any more."""
@@ -151,10 +152,9 @@ class Router:
     def close(self) -> None:
         """Ends every call under way. Safe from any thread."""
         self._session.not_on_failure(self.close)
+        self._session.not_on_newer_map(self._leave_the_frozen)
         self._closed.set()
-        for line in self._lines.values():
-            line.break_off()
-            line.peer.close()
+        self._break_off()
         if self._ahead is not None:
             self._ahead.close()
         self._pool.shutdown(wait=False)
@@ -411,6 +411,18 @@ class Router:
         self._session.check()
         if self.is_behind:
             raise MapChanged
+
+    def _leave_the_frozen(self) -> None:
+        """There may be a newer map. A server of this one that is frozen does not answer before it wakes up; and what
+        the others answer does not matter, since all of it is asked again."""
+        if self.is_behind:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        """Ends every call under way; none begins any more. Safe from any thread."""
+        for line in self._lines.values():
+            line.break_off()
+            line.peer.close()
 
     def _look_around(self, error: errors.ShardyardError) -> None:
         """The coordinator knows why a server does not do its part: the job has failed, or its partitions have moved, or

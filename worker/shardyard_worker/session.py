@@ -70,6 +70,7 @@ class Session:
         self._lock = threading.Lock()
         self._failure: errors.ShardyardError | None = None
         self._on_failure: list[Callable[[], None]] = []
+        self._on_newer_map: list[Callable[[], None]] = []
         self._ranks: tuple[RankLease, ...] = ()
         self._left = False
         self.initializer = False
@@ -199,6 +200,17 @@ class Session:
             if callback in self._on_failure:
                 self._on_failure.remove(callback)
 
+    def on_newer_map(self, callback: Callable[[], None]) -> None:
+        """`callback` is called, from any thread, whenever the coordinator has told of a higher generation."""
+        with self._lock:
+            self._on_newer_map.append(callback)
+
+    def not_on_newer_map(self, callback: Callable[[], None]) -> None:
+        """Takes `on_newer_map` back."""
+        with self._lock:
+            if callback in self._on_newer_map:
+                self._on_newer_map.remove(callback)
+
     def reached(self, step: int) -> None:
         """The worker stands at a step."""
         self.progress.step = step
@@ -241,9 +253,12 @@ class Session:
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         with self._lock:
             self._ranks = convert.rank_leases_from_wire(reply.ranks)
+            moved = list(self._on_newer_map) if reply.generation > self.generation else []
+            self.generation = Generation(max(self.generation, reply.generation))
         self.initializer = reply.initializer
         self.chief = reply.chief
         self.recovering = reply.recovering
-        self.generation = Generation(max(self.generation, reply.generation))
+        for callback in moved:
+            callback()
         if reply.job_state == wire.JOB_STATE_FAILED:
             self.fail(from_detail(reply.failure))

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardyard as sy
+from shardyard.transport import channel
 
 
 def network() -> torch.nn.Module:
@@ -102,7 +103,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=0)
+    parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
+    if options.patient:
+        pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+        channel.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in channel.OPTIONS)
     with sy.connect() as job:
         result = MODES[options.mode](job, options)
         result |= {"step": job.step, "chief": job.chief, "pid": os.getpid(), "threads": torch.get_num_threads()}

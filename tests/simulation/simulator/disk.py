@@ -63,7 +63,7 @@ class Disk:
     def fsync(self, descriptor: int) -> None:
         found = os.fstat(descriptor)
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if not path.startswith(str(self.root)):
+        if not path.startswith(str(self.root)) or found.st_nlink == 0:
             return
         if stat.S_ISDIR(found.st_mode):
             self._sync_folder(path)
@@ -144,6 +144,8 @@ class Disk:
             self.world.pause(rng.randrange(2 * MS) if calm or rng.random() < 0.9 else rng.randrange(300 * MS))
         elif place.startswith("wal"):
             self.world.pause(rng.randrange(300) if calm or rng.random() < 0.98 else rng.randrange(300 * MS))
+        elif place == "push.after_partition" and not calm and rng.random() < 0.02:
+            self.world.pause(rng.randrange(300 * MS))  # a stop between the updates of two partitions
         if self.refusing and not calm and place in MAY_FAIL and rng.random() < self.refusing:
             self.has_refused = True
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (simulated, {place})")

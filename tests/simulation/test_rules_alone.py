@@ -1,0 +1,204 @@
+"""Rules of docs/ledger.md that a simulated yard cannot show, for want of shared memory, of threads that run out, or of
+a fault for which no other rule makes up: each in a scenario of one server, which goes wrong where the rule is switched
+off."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardyard.ground import failpoints
+from shardyard.ground.errors import RateMismatch, StaleIncarnation, StaleTerm
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.types import (
+    Caller,
+    DataShardSource,
+    Durability,
+    Generation,
+    Incarnation,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PullWish,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    Rank,
+    RankSource,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+)
+from shardyard_ps_server import store as stores
+from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.store import Store
+from shardyard_ps_server.versions import aligned_empty
+from shardyard_ps_server.wal_files import LogRoot
+from shardyard_ps_server.wal_records import RecordKind
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from exactly_once import JOB, Groups, _incarnation, _layout, _newest
+
+HERE = _incarnation(0)
+GENERATION, TERM, TOKEN = Generation(1), Term(2), Token(1)
+WORKER = Caller(JOB, Incarnation(1_000), TERM)
+OWNED = (PartitionId(0), PartitionId(1))
+ELEMENTS = 8
+RATE: Groups = (make_group("sgd", {"lr": 1.0}),)
+OTHER_RATE: Groups = (make_group("sgd", {"lr": 0.5}),)
+LAYOUT: JobLayout = _layout(len(OWNED), ELEMENTS, OptimizerSpec("sgd", RATE))
+SHARD = SourceKey(DataShardSource(0, 0, 0))
+RANKS = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
+SLICE_MS = 20
+PATIENCE_S = 0.5
+FOR_EVER_S = 60.0
+
+
+@contextlib.contextmanager
+def serving(mode: UpdateMode, logs: LogRoot | None = None) -> Iterator[Store]:
+    """A server with two partitions, where the worker has opened what there is."""
+    store = Store(logs=logs)
+    durability = Durability.CHECKPOINT if logs is None else Durability.WAL
+    store.become(HERE, TERM)
+    store.create(JOB, GENERATION, LAYOUT, OWNED, mode, len(RANKS), durability=durability)
+    store.open(JOB, GENERATION)
+    keys = RANKS if mode is UpdateMode.SYNC else [SHARD]
+    store.open_sources(store.hosted()[0], [(key, TOKEN) for key in keys])
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def order(
+    key: SourceKey, *, listed: Sequence[PartitionId] = OWNED, groups: Groups = RATE, shared_at: int | None = None
+) -> PushOrder:
+    parts = tuple(PushPart(number, LAYOUT.partitions[number].payload_bytes) for number in listed)
+    name = PushName(key, TOKEN, 0, 0)
+    return PushOrder(WORKER, HERE, GENERATION, name, PushKind.GRADIENT, parts, 1.0, groups, None, shared_at)
+
+
+def send(store: Store, sent: PushOrder) -> None:
+    payload = aligned_empty(sent.payload_bytes)
+    payload.view(np.float64)[:] = 1.0
+    store.push(store.admit_push(sent), sent, payload)
+
+
+# ---- scenarios: each tells what went wrong
+
+
+def a_push_that_one_partition_refuses(_: Path) -> list[str]:
+    """The second has the other rank's contribution under other rates, the first has none."""
+    with serving(UpdateMode.SYNC) as store:
+        send(store, order(RANKS[0], listed=OWNED[1:]))
+        with contextlib.suppress(RateMismatch):
+            send(store, order(RANKS[1], groups=OTHER_RATE))
+        ((_, marks),) = store.read_ledger(store.hosted()[0], [(RANKS[1], TOKEN)])
+    return [f"partition {mark.partition} has counted what was refused" for mark in marks if mark.next]
+
+
+def an_order_of_a_coordinator_that_was_replaced(_: Path) -> list[str]:
+    """It slept while the next one was told of a worker, which it takes for dead."""
+    with serving(UpdateMode.ASYNC) as store:
+        store.check_coordinator(Caller(JOB, term=Term(TERM + 1)))
+        with contextlib.suppress(StaleTerm):
+            store.check_coordinator(Caller(JOB, term=TERM))
+            store.fence([WORKER.incarnation])
+        try:
+            send(store, order(SHARD))
+        except StaleIncarnation as error:
+            return [f"a living worker is refused: {error.what}"]
+    return []
+
+
+def a_gradient_that_changes_while_it_is_logged(folder: Path) -> list[str]:
+    """It lies in memory that is the worker's to write."""
+    logs = LogRoot(folder)
+    with serving(UpdateMode.ASYNC, logs) as store:
+        sent = order(SHARD, shared_at=0)
+        payload = aligned_empty(sent.payload_bytes)
+        payload.view(np.float64)[:] = 1.0
+
+        def write(_: str) -> None:
+            payload.view(np.float64)[:] = 2.0
+
+        hosted = store.admit_push(sent)
+        with failpoints.armed("wal.before_apply", write):
+            store.push(hosted, sent, payload)
+        applied = -_newest(store, OWNED[0])
+        log = logs.log(JOB, HERE)
+        (logged,) = (
+            record.payload.view(np.float64)[:ELEMENTS].copy()
+            for record in log.records(0, log.take_over())
+            if record.kind is RecordKind.PUSH
+        )
+    return [] if np.array_equal(applied, logged) else [f"{applied} was applied, {logged} is in the log"]
+
+
+def pulls_of_what_a_push_will_bring(_: Path) -> list[str]:
+    """As many as a server has threads."""
+    with serving(UpdateMode.ASYNC) as store, ThreadPoolExecutor(2) as threads:
+        hosted = store.hosted()[0]
+        wish = PullWish(WORKER, HERE, GENERATION, OWNED, 1, exactly=False, wait_ms=SLICE_MS)
+        pulls = [threads.submit(store.hold, hosted, wish) for _ in range(2)]
+        pushed = threads.submit(send, store, order(SHARD))
+        done, _ = wait([pushed], PATIENCE_S)
+        if not done:
+            send(store, order(SHARD))
+        for pull in pulls:
+            _, held = pull.result()
+            held.release()
+    return [] if done else ["a push waits for the threads that wait for it"]
+
+
+# ---- the rules, switched off
+
+
+def parts_are_not_judged_beforehand(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partition, "check_push", lambda *_: None)
+
+
+def terms_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Store, "check_coordinator", lambda *_: None)
+
+
+def shared_memory_is_not_copied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(stores, "_aligned", lambda piece: piece)
+
+
+def reads_are_held_for_as_long_as_it_takes(patch: pytest.MonkeyPatch) -> None:
+    real = Partition.hold
+    patch.setattr(Partition, "hold", lambda *given: real(*given[:-1], time.monotonic() + FOR_EVER_S))
+
+
+@dataclass(frozen=True)
+class Case:
+    rule: str
+    scenario: Callable[[Path], list[str]]
+    switch_off: Callable[[pytest.MonkeyPatch], None]
+
+
+CASES = (
+    Case("A4", a_push_that_one_partition_refuses, parts_are_not_judged_beforehand),
+    Case("C4", an_order_of_a_coordinator_that_was_replaced, terms_are_not_looked_at),
+    Case("C5", a_gradient_that_changes_while_it_is_logged, shared_memory_is_not_copied),
+    Case("C6", pulls_of_what_a_push_will_bring, reads_are_held_for_as_long_as_it_takes),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.scenario.__name__}")
+def test_without_a_rule_a_server_goes_wrong(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert case.scenario(tmp_path / "with") == []
+    case.switch_off(monkeypatch)
+    assert case.scenario(tmp_path / "without") != []
