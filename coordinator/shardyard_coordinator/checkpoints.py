@@ -7,16 +7,27 @@ only grow, over restarts too, so that no file is written twice; the data ledger 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from shardyard.checkpoints.manifest import FeedbackFile, FileRef
+from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import NotReady, ShardyardError
 from shardyard.ground.types import Durability, Incarnation, JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
-from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
+from shardyard_coordinator.records import (
+    Body,
+    DamagedRecord,
+    Entry,
+    checked_items,
+    checked_number,
+    checked_text,
+    require,
+)
 
 RETRY_MS: Final = 1_000
+_FILE_FIELDS: Final = 4
 FAILURES_IN_DOUBT: Final = 3
 """Tries in which servers were not ready, after which a checkpoint may never come."""
 RETRY_MS_MAX: Final = 60_000
@@ -46,6 +57,8 @@ class Committed:
     gone: tuple[Incarnation, ...] = ()
     url: str = ""
     """Where it is, if not where the book's are."""
+    feedback: tuple[FeedbackFile, ...] = ()
+    """What its workers' error feedback remembered."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +175,7 @@ class CheckpointBook:
         self._failures += 1
         return True
 
-    def commit(self, number: int, step: int, written_as: int) -> Entry | None:
+    def commit(self, number: int, step: int, written_as: int, feedback: tuple[FeedbackFile, ...] = ()) -> Entry | None:
         """The manifest of the checkpoint that was begun under this number is written, as number `written_as`, since
         other runs of the job's name may have left theirs. None for one that is not under way any more."""
         self._abandoned.discard(number)
@@ -171,7 +184,9 @@ class CheckpointBook:
         draft, self.draft = self.draft, None
         self._failures = 0
         self._number = max(self._number, written_as)
-        self.committed = Committed(written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone)
+        self.committed = Committed(
+            written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone, feedback=feedback
+        )
         return self._committed
 
     def abandon(self) -> None:
@@ -192,6 +207,7 @@ class CheckpointBook:
             "draft": self.committed.draft,
             "floor": self.committed.floor,
             "url": self.committed.url,
+            "feedback": feedback_record(self.committed.feedback),
         }
 
     def entries(self) -> list[Entry]:
@@ -217,6 +233,7 @@ class CheckpointBook:
                 body.number("draft", most=number),
                 Token(body.number("floor")),
                 url=body.text("url"),
+                feedback=feedback_of(body),
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")
@@ -227,3 +244,18 @@ def url_of(settings: CheckpointSettings, default: str | None) -> str | None:
     if settings.url == NEVER:
         return None
     return default if settings.url == AUTO else settings.url
+
+
+def feedback_record(files: Sequence[FeedbackFile]) -> list[list[object]]:
+    return [[each.worker, each.file.path, each.file.written.nbytes, each.file.written.sha256] for each in files]
+
+
+def feedback_of(body: Body) -> tuple[FeedbackFile, ...]:
+    """The `feedback` of a record that `feedback_record` has made. Raises DamagedRecord."""
+    found = []
+    for each in body.items("feedback"):
+        worker, path, nbytes, sha256 = checked_items(each, "a worker's file", count=_FILE_FIELDS)
+        written = Written(checked_number(nbytes, "a file's length"), checked_text(sha256, "a file's digest"))
+        file = FileRef(checked_text(path, "a file's path"), written)
+        found.append(FeedbackFile(checked_text(worker, "a file's worker"), file))
+    return tuple(found)

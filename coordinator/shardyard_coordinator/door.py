@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shardyard.checkpoints.convert import written_from_wire
 from shardyard.ground import limits
 from shardyard.ground.errors import MalformedPayload, TooLarge
 from shardyard.ground.types import (
+    Caller,
     DataLease,
     DataShardSource,
+    Generation,
     Incarnation,
     JobId,
     PartitionId,
@@ -35,6 +38,8 @@ from shardyard_coordinator import events
 from shardyard_coordinator.audit import Page
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
+from shardyard_coordinator.feedback import Said, Wanted
+from shardyard_coordinator.handovers import HandOver
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import JobStanding, MemberStanding, QuarantineStanding, YardStanding
@@ -173,6 +178,23 @@ def restore_asked(request: wire.RestoreCheckpointRequest) -> tuple[str, int, str
     return name, request.number, convert.text(request.url, "the URL of checkpoints")
 
 
+def feedback_reported(request: wire.ReportFeedbackRequest) -> tuple[Caller, Said]:
+    failure = convert.text(request.failure, "why a worker's file was not written")
+    written = None
+    if request.length and not request.copied and not failure:
+        written = written_from_wire(request.length, request.sha256, "a worker's file")
+    return convert.caller_from_wire(request.caller), Said(request.copied, written, failure)
+
+
+def feedback_read(request: wire.TakeUpFeedbackRequest) -> events.FeedbackRead:
+    return events.FeedbackRead(
+        convert.caller_from_wire(request.caller),
+        Generation(request.generation),
+        convert.text(request.worker, "a worker's name", NAME_CHARACTERS_MAX),
+        convert.text(request.failure, "why it could not be taken up"),
+    )
+
+
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
     if request.next > limits.SEQUENCE_MAX:
         raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
@@ -210,7 +232,8 @@ def register_reply(incarnation: Incarnation, term: Term, membership: MembershipS
     )
 
 
-def heartbeat_reply(standing: Standing, term: Term) -> wire.HeartbeatReply:
+def heartbeat_reply(standing: Standing, term: Term, wanted: Wanted | None = None) -> wire.HeartbeatReply:
+    """`wanted`: what the worker shall save."""
     return wire.HeartbeatReply(
         term=term,
         job_state=wire.JOB_STATE_UNSPECIFIED if standing.job_state is None else _STATES[standing.job_state],
@@ -222,6 +245,22 @@ def heartbeat_reply(standing: Standing, term: Term) -> wire.HeartbeatReply:
         fenced=standing.fenced,
         recovering=standing.recovering,
         initializer=standing.initializer,
+        save_feedback=None if wanted is None else wire.SaveFeedback(number=wanted.number, url=wanted.url),
+        feedback=map(_hand_over, standing.feedback),
+        gone_back=standing.gone_back,
+    )
+
+
+def _hand_over(handed: HandOver) -> wire.HandOver:
+    file = handed.file.file
+    return wire.HandOver(
+        generation=handed.generation,
+        worker=handed.file.worker,
+        own=handed.own,
+        url=handed.url,
+        path=file.path,
+        length=file.written.nbytes,
+        sha256=bytes.fromhex(file.written.sha256),
     )
 
 
@@ -242,6 +281,8 @@ def placed_reply(placed: Placed) -> wire.RegisterVariablesReply:
         layout=convert.layout_to_wire(placed.layout),
         map=convert.map_to_wire(placed.map),
         initializer=placed.initializer,
+        feedback=map(_hand_over, placed.feedback),
+        gone_back=placed.gone_back,
     )
 
 

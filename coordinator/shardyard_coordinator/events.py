@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     Caller,
@@ -149,6 +150,16 @@ class CheckpointAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedbackRead:
+    """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
+
+    caller: Caller
+    generation: Generation
+    worker: str
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreOrdered:
     """A person wants the jobs of that name to go on from a checkpoint, which was found to be whole."""
 
@@ -195,12 +206,14 @@ class OpeningFailed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTaken:
-    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step."""
+    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step; `feedback`: what
+    workers' error feedback remembered then."""
 
     job: JobId
     draft: int
     number: int
     step: int
+    feedback: tuple[FeedbackFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +294,7 @@ Event = (
     | WatermarksRead
     | PassedOver
     | CheckpointAsked
+    | FeedbackRead
     | RestoreOrdered
     | RestoreCancelled
     | PartitionsCreated

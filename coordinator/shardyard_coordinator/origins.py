@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ConfigurationError
 from shardyard.ground.types import JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import layouts
+from shardyard_coordinator.checkpoints import feedback_of, feedback_record
 from shardyard_coordinator.records import Body, Entry, require
 
 
@@ -34,6 +36,7 @@ class Origin:
     data_ledger: Mapping[str, object]
     token: Token
     floor: Token
+    feedback: tuple[FeedbackFile, ...] = ()
 
     def __str__(self) -> str:
         return f"checkpoint {self.number} of step {self.step:,}"
@@ -75,6 +78,7 @@ class Origin:
             "data_ledger": self.data_ledger,
             "token": self.token,
             "floor": self.floor,
+            "feedback": feedback_record(self.feedback),
         }
 
 
@@ -95,4 +99,5 @@ def of_record(body: Body) -> Origin:
         body.values("data_ledger"),
         Token(body.number("token")),
         Token(body.number("floor")),
+        feedback_of(body),
     )

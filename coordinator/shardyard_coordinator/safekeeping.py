@@ -9,6 +9,7 @@ begun while partitions are lost. Must not know: workers, how a job's life goes o
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
@@ -74,11 +75,22 @@ class Safekeeping:
         """With what the job is to begin; None once it has, or if it begins with first values."""
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
 
-    def tick(self, now_ms: int, step: int, servers: Sequence[Server], gone: tuple[Incarnation, ...]) -> list[Effect]:
-        """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more."""
+    def tick(
+        self,
+        now_ms: int,
+        step: int,
+        servers: Sequence[Server],
+        gone: tuple[Incarnation, ...],
+        *,
+        holds: bool = False,
+    ) -> list[Effect]:
+        """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more;
+        `holds`: no checkpoint is begun now."""
         if self.origin is not None and self._deployment.stage is Stage.EMPTY and servers:
             return self._begin_with(self.origin, servers, now_ms)
-        return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step, gone)
+        if self.recovery.needed:
+            return self._recover(servers, now_ms)
+        return [] if holds else self._begin_checkpoint(now_ms, step, gone)
 
     # ---- beginning with a checkpoint, or going back to one that was chosen
 
@@ -176,6 +188,18 @@ class Safekeeping:
         told = f"{self._title}: server {server.incarnation} {how}; {what} checkpoint {committed.number}"
         return [*self._records(record), Tell(f"{told} of step {committed.step:,}", warning=True)]
 
+    def goes_back_with(self, generation: Generation) -> Committed | None:
+        """The checkpoint to which all partitions go back with the attempt of that generation, and its URL; None where
+        some do not, or where logs have what came after it."""
+        attempt, layout = self.recovery.attempt, self._deployment.layout
+        if attempt is None or attempt.map.generation != generation or layout is None:
+            return None
+        if len(attempt.partitions) < len(layout.partitions) or (self.trails is not None and self.origin is None):
+            return None
+        committed, url = self.book.committed, self.book.url
+        assert committed is not None
+        return replace(committed, url=committed.url or url or "")
+
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
         """All partitions have servers again: the map is the job's."""
         attempt = self.recovery.end(generation, now_ms, restored=True)
@@ -271,7 +295,7 @@ class Safekeeping:
     # ---- checkpoints
 
     def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
-        record = self.book.commit(taken.draft, taken.step, taken.number)
+        record = self.book.commit(taken.draft, taken.step, taken.number, taken.feedback)
         if record is None:
             return []
         if self.trails is not None:
@@ -371,8 +395,15 @@ class Safekeeping:
                 keep,
                 0 if self.trails is None else self.trails.oldest,
                 frozenset() if self.trails is None else self.trails.needed,
+                self._deployment.workers if self.keeps_feedback else (),
             ),
         ]
+
+    @property
+    def keeps_feedback(self) -> bool:
+        """Whether workers of the job remember what they have not sent."""
+        layout = self._deployment.layout
+        return layout is not None and self._settings.compression.push_rules.keep_feedback(layout.variables)
 
     @property
     def _subject(self) -> Subject:
@@ -437,7 +468,9 @@ class Safekeeping:
 
 
 def _committed(origin: Origin) -> Committed:
-    return Committed(origin.number, origin.step, origin.data_ledger, floor=origin.floor, url=origin.url)
+    return Committed(
+        origin.number, origin.step, origin.data_ledger, floor=origin.floor, url=origin.url, feedback=origin.feedback
+    )
 
 
 def title_of(settings: JobSettings, job: JobId) -> str:

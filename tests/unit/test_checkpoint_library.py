@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints import manifest as manifests
-from shardyard.checkpoints import partition_file, tensors
+from shardyard.checkpoints import partition_file
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, Variables
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, Manifest, PartitionEntry, PartitionFile, feedback_path
+from shardyard.checkpoints.manifest import FeedbackFile, FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.checkpoints.storage import LocalStorage, Storage, open_storage
 from shardyard.ground import failpoints
@@ -57,6 +57,12 @@ LAYOUT = plan(
     partitions=3,
     block_bytes=64,
 )
+REMEMBERED = {
+    "pushes": np.array(41, np.int64),
+    "residual.layer.weight": np.arange(161, dtype=np.float32),
+    "momentum.layer.weight": np.arange(161, 0, -1).astype(np.float32),
+    "factor.layer.weight@0": np.ones((2, 7), np.float32),
+}
 MARKS = (
     SourceMark(SourceKey(DataShardSource(0, 1, 2)), Token(7), 3),
     SourceMark(SourceKey(RankSource(Rank(3)), 1), Token(9), 0),
@@ -109,11 +115,7 @@ def write_whole(library: CheckpointLibrary, number: int, *, feedback: bool = Fal
         entries.append(PartitionEntry(part.partition, held.version, (taken,)))
     remembered: tuple[FeedbackFile, ...] = ()
     if feedback:
-        residual = np.arange(9, dtype=np.float32)
-        source = tensors.TensorSource("w/0", DType.FLOAT32, (9,), lambda: tensors.bytes_of(residual))
-        path = feedback_path(number, "w-1")
-        written = library.storage.write(f"{JOB}/{path}", tensors.pieces({}, [source]))
-        remembered = (FeedbackFile("w-1", FileRef(path, written)),)
+        remembered = (library.write_feedback(JOB, number, "w-1", REMEMBERED),)
     manifest = manifest_of(number, entries, remembered)
     library.commit(manifest)
     return manifest

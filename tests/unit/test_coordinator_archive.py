@@ -49,6 +49,7 @@ from shardyard_coordinator import archive as module
 from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
 from shardyard_coordinator.effects import Base
+from shardyard_coordinator.feedback import FeedbackCollections
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.servers import Servers
 from shardyard_ps_server.servicer import Servicer
@@ -64,6 +65,8 @@ LAYOUT = JobLayout(
     OptimizerSpec("adam", RATE),
     tuple(PartitionLayout(p, 128, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in PARTITIONS),
 )
+WORKERS = (Incarnation(11), Incarnation(12), Incarnation(13))
+HEARTBEAT_MS = 2_000
 FULL = StorageUnavailable("no space left")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
@@ -88,7 +91,9 @@ class Yard:
         self.lease()
         self.vigil = Vigil()
         self.servers = Servers(network, Term(5), self.vigil)
-        self.archive = Archive(self.servers, now=lambda: NOW)
+        self.living = set(WORKERS)
+        self.feedback = FeedbackCollections(lambda _: self.living, self.vigil)
+        self.archive = Archive(self.servers, feedback=self.feedback, heartbeat_ms=HEARTBEAT_MS, now=lambda: NOW)
         self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
 
     @staticmethod
@@ -133,8 +138,8 @@ class Yard:
         """The step that was written. The number is the one that was asked for."""
         draft = Draft(number, step, {"feeds": number}, Token(1))
         taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep)
-        assert taken[0] == number
-        return taken[1]
+        assert taken.number == number
+        return taken.step
 
     def restore(self, folder: Path, number: int, servers: list[int], partitions: set[int], life: int = 2) -> None:
         self.map = self.map_of(servers, Generation(self.map.generation + 1))
@@ -261,7 +266,7 @@ def test_run_of_a_name_that_has_checkpoints_goes_on_after_them(yard: Yard, tmp_p
     yard.take(tmp_path, 1)
     yard.take(tmp_path, 2)
     draft = Draft(1, 0, {}, Token(1))
-    assert yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=2)[0] == 3
+    assert yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=2).number == 3
     assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (2, 3)
 
 
