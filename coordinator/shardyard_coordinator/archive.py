@@ -36,7 +36,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.checkpoints import Draft, Subject
 from shardyard_coordinator.data_ledger import StepLedger, new_data_ledger
 from shardyard_coordinator.effects import Base
-from shardyard_coordinator.feedback import Collecting, FeedbackCollections, Wanted
+from shardyard_coordinator.feedback import Collecting, FeedbackCollections, Stage, Wanted
 from shardyard_coordinator.handovers import worker_name
 from shardyard_coordinator.origins import Origin, of_record
 from shardyard_coordinator.placement import Server
@@ -52,9 +52,10 @@ STEP_WAIT_MS: Final = 2_000
 STEPS_AHEAD: Final = 2
 STEPS_AHEAD_MAX: Final = 1 << 20
 TRIES: Final = 12
-HEARTBEATS_TO_COPY: Final = 4
-"""So many are workers given to hear of a checkpoint, and to copy what their error feedback remembers: the next one
-tells them, and a push that is under way may take a while."""
+HEARTBEATS_TO_HEAR: Final = 3
+"""So many are workers given to hear of a checkpoint: the next one tells them, if it is not lost, or late."""
+COPY_WAIT_MS: Final = 1_000
+"""How long it is waited that all have copied what their error feedback remembers: a push may be under way."""
 FEEDBACK_WAIT_MS: Final = 5_000
 """How long workers' files are waited for beyond the servers': they were begun before, and are no larger together than a
 worker's values."""
@@ -126,7 +127,8 @@ class Archive:
         if keepers:
             wanted = Wanted(draft.number, url)
             with self._feedback.open(subject.job, wanted, keepers) as collecting:
-                self._feedback.await_copies(subject.job, collecting, HEARTBEATS_TO_COPY * self._heartbeat_ms)
+                ready_ms = HEARTBEATS_TO_HEAR * self._heartbeat_ms
+                self._feedback.await_copies(subject.job, collecting, ready_ms=ready_ms, copied_ms=COPY_WAIT_MS)
                 saved = self._save(ask)
                 self._feedback.await_files(subject.job, collecting, FEEDBACK_WAIT_MS)
                 remembered = _found(library, subject, collecting)
@@ -363,7 +365,7 @@ def _found(library: CheckpointLibrary, subject: Subject, collecting: Collecting)
                 found.append(FeedbackFile(name, file))
                 continue
             why = f"{library.storage.locate(subject.name)}/{file.path} is not there, in its length"
-        elif worker in collecting.ended and worker not in collecting.failures:
+        elif collecting.stages.get(worker) is Stage.ENDED and worker not in collecting.failures:
             continue
         else:
             why = collecting.failures.get(worker, "it was not written in time")

@@ -39,6 +39,7 @@ from shardyard_coordinator.audit import Page
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
 from shardyard_coordinator.feedback import Said, Wanted
+from shardyard_coordinator.feedback import Stage as FeedbackStage
 from shardyard_coordinator.handovers import HandOver
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
@@ -55,6 +56,12 @@ _STATES: dict[JobState, wire.JobState] = {
     JobState.FINISHING: wire.JOB_STATE_FINISHING,
     JobState.FINISHED: wire.JOB_STATE_FINISHED,
     JobState.FAILED: wire.JOB_STATE_FAILED,
+}
+
+_FEEDBACK_STAGES: dict[wire.FeedbackStage, FeedbackStage] = {
+    wire.FEEDBACK_STAGE_READY: FeedbackStage.READY,
+    wire.FEEDBACK_STAGE_COPIED: FeedbackStage.COPIED,
+    wire.FEEDBACK_STAGE_ENDED: FeedbackStage.ENDED,
 }
 
 
@@ -179,11 +186,17 @@ def restore_asked(request: wire.RestoreCheckpointRequest) -> tuple[str, int, str
 
 
 def feedback_reported(request: wire.ReportFeedbackRequest) -> tuple[Caller, Said]:
+    """What of a file is said before it is written is passed over."""
+    caller, stage = convert.caller_from_wire(request.caller), _FEEDBACK_STAGES.get(request.stage)
+    if stage is None:
+        raise MalformedPayload(f"a worker's file at stage {request.stage}; expected one that has a name")
+    if stage is not FeedbackStage.ENDED:
+        return caller, Said(stage)
     failure = convert.text(request.failure, "why a worker's file was not written")
     written = None
-    if request.length and not request.copied and not failure:
+    if request.length and not failure:
         written = written_from_wire(request.length, request.sha256, "a worker's file")
-    return convert.caller_from_wire(request.caller), Said(request.copied, written, failure)
+    return caller, Said(stage, written, failure)
 
 
 def feedback_read(request: wire.TakeUpFeedbackRequest) -> events.FeedbackRead:

@@ -1,8 +1,9 @@
 """What workers' error feedback remembers, collected while a checkpoint is being taken.
 
+    ready     each worker has heard of it with a heartbeat, and asks until all are
     copied    each worker has copied it between two of its pushes; then servers cut their partitions, so that few pushes
               lie between the two
-    written   the worker has written its file, beside the servers
+    ended     the worker has written its file, beside the servers
 
 Owns: which checkpoint wants what of whom, and how far that is. Invariants: nobody is waited for who has left, nor for
 longer than was said; a worker is told of the newest checkpoint alone; what is said of another checkpoint, or by
@@ -11,6 +12,7 @@ another worker, is refused. Safe for several threads. Must not know: storage, me
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -35,24 +37,29 @@ class Wanted:
     url: str
 
 
+class Stage(enum.IntEnum):
+    READY = 1
+    COPIED = 2
+    ENDED = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a worker says: that it has copied what it remembers, or what became of its file. `written` None without
-    `failure`: it remembers nothing."""
+    """How far a worker is. ENDED: what became of its file; `written` None without `failure`: it remembers nothing."""
 
-    copied: bool = False
+    stage: Stage
     written: Written | None = None
     failure: str = ""
 
 
 @dataclass
 class Collecting:
-    """Of one checkpoint. `copied`, `ended`: of whom nothing more is waited for in the first, the second half."""
+    """Of one checkpoint. `stages`: how far each worker is; `copies`: whether those that are ready shall copy."""
 
     wanted: Wanted
     workers: frozenset[Incarnation]
-    copied: set[Incarnation] = field(default_factory=set)
-    ended: set[Incarnation] = field(default_factory=set)
+    stages: dict[Incarnation, Stage] = field(default_factory=dict)
+    copies: bool = False
     files: dict[Incarnation, Written] = field(default_factory=dict)
     failures: dict[Incarnation, str] = field(default_factory=dict)
 
@@ -87,8 +94,8 @@ class FeedbackCollections:
             found = [each.wanted for (of, _), each in self._open.items() if of == job and worker in each.workers]
             return max(found, key=lambda each: each.number, default=None)
 
-    def report(self, job: JobId, worker: Incarnation, number: int, said: Said) -> None:
-        """Raises NotFound where this is not wanted, or not any more."""
+    def report(self, job: JobId, worker: Incarnation, number: int, said: Said) -> bool:
+        """Whether a worker that is ready shall copy now. Raises NotFound where this is not wanted, or not any more."""
         with self._changed:
             found = self._open.get((job, number))
             if found is None or worker not in found.workers:
@@ -97,22 +104,26 @@ class FeedbackCollections:
                     why="it was committed without that, or given up",
                     todo="",
                 )
-            found.copied.add(worker)
-            if not said.copied and worker not in found.ended:
-                found.ended.add(worker)
+            if said.stage > found.stages.get(worker, 0):
+                found.stages[worker] = said.stage
                 if said.written is not None:
                     found.files[worker] = said.written
                 if said.failure:
                     found.failures[worker] = said.failure
-            self._changed.notify_all()
+                self._changed.notify_all()
+            return found.copies
 
-    def await_copies(self, job: JobId, begun: Collecting, timeout_ms: int) -> None:
-        """Until each of the workers that live has copied what it remembers, at most for so long."""
-        self._await(job, begun, begun.copied, "to copy what they have not sent yet", timeout_ms)
+    def await_copies(self, job: JobId, begun: Collecting, *, ready_ms: int, copied_ms: int) -> None:
+        """Until each of the workers that live has copied what it remembers, all at one time: at most for so long until
+        they are ready, and then until they have."""
+        self._await(job, begun, Stage.READY, "to hear that they shall copy what they have not sent yet", ready_ms)
+        with self._changed:
+            begun.copies = True
+        self._await(job, begun, Stage.COPIED, "to copy what they have not sent yet", copied_ms)
 
     def await_files(self, job: JobId, begun: Collecting, timeout_ms: int) -> None:
         """Until each of the workers that live has written its file, or cannot, at most for so long."""
-        self._await(job, begun, begun.ended, "to write what they have not sent yet", timeout_ms)
+        self._await(job, begun, Stage.ENDED, "to write what they have not sent yet", timeout_ms)
 
     def close(self) -> None:
         """Nobody is waited for any more."""
@@ -120,14 +131,16 @@ class FeedbackCollections:
             self._closed = True
             self._changed.notify_all()
 
-    def _await(self, job: JobId, begun: Collecting, done: set[Incarnation], what: str, timeout_ms: int) -> None:
+    def _await(self, job: JobId, begun: Collecting, stage: Stage, what: str, timeout_ms: int) -> None:
         missing: list[Incarnation] = []
         give_up = time.monotonic() + timeout_ms / 1000
         with self._vigil.over(lambda: f"workers {', '.join(map(str, missing[:8]))} {what}"):
             while (left_s := give_up - time.monotonic()) > 0:
                 living = self._living(job)  # asked before the lock is taken: it has one of its own
                 with self._changed:
-                    missing[:] = sorted(begun.workers.intersection(living) - done)
+                    missing[:] = sorted(
+                        each for each in begun.workers.intersection(living) if begun.stages.get(each, 0) < stage
+                    )
                     if not missing or self._closed:
                         return
                     self._changed.wait(min(left_s, LOOK_S))

@@ -204,8 +204,8 @@ class Coordinator:
 
     def _report_feedback(self, request: wire.ReportFeedbackRequest, _: Context) -> wire.ReportFeedbackReply:
         caller, said = door.feedback_reported(request)
-        self._feedback.report(caller.job, caller.incarnation, request.number, said)
-        return wire.ReportFeedbackReply()
+        copy = self._feedback.report(caller.job, caller.incarnation, request.number, said)
+        return wire.ReportFeedbackReply(copy=copy)
 
     def _take_up_feedback(self, request: wire.TakeUpFeedbackRequest, _: Context) -> wire.TakeUpFeedbackReply:
         answer = self._ask(door.feedback_read(request), effects.FeedbackVerdict)

@@ -370,9 +370,9 @@ class CoordinatorWorld:
                 encoded(wire.TakeCheckpointRequest(job_name="default")),
             ],
             "ReportFeedback": [
-                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, copied=True)),
-                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, length=9, sha256=bytes(32))),
-                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, failure="no room")),
+                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=2)),
+                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=3, length=9, sha256=bytes(32))),
+                encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=3, failure="no room")),
             ],
             "TakeUpFeedback": [encoded(wire.TakeUpFeedbackRequest(caller=caller, generation=1, worker="10000002a"))],
             "RestoreCheckpoint": [

@@ -51,7 +51,7 @@ from shardyard_coordinator import archive as module
 from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
 from shardyard_coordinator.effects import Base
-from shardyard_coordinator.feedback import FeedbackCollections, Said, Wanted
+from shardyard_coordinator.feedback import FeedbackCollections, Said, Stage, Wanted
 from shardyard_coordinator.handovers import worker_name
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.servers import Servers
@@ -70,6 +70,7 @@ LAYOUT = JobLayout(
 )
 WORKERS = (Incarnation(11), Incarnation(12), Incarnation(13))
 HEARTBEAT_MS = 2_000
+READY, COPIED = Said(Stage.READY), Said(Stage.COPIED)
 FULL = StorageUnavailable("no space left")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
@@ -317,9 +318,14 @@ class Worker:
         library = CheckpointLibrary(open_storage(wanted.url))
         return library.write_feedback("ads", wanted.number, worker_name(self.incarnation), state).file.written
 
+    def await_turn(self, wanted: Wanted) -> None:
+        while not self.yard.feedback.report(JOB, self.incarnation, wanted.number, READY):
+            time.sleep(0.002)
+
     def save(self, wanted: Wanted) -> None:
-        self.say(wanted, Said(copied=True))
-        self.say(wanted, Said(written=self.write(wanted)))
+        self.await_turn(wanted)
+        self.say(wanted, COPIED)
+        self.say(wanted, Said(Stage.ENDED, written=self.write(wanted)))
 
     def end(self) -> None:
         self._over.set()
@@ -349,11 +355,11 @@ def test_checkpoint_has_what_workers_remember_and_servers_cut_after_they_have_co
 ) -> None:
     def push_copy_push(worker: Worker, wanted: Wanted) -> None:
         yard.push(0)
-        worker.say(wanted, Said(copied=True))
-        worker.say(wanted, Said(written=worker.write(wanted)))
+        worker.say(wanted, COPIED)
+        worker.say(wanted, Said(Stage.ENDED, written=worker.write(wanted)))
 
     def remember_nothing(worker: Worker, wanted: Wanted) -> None:
-        worker.say(wanted, Said())
+        worker.say(wanted, Said(Stage.ENDED))
 
     with workers(yard, push_copy_push, Worker.save, remember_nothing):
         assert yard.take(tmp_path, 1, keepers=WORKERS) == 0
@@ -364,6 +370,29 @@ def test_checkpoint_has_what_workers_remember_and_servers_cut_after_they_have_co
     assert yard.feedback.wanted(JOB, WORKERS[0]) is None
 
 
+def test_workers_copy_at_one_time_when_all_have_heard_of_it(yard: Yard, tmp_path: Path) -> None:
+    order: list[str] = []
+    late = threading.Event()
+
+    def soon(worker: Worker, wanted: Wanted) -> None:
+        assert not yard.feedback.report(JOB, worker.incarnation, wanted.number, READY)
+        order.append("heard")
+        late.set()
+        worker.await_turn(wanted)
+        order.append("copied")
+        worker.save(wanted)
+
+    def hear_late(worker: Worker, wanted: Wanted) -> None:
+        assert late.wait(10)
+        order.append("heard")
+        worker.save(wanted)
+
+    with workers(yard, soon, hear_late):
+        yard.take(tmp_path, 1, keepers=WORKERS[:2])
+    assert order == ["heard", "heard", "copied"]
+    assert remembered(tmp_path, 1) == ["b", "c"]
+
+
 def test_nobody_is_waited_for_who_leaves_meanwhile(yard: Yard, tmp_path: Path) -> None:
     begun = time.monotonic()
 
@@ -371,7 +400,7 @@ def test_nobody_is_waited_for_who_leaves_meanwhile(yard: Yard, tmp_path: Path) -
         yard.living.discard(worker.incarnation)
 
     def copy_and_leave(worker: Worker, wanted: Wanted) -> None:
-        worker.say(wanted, Said(copied=True))
+        worker.say(wanted, COPIED)
         yard.living.discard(worker.incarnation)
 
     def write_and_leave(worker: Worker, wanted: Wanted) -> None:
@@ -388,23 +417,24 @@ def test_checkpoint_goes_on_without_what_does_not_come_in_time(
     yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "FEEDBACK_WAIT_MS", 50)
-    monkeypatch.setattr(module, "HEARTBEATS_TO_COPY", 0.02)
+    monkeypatch.setattr(module, "HEARTBEATS_TO_HEAR", 0.02)
+    monkeypatch.setattr(module, "COPY_WAIT_MS", 50)
 
     def elsewhere(worker: Worker, wanted: Wanted) -> None:
         worker.save(Wanted(wanted.number, str(tmp_path / "not the same")))
 
     def other_length(worker: Worker, wanted: Wanted) -> None:
         written = worker.write(wanted)
-        worker.say(wanted, Said(written=Written(written.nbytes + 1, written.sha256)))
+        worker.say(wanted, Said(Stage.ENDED, written=Written(written.nbytes + 1, written.sha256)))
 
-    with workers(yard, elsewhere, other_length, lambda worker, wanted: worker.say(wanted, Said(copied=True))):
+    with workers(yard, elsewhere, other_length, lambda worker, wanted: worker.say(wanted, COPIED)):
         yard.take(tmp_path, 1, keepers=WORKERS)
     assert remembered(tmp_path, 1) == []
     lacks = [each.getMessage() for each in caplog.records if "lacks what worker" in each.getMessage()]
     assert [each.partition("worker ")[2].partition(" ")[0] for each in lacks] == ["11", "12", "13"]
     assert "is not there, in its length" in lacks[0]
     assert "it was not written in time" in lacks[2]
-    with workers(yard, lambda worker, wanted: worker.say(wanted, Said(failure="the disk is full"))):
+    with workers(yard, lambda worker, wanted: worker.say(wanted, Said(Stage.ENDED, failure="the disk is full"))):
         yard.take(tmp_path, 2, keepers=WORKERS[:1])
     assert "the disk is full" in caplog.text
 
@@ -420,19 +450,19 @@ def test_what_is_said_of_another_checkpoint_or_by_another_worker_or_twice_is_not
             assert collections.wanted(JOB, one) == Wanted(4, "here"), "the newest, where one was given up"
         for job, worker, number in ((JOB, one, 4), (JOB, third, 3), (JobId(2), one, 3)):
             with pytest.raises(NotFound):
-                collections.report(job, worker, number, Said(copied=True))
-        collections.report(JOB, one, 3, Said(written=first))
-        collections.report(JOB, one, 3, Said(written=Written(2, "cd" * 32)))
+                collections.report(job, worker, number, COPIED)
+        collections.report(JOB, one, 3, Said(Stage.ENDED, written=first))
+        collections.report(JOB, one, 3, Said(Stage.ENDED, written=Written(2, "cd" * 32)))
         assert collecting.files == {one: first}
     with pytest.raises(NotFound):
-        collections.report(JOB, one, 3, Said(copied=True))
+        collections.report(JOB, one, 3, COPIED)
 
 
 def test_coordinator_that_stops_waits_for_nobody(yard: Yard) -> None:
     with yard.feedback.open(JOB, Wanted(3, "here"), WORKERS) as collecting:
         threading.Timer(0.05, yard.feedback.close).start()
         begun = time.monotonic()
-        yard.feedback.await_copies(JOB, collecting, 60_000)
+        yard.feedback.await_copies(JOB, collecting, ready_ms=60_000, copied_ms=60_000)
         assert time.monotonic() - begun < 10
 
 

@@ -23,7 +23,7 @@ from shardyard.runtime.settings import (
 )
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.feedback import Said, Wanted
+from shardyard_coordinator.feedback import Said, Stage, Wanted
 from shardyard_coordinator.handovers import HandOver, worker_name
 from shardyard_coordinator.placement import plan
 from shardyard_coordinator.progress import Report
@@ -311,15 +311,19 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
 
 def test_what_a_worker_says_is_checked() -> None:
     caller = {"job": 1, "incarnation": 2}
-    said = wire.ReportFeedbackRequest(caller=caller, number=3, length=9, sha256=b"\xab" * 32)
-    assert door.feedback_reported(said)[1] == Said(written=Written(9, "ab" * 32))
-    assert door.feedback_reported(wire.ReportFeedbackRequest(copied=True, length=9))[1] == Said(copied=True)
-    assert door.feedback_reported(wire.ReportFeedbackRequest(failure="full"))[1] == Said(failure="full")
-    assert door.feedback_reported(wire.ReportFeedbackRequest())[1] == Said()
+    said = wire.ReportFeedbackRequest(caller=caller, number=3, stage=3, length=9, sha256=b"\xab" * 32)
+    assert door.feedback_reported(said)[1] == Said(Stage.ENDED, written=Written(9, "ab" * 32))
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=1, length=9))[1] == Said(Stage.READY)
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=2, length=9))[1] == Said(Stage.COPIED)
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3, failure="full"))[1].failure == "full"
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3))[1] == Said(Stage.ENDED)
+    for stage in (0, 4):
+        with pytest.raises(MalformedPayload, match=f"at stage {stage}"):
+            door.feedback_reported(wire.ReportFeedbackRequest(stage=stage))
     with pytest.raises(MalformedPayload, match="digest of 3 bytes"):
-        door.feedback_reported(wire.ReportFeedbackRequest(length=9, sha256=b"abc"))
+        door.feedback_reported(wire.ReportFeedbackRequest(stage=3, length=9, sha256=b"abc"))
     with pytest.raises(TooLarge):
-        door.feedback_reported(wire.ReportFeedbackRequest(length=JOB_BYTES_MAX + 1, sha256=b"a" * 32))
+        door.feedback_reported(wire.ReportFeedbackRequest(stage=3, length=JOB_BYTES_MAX + 1, sha256=b"a" * 32))
     for request in (wire.TakeUpFeedbackRequest(worker="7" * 600), wire.TakeUpFeedbackRequest(failure="x" * 10**6)):
         with pytest.raises(TooLarge):
             door.feedback_read(request)

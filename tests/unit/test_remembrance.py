@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import test_feedback as feedbacks
 
 DEADLINE_S = 10.0
+READY, COPIED, ENDED = wire.FEEDBACK_STAGE_READY, wire.FEEDBACK_STAGE_COPIED, wire.FEEDBACK_STAGE_ENDED
 ME, GONE = Incarnation((1 << 32) + 26), "100000007"
 NAME = "10000001a"
 
@@ -44,6 +45,7 @@ class Coordinator:
     progress: Progress = field(default_factory=Progress)
     asked: list[Any] = field(default_factory=list)
     taken: bool = True
+    copy: bool = True
     refusal: Exception | None = None
     on_refresh: Callable[[], None] = lambda: None
     on_ask: Callable[[Any], None] = lambda request: None
@@ -55,6 +57,8 @@ class Coordinator:
         self.on_ask(request)
         if self.refusal is not None:
             raise self.refusal
+        if isinstance(request, wire.ReportFeedbackRequest):
+            return wire.ReportFeedbackReply(copy=self.copy)
         return wire.TakeUpFeedbackReply(taken=self.taken)
 
     def check(self) -> None:
@@ -104,7 +108,7 @@ class Worker:
 
     def saved(self, number: int) -> dict[str, np.ndarray]:
         """Once it is reported."""
-        wait_until(lambda: any(each.number == number and not each.copied for each in self.session.reports))
+        wait_until(lambda: any(each.number == number and each.stage == ENDED for each in self.session.reports))
         last = self.session.reports[-1]
         file = FileRef(feedback_path(number, NAME), Written(last.length, last.sha256.hex()))
         return dict(self.library.load_feedback("digits", FeedbackFile(NAME, file), feedbacks.layout()))
@@ -158,11 +162,12 @@ def test_what_is_saved_is_the_state_after_the_push_that_was_under_way(worker: Wo
     worker.push(0)
     worker.begin_push(1)
     worker.save(4)
+    wait_until(lambda: bool(worker.made.between._due))
     worker.end_push()
     after = worker.feedback.state_dict()
     worker.push(2)
     assert feedbacks.same(worker.saved(4), after)
-    assert [(each.number, each.copied) for each in worker.session.reports] == [(4, True), (4, False)]
+    assert [(each.number, each.stage) for each in worker.session.reports] == [(4, READY), (4, COPIED), (4, ENDED)]
 
 
 def test_idle_worker_saves_at_once_and_once_a_checkpoint(worker: Worker) -> None:
@@ -170,7 +175,7 @@ def test_idle_worker_saves_at_once_and_once_a_checkpoint(worker: Worker) -> None
     for _ in range(3):
         worker.save(4)
         assert feedbacks.same(worker.saved(4), worker.feedback.state_dict())
-    assert len(worker.session.reports) == 2
+    assert len(worker.session.reports) == 3
     worker.save(5)
     worker.saved(5)
 
@@ -178,9 +183,9 @@ def test_idle_worker_saves_at_once_and_once_a_checkpoint(worker: Worker) -> None
 def test_pushes_go_on_while_the_file_is_written(worker: Worker) -> None:
     worker.push(0)
     before, on = worker.feedback.state_dict(), threading.Event()
-    worker.session.on_ask = lambda request: request.copied and on.wait(DEADLINE_S)
+    worker.session.on_ask = lambda request: request.stage == COPIED and on.wait(DEADLINE_S)
     worker.save(4)
-    wait_until(lambda: bool(worker.session.reports))
+    wait_until(lambda: any(each.stage == COPIED for each in worker.session.reports))
     worker.push(1)
     on.set()
     assert feedbacks.same(worker.saved(4), before)
@@ -188,9 +193,9 @@ def test_pushes_go_on_while_the_file_is_written(worker: Worker) -> None:
 
 def test_worker_that_has_pushed_nothing_says_that_it_remembers_nothing(worker: Worker) -> None:
     worker.save(4)
-    wait_until(lambda: bool(worker.session.reports))
-    (report,) = worker.session.reports
-    assert (report.number, report.copied, report.length, report.failure) == (4, False, 0, "")
+    wait_until(lambda: len(worker.session.reports) == 2)
+    report = worker.session.reports[-1]
+    assert (report.number, report.stage, report.length, report.failure) == (4, ENDED, 0, "")
     assert not list(worker.folder.iterdir())
 
 
@@ -198,7 +203,7 @@ def test_storage_that_refuses_is_reported_and_training_goes_on(worker: Worker) -
     worker.push(0)
     (worker.folder / "digits").write_text("in the way")
     worker.save(4)
-    wait_until(lambda: len(worker.session.reports) == 2)
+    wait_until(lambda: len(worker.session.reports) == 3)
     assert "cannot write" in worker.session.reports[-1].failure
     assert worker.session.reports[-1].length == 0
     worker.push(1)
@@ -221,8 +226,30 @@ def test_nothing_is_saved_before_the_map_is_followed_with_which_the_job_went_bac
     assert worker.made._thread is None
     worker.made.follow(wire.RegisterVariablesReply(gone_back=2))
     worker.save(4, gone_back=2)
+    wait_until(lambda: len(worker.session.reports) == 2)
+    assert (worker.session.reports[-1].stage, worker.session.reports[-1].length) == (ENDED, 0), "it has nothing"
+
+
+def test_worker_copies_when_it_is_told_that_all_are_ready(worker: Worker) -> None:
+    worker.push(0)
+    worker.session.copy = False
+    worker.save(4)
+    wait_until(lambda: len(worker.session.reports) >= 3)
+    worker.push(1)
+    after = worker.feedback.state_dict()
+    worker.session.copy = True
+    assert feedbacks.same(worker.saved(4), after)
+    assert [each.stage for each in worker.session.reports[-3:]] == [READY, COPIED, ENDED]
+
+
+def test_worker_that_leaves_while_others_are_not_ready_saves_nothing(worker: Worker) -> None:
+    worker.push(0)
+    worker.session.copy = False
+    worker.save(4)
     wait_until(lambda: bool(worker.session.reports))
-    assert worker.session.reports[0].length == 0, "it has forgotten everything"
+    worker.made.settle()
+    wait_until(lambda: not worker.made._busy)
+    assert {each.stage for each in worker.session.reports} == {READY}
 
 
 # ---- taking up
@@ -330,6 +357,7 @@ def test_worker_that_leaves_does_not_wait_for_ever(worker: Worker, monkeypatch: 
 def test_worker_that_leaves_in_the_midst_of_a_push_saves_nothing_of_it(worker: Worker) -> None:
     worker.begin_push(0)
     worker.save(4)
+    wait_until(lambda: bool(worker.made.between._due))
     worker.made.close()
     worker.end_push()
-    assert worker.session.reports == []
+    assert [each.stage for each in worker.session.reports] == [READY]

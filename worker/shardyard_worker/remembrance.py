@@ -34,6 +34,7 @@ from shardyard_worker.session import Session
 
 log = logging.getLogger("shardyard.worker")
 
+READY_AGAIN_MS: Final = 10
 SETTLE_MS: Final = 30_000
 """A worker that leaves waits for so long for a checkpoint that has what it remembers; then it leaves all the same."""
 SETTLE_AGAIN_MS: Final = 50
@@ -104,19 +105,26 @@ class Remembrance:
     # ---- saving
 
     def _save(self, number: int, url: str) -> None:
-        state = self._copy(number)
-        if state is None:
-            return
-        report = wire.ReportFeedbackRequest(caller=convert.caller_to_wire(self._session.caller), number=number)
+        caller = convert.caller_to_wire(self._session.caller)
+        report = wire.ReportFeedbackRequest(caller=caller, number=number, stage=wire.FEEDBACK_STAGE_READY)
         try:
+            with self._session.vigil.over(lambda: f"all workers to be ready for checkpoint {number}"):
+                while not self._leaving and not self._report(report).copy:
+                    time.sleep(READY_AGAIN_MS / 1000)
+            state = self._copy(number)
+            if state is None:
+                return
             if any(values.any() for values in state.values()):
-                report.copied = True
-                self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
-                report.copied = False
+                report.stage = wire.FEEDBACK_STAGE_COPIED
+                self._report(report)
                 self._write(number, url, state, report)
-            self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
+            report.stage = wire.FEEDBACK_STAGE_ENDED
+            self._report(report)
         except NotFound as error:
             log.info("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+
+    def _report(self, report: wire.ReportFeedbackRequest) -> wire.ReportFeedbackReply:
+        return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
 
     def _copy(self, number: int) -> State | None:
         """Of one moment between two pushes; None once the worker leaves."""

@@ -23,6 +23,13 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_FINISHED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_FINISHING: _ClassVar[JobState]
+
+class FeedbackStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEEDBACK_STAGE_UNSPECIFIED: _ClassVar[FeedbackStage]
+    FEEDBACK_STAGE_READY: _ClassVar[FeedbackStage]
+    FEEDBACK_STAGE_COPIED: _ClassVar[FeedbackStage]
+    FEEDBACK_STAGE_ENDED: _ClassVar[FeedbackStage]
 ROLE_UNSPECIFIED: Role
 ROLE_SERVER: Role
 ROLE_WORKER: Role
@@ -33,6 +40,10 @@ JOB_STATE_RUNNING: JobState
 JOB_STATE_FINISHED: JobState
 JOB_STATE_FAILED: JobState
 JOB_STATE_FINISHING: JobState
+FEEDBACK_STAGE_UNSPECIFIED: FeedbackStage
+FEEDBACK_STAGE_READY: FeedbackStage
+FEEDBACK_STAGE_COPIED: FeedbackStage
+FEEDBACK_STAGE_ENDED: FeedbackStage
 
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
@@ -427,24 +438,26 @@ class TakeCheckpointReply(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., done: bool = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., job_name: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class ReportFeedbackRequest(_message.Message):
-    __slots__ = ("caller", "number", "copied", "length", "sha256", "failure")
+    __slots__ = ("caller", "number", "stage", "length", "sha256", "failure")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    COPIED_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     number: int
-    copied: bool
+    stage: FeedbackStage
     length: int
     sha256: bytes
     failure: str
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., number: _Optional[int] = ..., copied: bool = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., failure: _Optional[str] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., number: _Optional[int] = ..., stage: _Optional[_Union[FeedbackStage, str]] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class ReportFeedbackReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("copy",)
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    copy: bool
+    def __init__(self, copy: bool = ...) -> None: ...
 
 class TakeUpFeedbackRequest(_message.Message):
     __slots__ = ("caller", "generation", "worker", "failure")
