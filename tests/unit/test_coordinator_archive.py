@@ -354,8 +354,12 @@ def test_checkpoint_has_what_workers_remember_and_servers_cut_after_they_have_co
     yard: Yard, tmp_path: Path
 ) -> None:
     def push_copy_push(worker: Worker, wanted: Wanted) -> None:
+        worker.await_turn(wanted)
         yard.push(0)
         worker.say(wanted, COPIED)
+        while len(list(tmp_path.rglob("partition-*.safetensors"))) < len(PARTITIONS):
+            time.sleep(0.002)
+        time.sleep(0.05)  # servers have ended, and this one has not
         worker.say(wanted, Said(Stage.ENDED, written=worker.write(wanted)))
 
     def remember_nothing(worker: Worker, wanted: Wanted) -> None:

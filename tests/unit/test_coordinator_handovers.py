@@ -142,6 +142,7 @@ def test_job_that_goes_back_as_a_whole_gives_each_worker_its_own_and_what_is_of_
     mine, theirs, gone = (worker_name(each.incarnation) for each in (first, third, second))
     assert told(yard, first) == [(mine, True), (gone, False)]
     assert told(yard, third) == [(theirs, True)]
+    assert not take(yard, third, first, generation), "its own"
     assert take(yard, first, first, generation)
     assert take(yard, first, second, generation)
     perhaps(yard, restarts)

@@ -270,17 +270,23 @@ def test_job_that_goes_back_gives_a_worker_its_own_in_the_place_of_what_it_has(w
     assert feedbacks.same(worker.feedback.state_dict(), now), "once"
 
 
-@pytest.mark.parametrize("why", ["damaged", "none", "taken"])
+@pytest.mark.parametrize("why", ["damaged", "other settings", "none", "taken"])
 def test_worker_without_its_own_forgets_what_it_has(worker: Worker, why: str) -> None:
     worker.push(7)
-    own = worker.handed(NAME, remembered(range(2)), own=True)
+    momentum = {"momentum.fc1.weight": np.ones(4_800, np.float32)} if why == "other settings" else {}
+    own = worker.handed(NAME, remembered(range(2)) | momentum, own=True)
     if why == "damaged":
         worker.damage(own)
     worker.session.taken = why != "taken"
     worker.made.follow(wire.RegisterVariablesReply(gone_back=2, feedback=[] if why == "none" else [own]))
     assert worker.feedback.residuals() == {}
     claims = worker.session.of(wire.TakeUpFeedbackRequest)
-    assert [bool(each.failure) for each in claims] == {"damaged": [True], "none": [], "taken": [False]}[why]
+    assert [bool(each.failure) for each in claims] == {
+        "damaged": [True],
+        "other settings": [True],
+        "none": [],
+        "taken": [False],
+    }[why]
 
 
 def test_what_a_worker_that_is_gone_had_not_sent_is_added_between_two_pushes(worker: Worker) -> None:
