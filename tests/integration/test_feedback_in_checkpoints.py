@@ -132,6 +132,25 @@ def test_workers_of_a_job_that_goes_back_as_a_whole_take_up_their_own(
     assert np.array_equal(sums_in(yard.state / "checkpoints"), EXPECTED)
 
 
+def test_what_a_worker_had_not_sent_that_dies_with_the_server_is_taken_up_by_the_other(
+    yard: RoleYard, probes: Probes, tmp_path: Path
+) -> None:
+    """With the new map, or, where that death is noticed later, with a heartbeat."""
+    hold = tmp_path / "go on"
+    started = begin(yard, probes, hold)
+    take(yard, started)
+    hold.touch()
+    for script, _ in started:
+        script.wait_for(f"computed {HOLD_AT + 4}")
+    yard.kill_server(0)
+    started[1][0].kill()
+    yard.restart_server(0)
+    finish(*started[0])
+    assert any("takes up what worker" in line for line in started[0][0].lines)
+    yard.ended()
+    assert np.array_equal(sums_in(yard.state / "checkpoints"), EXPECTED)
+
+
 def test_synchronous_job_that_goes_back_loses_nothing_of_what_was_not_sent(
     yard: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:
