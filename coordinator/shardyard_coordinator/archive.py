@@ -25,6 +25,7 @@ from shardyard.checkpoints.manifest import (
     PartitionEntry,
     PartitionFile,
     feedback_path,
+    worker_name,
 )
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
@@ -37,7 +38,6 @@ from shardyard_coordinator.checkpoints import Draft, Subject
 from shardyard_coordinator.data_ledger import StepLedger, new_data_ledger
 from shardyard_coordinator.effects import Base
 from shardyard_coordinator.feedback import Collecting, FeedbackCollections, Stage, Wanted
-from shardyard_coordinator.handovers import worker_name
 from shardyard_coordinator.origins import Origin, of_record
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardyard.checkpoints.manifest import FeedbackFile
+from shardyard.checkpoints.manifest import FeedbackFile, worker_name
 from shardyard.ground.types import Generation, Incarnation
 from shardyard_coordinator.checkpoints import Committed, feedback_of, feedback_record
 from shardyard_coordinator.records import (
@@ -28,11 +28,6 @@ from shardyard_coordinator.records import (
 
 NEVER: Final = Generation(0)
 """The job has not gone back as a whole."""
-
-
-def worker_name(worker: Incarnation) -> str:
-    """How checkpoints name a worker."""
-    return f"{int(worker):x}"
 
 
 @dataclass(frozen=True, slots=True)

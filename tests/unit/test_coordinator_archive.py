@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import worker_name
 from shardyard.checkpoints.storage import Written, open_storage
 from shardyard.ground.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
 from shardyard.ground.optimizers import make_group
@@ -52,7 +53,6 @@ from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
 from shardyard_coordinator.effects import Base
 from shardyard_coordinator.feedback import FeedbackCollections, Said, Stage, Wanted
-from shardyard_coordinator.handovers import worker_name
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.servers import Servers
 from shardyard_ps_server.servicer import Servicer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path
+from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path, worker_name
 from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import ConfigurationError, MalformedPayload, TooLarge
 from shardyard.ground.limits import JOB_BYTES_MAX
@@ -24,7 +24,7 @@ from shardyard.runtime.settings import (
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events
 from shardyard_coordinator.feedback import Said, Stage, Wanted
-from shardyard_coordinator.handovers import HandOver, worker_name
+from shardyard_coordinator.handovers import HandOver
 from shardyard_coordinator.placement import plan
 from shardyard_coordinator.progress import Report
 

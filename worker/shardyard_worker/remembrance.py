@@ -22,6 +22,7 @@ from typing import Final
 from shardyard.checkpoints.convert import handed_from_wire
 from shardyard.checkpoints.feedback_file import State
 from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import worker_name
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import limits
 from shardyard.ground.errors import NotFound, ShardyardError
@@ -100,7 +101,8 @@ class Remembrance:
         except ShardyardError as error:
             log.warning("what compression has not sent was not written, or taken up: %s", error.what)
         finally:
-            self._busy = self._adding = False
+            with self._lock:
+                self._busy = self._adding = False
 
     # ---- saving
 
@@ -141,7 +143,7 @@ class Remembrance:
 
     def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
         """What became of it is put into the report."""
-        name = f"{int(self._session.caller.incarnation):x}"
+        name = worker_name(self._session.caller.incarnation)
         try:
             with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
                 library = CheckpointLibrary(open_storage(url))
