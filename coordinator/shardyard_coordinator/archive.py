@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,15 @@ from typing import Final, TypeVar
 
 from shardyard.checkpoints.convert import file_from_wire
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
+from shardyard.checkpoints.manifest import (
+    FeedbackFile,
+    FileRef,
+    Manifest,
+    PartitionEntry,
+    PartitionFile,
+    feedback_path,
+    worker_name,
+)
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.ground.failpoints import failpoint
@@ -29,6 +37,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.checkpoints import Draft, Subject
 from shardyard_coordinator.data_ledger import StepLedger, new_data_ledger
 from shardyard_coordinator.effects import Base
+from shardyard_coordinator.feedback import Collecting, FeedbackCollections, Stage, Wanted
 from shardyard_coordinator.origins import Origin, of_record
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord
@@ -43,6 +52,13 @@ STEP_WAIT_MS: Final = 2_000
 STEPS_AHEAD: Final = 2
 STEPS_AHEAD_MAX: Final = 1 << 20
 TRIES: Final = 12
+HEARTBEATS_TO_HEAR: Final = 3
+"""So many are workers given to hear of a checkpoint: the next one tells them, if it is not lost, or late."""
+COPY_WAIT_MS: Final = 1_000
+"""How long it is waited that all have copied what their error feedback remembers: a push may be under way."""
+FEEDBACK_WAIT_MS: Final = 5_000
+"""How long workers' files are waited for beyond the servers': they were begun before, and are no larger together than a
+worker's values."""
 FILES_PER_ENTRY_MAX: Final = 64
 """A partition whose state lies in more files than this is written whole."""
 
@@ -63,18 +79,29 @@ class _Ask:
 @dataclass(frozen=True, slots=True)
 class Taken:
     """A checkpoint that was written, as number `number`: the draft's or the next one that was free. `step`: that it is
-    of; `created_s`: when, in seconds since 1970."""
+    of; `created_s`: when, in seconds since 1970; `feedback`: what workers remembered."""
 
     number: int
     step: int
     created_s: int
+    feedback: tuple[FeedbackFile, ...]
 
 
 class Archive:
-    """Safe for several threads, for one job at a time each."""
+    """Safe for several threads, for one job at a time each. `feedback`: how workers are asked what they remember;
+    `heartbeat_ms`: how often they can be."""
 
-    def __init__(self, servers: Servers, *, now: Callable[[], datetime.datetime] | None = None) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        feedback: FeedbackCollections,
+        heartbeat_ms: int,
+        now: Callable[[], datetime.datetime] | None = None,
+    ) -> None:
         self._servers = servers
+        self._feedback = feedback
+        self._heartbeat_ms = heartbeat_ms
         self._now = now or (lambda: datetime.datetime.now(datetime.UTC))
 
     def take(
@@ -88,9 +115,10 @@ class Archive:
         keep: int,
         oldest: int = 0,
         logs: Collection[Incarnation] = (),
+        keepers: Collection[Incarnation] = (),
     ) -> Taken:
         """Writes a checkpoint and prunes those before. `base`: the number of this run's newest committed one, 0 without
-        any; `oldest` and `logs`: as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable,
+        any; `oldest`, `logs` and `keepers`: as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable,
         CheckpointDamaged."""
         library = CheckpointLibrary(open_storage(url))
         draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
@@ -98,7 +126,27 @@ class Archive:
         folder = f"{url.rstrip('/')}/{subject.name}"
         whole = former is None or any(len(entry.files) > FILES_PER_ENTRY_MAX for entry in former.partitions)
         ask = _Ask(subject, map_, draft, folder, 0 if whole else base, oldest, logs)
-        saved = self._save(ask)
+        if keepers:
+            wanted = Wanted(draft.number, url)
+            with self._feedback.open(subject.job, wanted, keepers) as collecting:
+                ready_ms = HEARTBEATS_TO_HEAR * self._heartbeat_ms
+                self._feedback.await_copies(subject.job, collecting, ready_ms=ready_ms, copied_ms=COPY_WAIT_MS)
+                saved = self._save(ask)
+                self._feedback.await_files(subject.job, collecting, FEEDBACK_WAIT_MS)
+                remembered = _found(library, subject, collecting)
+                return self._commit(library, ask, former, saved, remembered, keep)
+        return self._commit(library, ask, former, self._save(ask), (), keep)
+
+    def _commit(
+        self,
+        library: CheckpointLibrary,
+        ask: _Ask,
+        former: Manifest | None,
+        saved: Mapping[PartitionId, tuple[Version, PartitionFile, int]],
+        remembered: tuple[FeedbackFile, ...],
+        keep: int,
+    ) -> Taken:
+        subject, draft = ask.subject, ask.draft
         entries = []
         for partition in range(len(subject.layout.partitions)):
             version, file, _ = saved[PartitionId(partition)]
@@ -124,15 +172,16 @@ class Archive:
                 partitions=tuple(entries),
                 data_ledger={**draft.data_ledger, "token": token},
                 token_floor=draft.floor,
+                feedback=remembered,
             )
         )
         failpoint("checkpoint.after_manifest")
         try:
             # the job's newest until it has heard of this one, whatever others of its name are there
-            library.prune(subject.name, keep, also=[base] if base else [])
+            library.prune(subject.name, keep, also=[former.number] if former is not None else [])
         except ShardyardError as error:  # the checkpoint counts all the same
             log.warning("old checkpoints of job %r were not deleted: %s", subject.name, error.what)
-        return Taken(draft.number, step, max(0, int(created.timestamp())))
+        return Taken(draft.number, step, max(0, int(created.timestamp())), remembered)
 
     def restore(
         self,
@@ -296,6 +345,7 @@ def _origin_of(manifest: Manifest, url: str) -> Origin:
         Token(token if isinstance(token, int) else 0),
         manifest.token_floor,
         max(0, int(datetime.datetime.fromisoformat(manifest.created).timestamp())),
+        manifest.feedback,
     )
     feeds = StepLedger(logical_ranks=1) if manifest.mode is UpdateMode.SYNC else new_data_ledger()
     try:
@@ -305,6 +355,27 @@ def _origin_of(manifest: Manifest, url: str) -> Origin:
     except DamagedRecord as error:
         raise CheckpointDamaged(f"checkpoint {manifest.number} of job {manifest.job_name!r}: {error}") from error
     return origin
+
+
+def _found(library: CheckpointLibrary, subject: Subject, collecting: Collecting) -> tuple[FeedbackFile, ...]:
+    """The files that workers have written, as far as they are on the storage: a worker on another machine may have
+    written to a folder of its own. Raises StorageUnavailable."""
+    number, found = collecting.wanted.number, []
+    for worker in sorted(collecting.workers):
+        written, name = collecting.files.get(worker), worker_name(worker)
+        if written is not None:
+            file = FileRef(feedback_path(number, name), written)
+            if library.has_file(subject.name, file):
+                found.append(FeedbackFile(name, file))
+                continue
+            why = f"{library.storage.locate(subject.name)}/{file.path} is not there, in its length"
+        elif collecting.stages.get(worker) is Stage.ENDED and worker not in collecting.failures:
+            continue
+        else:
+            why = collecting.failures.get(worker, "it was not written in time")
+        what = f"checkpoint {number} of job {subject.name!r} lacks what worker {worker} has not sent yet"
+        log.warning("%s: %s", what, why)
+    return tuple(found)
 
 
 def _entry(

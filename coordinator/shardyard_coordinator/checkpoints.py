@@ -7,16 +7,27 @@ only grow, over restarts too, so that no file is written twice; the data ledger 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from shardyard.checkpoints.manifest import FeedbackFile, FileRef
+from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import NotReady, ShardyardError
 from shardyard.ground.types import Durability, Incarnation, JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
-from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
+from shardyard_coordinator.records import (
+    Body,
+    DamagedRecord,
+    Entry,
+    checked_items,
+    checked_number,
+    checked_text,
+    require,
+)
 
 RETRY_MS: Final = 1_000
+_FILE_FIELDS: Final = 4
 FAILURES_IN_DOUBT: Final = 3
 """Tries in which servers were not ready, after which a checkpoint may never come."""
 RETRY_MS_MAX: Final = 60_000
@@ -48,6 +59,8 @@ class Committed:
     """Where it is, if not where the book's are."""
     created_s: int = 0
     """When its manifest was written, in seconds since 1970: for people."""
+    feedback: tuple[FeedbackFile, ...] = ()
+    """What its workers' error feedback remembered."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +177,9 @@ class CheckpointBook:
         self._failures += 1
         return True
 
-    def commit(self, number: int, step: int, written_as: int, created_s: int) -> Entry | None:
+    def commit(
+        self, number: int, step: int, written_as: int, created_s: int = 0, feedback: tuple[FeedbackFile, ...] = ()
+    ) -> Entry | None:
         """The manifest of the checkpoint that was begun under this number is written, as number `written_as`, since
         other runs of the job's name may have left theirs. None for one that is not under way any more."""
         self._abandoned.discard(number)
@@ -174,7 +189,14 @@ class CheckpointBook:
         self._failures = 0
         self._number = max(self._number, written_as)
         self.committed = Committed(
-            written_as, step, draft.data_ledger, draft.number, draft.floor, draft.gone, created_s=created_s
+            written_as,
+            step,
+            draft.data_ledger,
+            draft.number,
+            draft.floor,
+            draft.gone,
+            created_s=created_s,
+            feedback=feedback,
         )
         return self._committed
 
@@ -198,6 +220,7 @@ class CheckpointBook:
             "url": self.committed.url,
             "created_s": self.committed.created_s,
             "gone": list(self.committed.gone),
+            "feedback": feedback_record(self.committed.feedback),
         }
 
     def entries(self) -> list[Entry]:
@@ -225,6 +248,7 @@ class CheckpointBook:
                 url=body.text("url"),
                 created_s=body.number("created_s"),
                 gone=tuple(Incarnation(each) for each in body.numbers("gone")),
+                feedback=feedback_of(body),
             )
         else:
             raise DamagedRecord("its kind is unknown to this release")
@@ -235,3 +259,18 @@ def url_of(settings: CheckpointSettings, default: str | None) -> str | None:
     if settings.url == NEVER:
         return None
     return default if settings.url == AUTO else settings.url
+
+
+def feedback_record(files: Sequence[FeedbackFile]) -> list[list[object]]:
+    return [[each.worker, each.file.path, each.file.written.nbytes, each.file.written.sha256] for each in files]
+
+
+def feedback_of(body: Body) -> tuple[FeedbackFile, ...]:
+    """The `feedback` of a record that `feedback_record` has made. Raises DamagedRecord."""
+    found = []
+    for each in body.items("feedback"):
+        worker, path, nbytes, sha256 = checked_items(each, "a worker's file", count=_FILE_FIELDS)
+        written = Written(checked_number(nbytes, "a file's length"), checked_text(sha256, "a file's digest"))
+        file = FileRef(checked_text(path, "a file's path"), written)
+        found.append(FeedbackFile(checked_text(worker, "a file's worker"), file))
+    return tuple(found)

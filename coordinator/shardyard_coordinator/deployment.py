@@ -76,6 +76,11 @@ class Deployment:
             return ()
         return tuple(Server(server, owned[0].address) for server, owned in self.map.by_server().items())
 
+    @property
+    def workers(self) -> tuple[Incarnation, ...]:
+        """The living ones whose model is the job's, the first one first."""
+        return tuple(self._registered)
+
     def check(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec) -> None:
         """Raises VariableConflict unless the registration is equal to the first one."""
         assert self.layout is not None

@@ -11,11 +11,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shardyard.checkpoints.convert import written_from_wire
 from shardyard.ground import limits
 from shardyard.ground.errors import MalformedPayload, TooLarge
 from shardyard.ground.types import (
+    Caller,
     DataLease,
     DataShardSource,
+    Generation,
     Incarnation,
     JobId,
     PartitionId,
@@ -36,6 +39,9 @@ from shardyard_coordinator.audit import Page
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
+from shardyard_coordinator.feedback import Said, Wanted
+from shardyard_coordinator.feedback import Stage as FeedbackStage
+from shardyard_coordinator.handovers import HandOver
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.recovery import Restored
@@ -52,6 +58,12 @@ _STATES: dict[JobState, wire.JobState] = {
     JobState.FINISHING: wire.JOB_STATE_FINISHING,
     JobState.FINISHED: wire.JOB_STATE_FINISHED,
     JobState.FAILED: wire.JOB_STATE_FAILED,
+}
+
+_FEEDBACK_STAGES: dict[wire.FeedbackStage, FeedbackStage] = {
+    wire.FEEDBACK_STAGE_READY: FeedbackStage.READY,
+    wire.FEEDBACK_STAGE_COPIED: FeedbackStage.COPIED,
+    wire.FEEDBACK_STAGE_ENDED: FeedbackStage.ENDED,
 }
 
 
@@ -182,6 +194,29 @@ def restore_asked(request: wire.RestoreCheckpointRequest) -> tuple[str, int, str
     return name, request.number, convert.text(request.url, "the URL of checkpoints")
 
 
+def feedback_reported(request: wire.ReportFeedbackRequest) -> tuple[Caller, Said]:
+    """What of a file is said before it is written is passed over."""
+    caller, stage = convert.caller_from_wire(request.caller), _FEEDBACK_STAGES.get(request.stage)
+    if stage is None:
+        raise MalformedPayload(f"a worker's file at stage {request.stage}; expected one that has a name")
+    if stage is not FeedbackStage.ENDED:
+        return caller, Said(stage)
+    failure = convert.text(request.failure, "why a worker's file was not written")
+    written = None
+    if request.length and not failure:
+        written = written_from_wire(request.length, request.sha256, "a worker's file")
+    return caller, Said(stage, written, failure)
+
+
+def feedback_read(request: wire.TakeUpFeedbackRequest) -> events.FeedbackRead:
+    return events.FeedbackRead(
+        convert.caller_from_wire(request.caller),
+        Generation(request.generation),
+        convert.text(request.worker, "a worker's name", NAME_CHARACTERS_MAX),
+        convert.text(request.failure, "why it could not be taken up"),
+    )
+
+
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
     if request.next > limits.SEQUENCE_MAX:
         raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
@@ -219,7 +254,8 @@ def register_reply(incarnation: Incarnation, term: Term, membership: MembershipS
     )
 
 
-def heartbeat_reply(standing: Standing, term: Term) -> wire.HeartbeatReply:
+def heartbeat_reply(standing: Standing, term: Term, wanted: Wanted | None = None) -> wire.HeartbeatReply:
+    """`wanted`: what the worker shall save."""
     return wire.HeartbeatReply(
         term=term,
         job_state=wire.JOB_STATE_UNSPECIFIED if standing.job_state is None else _STATES[standing.job_state],
@@ -231,6 +267,22 @@ def heartbeat_reply(standing: Standing, term: Term) -> wire.HeartbeatReply:
         fenced=standing.fenced,
         recovering=standing.recovering,
         initializer=standing.initializer,
+        save_feedback=None if wanted is None else wire.SaveFeedback(number=wanted.number, url=wanted.url),
+        feedback=map(_hand_over, standing.feedback),
+        gone_back=standing.gone_back,
+    )
+
+
+def _hand_over(handed: HandOver) -> wire.HandOver:
+    file = handed.file.file
+    return wire.HandOver(
+        generation=handed.generation,
+        worker=handed.file.worker,
+        own=handed.own,
+        url=handed.url,
+        path=file.path,
+        length=file.written.nbytes,
+        sha256=bytes.fromhex(file.written.sha256),
     )
 
 
@@ -251,6 +303,8 @@ def placed_reply(placed: Placed) -> wire.RegisterVariablesReply:
         layout=convert.layout_to_wire(placed.layout),
         map=convert.map_to_wire(placed.map),
         initializer=placed.initializer,
+        feedback=map(_hand_over, placed.feedback),
+        gone_back=placed.gone_back,
     )
 
 

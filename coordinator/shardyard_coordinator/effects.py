@@ -31,6 +31,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.checkpoints import Committed, Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
+from shardyard_coordinator.handovers import NEVER, HandOver
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Entry
@@ -151,7 +152,8 @@ class PassOver:
 @dataclass(frozen=True, slots=True)
 class TakeCheckpoint:
     """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any. With
-    logs, `oldest` is the oldest one that may be restored, and `logs` are the servers whose logs that needs."""
+    logs, `oldest` is the oldest one that may be restored, and `logs` are the servers whose logs that needs. `keepers`
+    are the workers with error feedback."""
 
     subject: Subject
     map: PartitionMap
@@ -161,6 +163,7 @@ class TakeCheckpoint:
     keep: int
     oldest: int = 0
     logs: frozenset[Incarnation] = frozenset()
+    keepers: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +226,8 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a heartbeat brings back. `job_state` is None for a member without a job."""
+    """What a heartbeat brings back. `job_state` is None for a member without a job. `feedback`: what the worker's error
+    feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole."""
 
     job_state: JobState | None = None
     failure: ShardyardError | None = None
@@ -234,6 +238,8 @@ class Standing:
     fenced: tuple[Incarnation, ...] = ()
     initializer: bool = False
     recovering: bool = False
+    feedback: tuple[HandOver, ...] = ()
+    gone_back: Generation = NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +254,14 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A job's variables lie so. `initializer`: the asking worker sends the first values."""
+    """A job's variables lie so. `initializer`: the asking worker sends the first values; `feedback`, `gone_back`: as in
+    Standing."""
 
     layout: JobLayout
     map: PartitionMap
     initializer: bool
+    feedback: tuple[HandOver, ...] = ()
+    gone_back: Generation = NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +286,13 @@ class Rebased:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedbackVerdict:
+    """Whether the worker takes up what it has read."""
+
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointStanding:
     """What became of a checkpoint that was asked for: `taken`, `failure`, or neither yet."""
 
@@ -298,6 +314,7 @@ Answer = (
     Done
     | RestorePlanned
     | CheckpointStanding
+    | FeedbackVerdict
     | Rebased
     | Registered
     | Standing

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     Caller,
@@ -151,6 +152,16 @@ class CheckpointAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedbackRead:
+    """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
+
+    caller: Caller
+    generation: Generation
+    worker: str
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreOrdered:
     """A person wants the jobs of that name to go on from a checkpoint, which was found to be whole."""
 
@@ -198,13 +209,14 @@ class OpeningFailed:
 @dataclass(frozen=True, slots=True)
 class CheckpointTaken:
     """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step. `created_s`: when, in
-    seconds since 1970, for people; 0: not told."""
+    seconds since 1970, for people, 0: not told; `feedback`: what workers' error feedback remembered then."""
 
     job: JobId
     draft: int
     number: int
     step: int
     created_s: int = 0
+    feedback: tuple[FeedbackFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +314,7 @@ Event = (
     | WatermarksRead
     | PassedOver
     | CheckpointAsked
+    | FeedbackRead
     | RestoreOrdered
     | RestoreCancelled
     | PartitionsCreated

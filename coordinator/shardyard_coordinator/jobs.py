@@ -43,6 +43,7 @@ from shardyard_coordinator.effects import (
     Done,
     DropJob,
     Effect,
+    FeedbackVerdict,
     FenceOnServers,
     JobState,
     LeaseClosed,
@@ -57,7 +58,15 @@ from shardyard_coordinator.effects import (
     Tell,
     records_of,
 )
-from shardyard_coordinator.events import BatchBegun, CheckpointTaken, LeaseReturned, RebaseAsked, WatermarksRead
+from shardyard_coordinator.events import (
+    BatchBegun,
+    CheckpointTaken,
+    FeedbackRead,
+    LeaseReturned,
+    RebaseAsked,
+    WatermarksRead,
+)
+from shardyard_coordinator.handovers import HandOver, HandOvers
 from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
@@ -109,6 +118,7 @@ class Job:
         self.suspects = Suspects(settings.data.poison_deaths)
         self.residuals = LostResiduals()
         self.departed = Departed() if self._goes_back_in_part else None
+        self.handovers = HandOvers()
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
@@ -286,7 +296,7 @@ class Job:
         return [
             *self._rank_records(given),
             *self.deployment.reopen(now_ms),
-            *self.keeping.tick(now_ms, self._step, servers, self._gone),
+            *self.keeping.tick(now_ms, self._step, servers, self._gone, holds=self._waits_to_hand_over),
         ]
 
     # ---- recovery and checkpoints
@@ -294,11 +304,43 @@ class Job:
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
         if self.state.ended:
             return []
-        attempt, is_first = self.keeping.recovery.attempt, self.keeping.origin is not None
+        attempt, is_same_run = self.keeping.recovery.attempt, self.keeping.origin is None
+        committed = self.keeping.goes_back_with(generation)
         effects = self.keeping.end_recovery(generation, now_ms)
-        if effects and attempt is not None and self.departed is not None and not is_first:
+        if effects and attempt is not None and self.departed is not None and is_same_run:
             self.departed.restored(attempt.partitions)
+        if committed is not None:
+            effects += self._go_back_with(committed, generation, is_same_run=is_same_run)
         return [*effects, *self._begin_running()]
+
+    def _go_back_with(self, committed: Committed, generation: Generation, *, is_same_run: bool) -> list[Effect]:
+        """All partitions are as the checkpoint has them, and so shall be what workers have not sent."""
+        if not committed.feedback and not self.keeping.keeps_feedback:
+            return []
+        record = self.handovers.go_back(committed, committed.url, generation, is_same_run=is_same_run)
+        told = f"{self.title}: what {len(committed.feedback)} workers had not sent at checkpoint {committed.number}"
+        tell = [Tell(f"{told} is handed over")] if committed.feedback else []
+        return [*self._records([record]), *tell]
+
+    def handed_to(self, worker: Incarnation) -> tuple[HandOver, ...]:
+        """What the worker's error feedback shall take up."""
+        return self.handovers.told_to(worker, self.workers, self.deployment.workers)
+
+    def take_feedback(self, read: FeedbackRead) -> list[Effect]:
+        worker, lost = read.caller.incarnation, bool(read.failure)
+        taken, record = self.handovers.take(worker, self.workers, read.generation, read.worker, lost=lost)
+        effects: list[Effect] = [] if record is None else self._records([record])
+        if record is not None and lost:
+            self.residuals.add_unknown()
+            what = f"what worker {read.worker} had not sent is lost: worker {worker} could not take it up"
+            effects.append(Tell(f"{self.title}: {what}: {read.failure}", warning=True))
+        return [*effects, Reply(FeedbackVerdict(taken))]
+
+    @property
+    def _waits_to_hand_over(self) -> bool:
+        """Whether there is something to be taken up, and nobody to do so yet: nobody trains either, and a checkpoint
+        would lack it."""
+        return bool(self.handovers.due) and not self.deployment.workers
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
         if self.state.ended:
@@ -385,7 +427,9 @@ class Job:
         effects += self.deployment.create()
         effects += self._records(self.deployment.admit(worker))
         if self.deployment.stage is not Stage.CREATING:
-            effects.append(Reply(self.deployment.placed(worker)))
+            placed = self.deployment.placed(worker)
+            handed = replace(placed, feedback=self.handed_to(worker), gone_back=self.handovers.generation)
+            effects.append(Reply(handed))
         return effects
 
     def commit_variables(self, worker: Incarnation) -> list[Effect]:
@@ -627,6 +671,8 @@ class Job:
             workers=len(self.workers),
             initializer=self.deployment.initializer == worker and self.deployment.stage is Stage.CREATED,
             recovering=self.keeping.recovery.needed,
+            feedback=self.handed_to(worker),
+            gone_back=self.handovers.generation,
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
@@ -672,6 +718,7 @@ class Job:
             *self.suspects.entries(),
             *self.residuals.entries(),
             *([] if self.departed is None else self.departed.entries()),
+            *self.handovers.entries(),
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
@@ -705,6 +752,9 @@ class Job:
                 require(self.departed is not None, "workers that are gone, of a job that does not go back in part")
                 assert self.departed is not None
                 self.departed.restore(body)
+            case "feedback_due" | "feedback_taken":
+                if self.handovers.restore(kind, body):
+                    self.residuals.add_unknown()
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -927,6 +977,8 @@ class Job:
     def _end(self, state: JobState, gone: Incarnation | None = None) -> list[Effect]:
         self.state = state
         said = f"{self.title} has ended: {self.failure.what}" if self.failure else f"{self.title} is finished"
+        if self.handovers.due:
+            said += f"; nobody has taken up what workers {', '.join(self.handovers.due[:8])} had not sent"
         drops = [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation != gone]
         return [*self._records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
 

@@ -84,6 +84,10 @@ class LostResiduals:
             self.count += 1
             self.norm = min(math.hypot(self.norm, norm), sys.float_info.max)
 
+    def add_unknown(self) -> None:
+        """One whose norm nobody knows."""
+        self.count += 1
+
     # ---- records
 
     def entries(self) -> list[Entry]:

@@ -142,6 +142,8 @@ class Machine:
             case events.CheckpointAsked(asker, job_name, ticket):
                 asked = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return asked.ask_checkpoint(ticket)
+            case events.FeedbackRead(caller):
+                return self._require_job(caller).take_feedback(event)
             case events.RestoreOrdered(origin):
                 return self._order_restore(origin, now_ms)
             case events.RestoreCancelled(job_name):

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ConfigurationError
 from shardyard.ground.types import JobId, JobLayout, Token, UpdateMode
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import layouts
+from shardyard_coordinator.checkpoints import feedback_of, feedback_record
 from shardyard_coordinator.records import Body, Entry, require
 
 
@@ -35,6 +37,7 @@ class Origin:
     token: Token
     floor: Token
     created_s: int
+    feedback: tuple[FeedbackFile, ...] = ()
 
     def __str__(self) -> str:
         return f"checkpoint {self.number} of step {self.step:,}"
@@ -77,6 +80,7 @@ class Origin:
             "token": self.token,
             "floor": self.floor,
             "created_s": self.created_s,
+            "feedback": feedback_record(self.feedback),
         }
 
 
@@ -98,4 +102,5 @@ def of_record(body: Body) -> Origin:
         Token(body.number("token")),
         Token(body.number("floor")),
         body.number("created_s"),
+        feedback_of(body),
     )

@@ -9,6 +9,7 @@ begun while partitions are lost. Must not know: workers, how a job's life goes o
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
@@ -76,11 +77,22 @@ class Safekeeping:
         """With what the job is to begin; None once it has, or if it begins with first values."""
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
 
-    def tick(self, now_ms: int, step: int, servers: Sequence[Server], gone: tuple[Incarnation, ...]) -> list[Effect]:
-        """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more."""
+    def tick(
+        self,
+        now_ms: int,
+        step: int,
+        servers: Sequence[Server],
+        gone: tuple[Incarnation, ...],
+        *,
+        holds: bool = False,
+    ) -> list[Effect]:
+        """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more;
+        `holds`: no checkpoint is begun now."""
         if self.origin is not None and self._deployment.stage is Stage.EMPTY and servers:
             return self._begin_with(self.origin, servers, now_ms)
-        return self._recover(servers, now_ms) if self.recovery.needed else self._begin_checkpoint(now_ms, step, gone)
+        if self.recovery.needed:
+            return self._recover(servers, now_ms)
+        return [] if holds else self._begin_checkpoint(now_ms, step, gone)
 
     # ---- beginning with a checkpoint, or going back to one that was chosen
 
@@ -177,6 +189,18 @@ class Safekeeping:
             what = "its log is read from"
         told = f"{self._title}: server {server.incarnation} {how}; {what} checkpoint {committed.number}"
         return [*self._records(record), Tell(f"{told} of step {committed.step:,}", warning=True)]
+
+    def goes_back_with(self, generation: Generation) -> Committed | None:
+        """The checkpoint to which all partitions go back with the attempt of that generation, and its URL; None where
+        some do not, or where logs have what came after it."""
+        attempt, layout = self.recovery.attempt, self._deployment.layout
+        if attempt is None or attempt.map.generation != generation or layout is None:
+            return None
+        if len(attempt.partitions) < len(layout.partitions) or (self.trails is not None and self.origin is None):
+            return None
+        committed, url = self.book.committed, self.book.url
+        assert committed is not None
+        return replace(committed, url=committed.url or url or "")
 
     def end_recovery(self, generation: Generation, now_ms: int) -> list[Effect]:
         """All partitions have servers again: the map is the job's."""
@@ -277,7 +301,7 @@ class Safekeeping:
     # ---- checkpoints
 
     def end_checkpoint(self, taken: CheckpointTaken) -> list[Effect]:
-        record = self.book.commit(taken.draft, taken.step, taken.number, taken.created_s)
+        record = self.book.commit(taken.draft, taken.step, taken.number, taken.created_s, taken.feedback)
         if record is None:
             return []
         if self.trails is not None:
@@ -377,8 +401,15 @@ class Safekeeping:
                 keep,
                 0 if self.trails is None else self.trails.oldest,
                 frozenset() if self.trails is None else self.trails.needed,
+                self._deployment.workers if self.keeps_feedback else (),
             ),
         ]
+
+    @property
+    def keeps_feedback(self) -> bool:
+        """Whether workers of the job remember what they have not sent."""
+        layout = self._deployment.layout
+        return layout is not None and self._settings.compression.push_rules.keep_feedback(layout.variables)
 
     @property
     def _subject(self) -> Subject:
@@ -450,6 +481,7 @@ def _committed(origin: Origin) -> Committed:
         floor=origin.floor,
         url=origin.url,
         created_s=origin.created_s,
+        feedback=origin.feedback,
     )
 
 

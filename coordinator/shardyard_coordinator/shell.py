@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 from shardyard.ground.errors import ConfigurationError, Internal, NotReady, ShardyardError
 from shardyard.ground.limits import PROTOCOL
 from shardyard.ground.ports import Clock
-from shardyard.ground.types import DataLease, JobId, LeasedSource, PartitionMap, SourceKey
+from shardyard.ground.types import DataLease, Incarnation, JobId, LeasedSource, PartitionMap, SourceKey
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Context, Network, Service
@@ -30,6 +30,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, standing
 from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
+from shardyard_coordinator.feedback import FeedbackCollections
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.placement import Server
@@ -78,7 +79,8 @@ class Coordinator:
         self._tell_what_is_there()
         self._vigil = Vigil(logger=log)
         self._servers = Servers(network, journal.term, self._vigil)
-        self._archive = Archive(self._servers)
+        self._feedback = FeedbackCollections(self._workers_of, self._vigil)
+        self._archive = Archive(self._servers, feedback=self._feedback, heartbeat_ms=membership.heartbeat_ms)
         self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
@@ -100,6 +102,7 @@ class Coordinator:
         """Waits for its threads. Requests that still come are answered with NotReady."""
         with self._lock:
             self._stop.set()
+        self._feedback.close()
         with self._vigil.over(lambda: "calls to servers to end, before the coordinator does"):
             if self._ticker.is_alive():
                 self._ticker.join()
@@ -128,6 +131,8 @@ class Coordinator:
         service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
+        service.on(methods.REPORT_FEEDBACK, self._report_feedback)
+        service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
         service.on(methods.RESTORE_CHECKPOINT, self._restore_checkpoint)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
@@ -141,8 +146,10 @@ class Coordinator:
         return door.register_reply(answer.incarnation, self._journal.term, self._membership)
 
     def _heartbeat(self, request: wire.HeartbeatRequest, _: Context) -> wire.HeartbeatReply:
-        answer = self._ask(door.heartbeat(request), effects.Standing)
-        return door.heartbeat_reply(answer, self._journal.term)
+        event = door.heartbeat(request)
+        answer = self._ask(event, effects.Standing)
+        wanted = self._feedback.wanted(JobId(request.caller.job), event.incarnation)
+        return door.heartbeat_reply(answer, self._journal.term, wanted)
 
     def _leave(self, request: wire.LeaveRequest, _: Context) -> wire.LeaveReply:
         self._ask(door.left(request), effects.Done)
@@ -194,6 +201,15 @@ class Coordinator:
 
     def _take_checkpoint(self, request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
         return door.checkpoint_reply(self._ask(door.checkpoint_asked(request), effects.CheckpointStanding))
+
+    def _report_feedback(self, request: wire.ReportFeedbackRequest, _: Context) -> wire.ReportFeedbackReply:
+        caller, said = door.feedback_reported(request)
+        copy = self._feedback.report(caller.job, caller.incarnation, request.number, said)
+        return wire.ReportFeedbackReply(copy=copy)
+
+    def _take_up_feedback(self, request: wire.TakeUpFeedbackRequest, _: Context) -> wire.TakeUpFeedbackReply:
+        answer = self._ask(door.feedback_read(request), effects.FeedbackVerdict)
+        return wire.TakeUpFeedbackReply(taken=answer.taken)
 
     def _restore_checkpoint(self, request: wire.RestoreCheckpointRequest, _: Context) -> wire.RestoreCheckpointReply:
         """What is on the storage is looked at here: the machine knows of none."""
@@ -378,6 +394,10 @@ class Coordinator:
             for job in dict.fromkeys(effect.job for effect in openings):
                 self._later(self._open, [effect for effect in openings if effect.job == job])
 
+    def _workers_of(self, job: JobId) -> frozenset[Incarnation]:
+        with self._lock:
+            return frozenset(worker for each in self._machine.jobs if each.id == job for worker in each.workers)
+
     # ---- calls to servers; never under the lock
 
     def _create(self, wanted: Sequence[effects.CreatePartitions]) -> None:
@@ -454,11 +474,14 @@ class Coordinator:
                     keep=wanted.keep,
                     oldest=wanted.oldest,
                     logs=wanted.logs,
+                    keepers=wanted.keepers,
                 )
         except ShardyardError as error:
             failure = error
         else:
-            self._handle(events.CheckpointTaken(job, draft.number, taken.number, taken.step, taken.created_s))
+            self._handle(
+                events.CheckpointTaken(job, draft.number, taken.number, taken.step, taken.created_s, taken.feedback)
+            )
             return
         finally:
             # nothing happens where it was taken

@@ -19,12 +19,15 @@ from typing import Final
 
 import numpy as np
 
+from shardyard.checkpoints import feedback_file, partition_file, tensors
 from shardyard.checkpoints import manifest as manifests
-from shardyard.checkpoints import partition_file, tensors
+from shardyard.checkpoints.feedback_file import State
 from shardyard.checkpoints.manifest import (
     MANIFEST_BYTES_MAX,
+    FeedbackFile,
     FileRef,
     Manifest,
+    feedback_path,
     folder_name,
     partition_path,
 )
@@ -32,7 +35,7 @@ from shardyard.checkpoints.partition_file import BlockSource, PartitionHead, Par
 from shardyard.checkpoints.storage import TEMPORARY_SUFFIX, Buffer, Storage
 from shardyard.checkpoints.tensors import Array, Contents
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
-from shardyard.ground.types import PartitionId, VariableSpec, Version
+from shardyard.ground.types import JobLayout, PartitionId, VariableSpec, Version
 
 KEPT_MIN: Final = 2
 """Rule A8."""
@@ -133,6 +136,19 @@ class CheckpointLibrary:
         """The same of a state that is in memory."""
         return self._write(job, partition_path(number, state.partition), partition_file.state_pieces(state))
 
+    def write_feedback(self, job: str, number: int, worker: str, state: State) -> FeedbackFile:
+        """Writes what a worker's error feedback remembers, as `Feedback.state_dict` gives it, for the checkpoint that
+        is being taken. Raises TooLarge."""
+        path = feedback_path(number, worker)
+        return FeedbackFile(worker, self._write(job, path, feedback_file.pieces(worker, state)))
+
+    def has_file(self, job: str, file: FileRef) -> bool:
+        """Whether a file that somebody says to have written is there, in its length."""
+        try:
+            return self.storage.size(f"{_folder(job)}/{file.path}") == file.written.nbytes
+        except CheckpointNotFound:
+            return False
+
     def commit(self, manifest: Manifest) -> None:
         """From here on the checkpoint is there. It is the newest: its number is above those that are.
 
@@ -211,6 +227,14 @@ class CheckpointLibrary:
         blocks = sorted((block for state in states for block in state.blocks), key=lambda block: block.index)
         return PartitionState(partition, entry.version, tuple(blocks), states[0].marks, states[0].floor)
 
+    def load_feedback(self, job: str, file: FeedbackFile, layout: JobLayout) -> State:
+        """What a worker's error feedback remembered, every byte of it checked. `layout`: of the job's checkpoint.
+
+        Raises CheckpointDamaged, CheckpointNotFound.
+        """
+        path = f"{_folder(job)}/{file.file.path}"
+        return feedback_file.read(self.storage, path, file.file.written, layout, file.worker)
+
     def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
         """Each variable whole, parameters and buffers, in the order in which they were registered.
 
@@ -251,7 +275,7 @@ class CheckpointLibrary:
         for feedback in manifest.feedback:
             key = _Checked(feedback.file)
             if key not in checked:
-                checked[key] = self._verify_feedback(manifest.job_name, feedback.file)
+                checked[key] = self._verify_feedback(manifest, feedback)
             what = checked[key]
             if what is not None:
                 yield Finding(manifest.number, feedback.file.path, what)
@@ -267,9 +291,10 @@ class CheckpointLibrary:
             return error.what
         return None
 
-    def _verify_feedback(self, job: str, file: FileRef) -> str | None:
+    def _verify_feedback(self, manifest: Manifest, feedback: FeedbackFile) -> str | None:
+        path = f"{_folder(manifest.job_name)}/{feedback.file.path}"
         try:
-            tensors.read_file(self.storage, f"{_folder(job)}/{file.path}", file.written, lambda _: False)
+            feedback_file.check(self.storage, path, feedback.file.written, manifest.layout, feedback.worker)
         except (CheckpointDamaged, CheckpointNotFound) as error:
             return error.what
         return None

@@ -64,7 +64,12 @@ def partition_path(number: int, partition: PartitionId, server: Incarnation = NO
     return f"{folder_name(number)}/partition-{partition:04d}-{int(server):x}.safetensors"
 
 
+def worker_name(worker: Incarnation) -> str:
+    return f"{int(worker):x}"
+
+
 def feedback_path(number: int, worker: str) -> str:
+    """Of a worker's file in checkpoint `number`, from the job's folder; `worker`: as `worker_name` has it."""
     return f"{folder_name(number)}/worker-{worker}.safetensors"
 
 

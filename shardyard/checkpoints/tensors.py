@@ -144,13 +144,18 @@ def read_tensor(storage: Storage, path: str, tensor: Tensor) -> Array:
 
 
 def read_file(
-    storage: Storage, path: str, expected: Written, wanted: Callable[[str], bool]
+    storage: Storage,
+    path: str,
+    expected: Written,
+    wanted: Callable[[str], bool],
+    check: Callable[[Contents], None] = lambda _: None,
 ) -> tuple[Contents, dict[str, Array]]:
     """The header and the wanted arrays, in one pass over the file, whose every byte is held against its digest. Memory
-    is asked for the wanted arrays alone, and only when the file's length and header have been found right.
+    is asked for the wanted arrays alone, and only when the file's length and header have been found right, also by
+    `check`.
 
-    Raises CheckpointDamaged for a length, digest or header that is not as expected, CheckpointNotFound,
-    StorageUnavailable.
+    Raises what `check` raises, CheckpointDamaged for a length, digest or header that is not as expected,
+    CheckpointNotFound, StorageUnavailable.
     """
     size = storage.size(path)
     if size != expected.nbytes:
@@ -160,6 +165,7 @@ def read_file(
         contents = _read_contents(storage, path, size, tally)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"{error.what}, and no file that was committed has such a header") from error
+    check(contents)
     found: dict[str, Array] = {}
     for tensor in contents.tensors.values():
         if wanted(tensor.name):

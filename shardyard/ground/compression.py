@@ -52,6 +52,12 @@ ZSTD_KINDS: Final = ("bf16", "int8", "qsgd", "delta")
 """Codecs after which zstd pays; for the others the figures are in docs/compression.md."""
 TOPK_VALUES: Final = ("fp32", "fp16", "int8")
 
+PUSHES: Final = "pushes"
+RESIDUAL: Final = "residual"
+MOMENTUM: Final = "momentum"
+FACTOR: Final = "factor"
+"""How the parts of what error feedback remembers are named, in workers and in checkpoints."""
+
 _NO_ZSTD: Final = {
     "none": "float32 gradients shrink by 6%, at 45 ms of CPU for 16 MiB (int8+zstd: by 85%, at 10 ms)",
     "fp16": "halves shrink by 6% (bf16: by 19%)",
@@ -224,6 +230,10 @@ class Rules:
             if fnmatch.fnmatchcase(variable.name, rule.pattern):
                 return rule.codec
         return NONE
+
+    def keep_feedback(self, variables: Iterable[VariableSpec]) -> bool:
+        """Whether any of the variables is coded with error feedback."""
+        return any(self.codec_for(variable).has_feedback for variable in variables)
 
     def __str__(self) -> str:
         return " ".join((f"{_WHOLE}{self.whole_elements_max}", *(str(rule) for rule in self.rules)))

@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 from mutations import mutate, mutate_json
 
-from shardyard.checkpoints import manifest, partition_file
-from shardyard.checkpoints.convert import entry_from_wire, file_from_wire
+from shardyard.checkpoints import feedback_file, manifest, partition_file
+from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
 from shardyard.checkpoints.storage import LocalStorage, Written
@@ -139,6 +139,7 @@ def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
         ),
         (server.RestoredPartition, [restored], entry_from_wire),
         (server.CheckpointFile, list(restored.files), file_from_wire),
+        (coordinator.HandOver, [_handed()], handed_from_wire),
         (
             coordinator.LeaseDataReply,
             [coordinator.LeaseDataReply.FromString(golden["LeaseDataReply.lease"])],
@@ -281,6 +282,38 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         lambda header: read(len(header).to_bytes(8, "little") + header + state[head:]),
         _change_json,
     )
+    yield from _feedback_files(storage, folder)
+
+
+def _feedback_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
+    spec = LAYOUT.variables[0]
+    remembered = {
+        "pushes": np.array(3, np.int64),
+        f"residual.{spec.name}": np.zeros(spec.elements, spec.dtype.value),
+        f"factor.{spec.name}@0": np.zeros((2, 1), np.float32),
+    }
+    storage.write("worker", feedback_file.pieces("7", remembered))
+    state = (folder / "worker").read_bytes()
+    head = 8 + int.from_bytes(state[:8], "little")
+
+    def read(data: bytes) -> object:
+        (folder / "worker").write_bytes(data)
+        expected = Written(len(data), hashlib.sha256(data).hexdigest())
+        return feedback_file.read(storage, "worker", expected, LAYOUT, "7")
+
+    assert read(state)
+    yield Decoder("worker's file", (state,), read)
+    yield Decoder(
+        "header of a worker's file",
+        (state[8:head],),
+        lambda header: read(len(header).to_bytes(8, "little") + header + state[head:]),
+        _change_json,
+    )
+
+
+def _handed() -> coordinator.HandOver:
+    path = manifest.feedback_path(7, "100000005")
+    return coordinator.HandOver(generation=2, worker="100000005", url="u", path=path, length=9, sha256=bytes(32))
 
 
 def _journals(folder: Path) -> Iterator[Decoder]:

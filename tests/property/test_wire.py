@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardyard.checkpoints.convert import handed_from_wire
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.types import (
@@ -486,6 +487,7 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (server.PushReply, lambda message: convert.results_from_wire(message, (PartitionId(0), PartitionId(1)))),
     (server.SharedMemory, convert.ticket_from_wire),
     (coordinator.DataLease, convert.data_lease_from_wire),
+    (coordinator.HandOver, handed_from_wire),
 ]
 
 

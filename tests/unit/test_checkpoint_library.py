@@ -15,7 +15,7 @@ import pytest
 from shardyard.checkpoints import manifest as manifests
 from shardyard.checkpoints import partition_file, tensors
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, Variables
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, Manifest, PartitionEntry, PartitionFile, feedback_path
+from shardyard.checkpoints.manifest import FeedbackFile, FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.checkpoints.storage import LocalStorage, Storage, open_storage
 from shardyard.ground import failpoints
@@ -57,6 +57,12 @@ LAYOUT = plan(
     partitions=3,
     block_bytes=64,
 )
+REMEMBERED = {
+    "pushes": np.array(41, np.int64),
+    "residual.layer.weight": np.arange(161, dtype=np.float32),
+    "momentum.layer.weight": np.arange(161, 0, -1).astype(np.float32),
+    "factor.layer.weight@0": np.ones((2, 7), np.float32),
+}
 MARKS = (
     SourceMark(SourceKey(DataShardSource(0, 1, 2)), Token(7), 3),
     SourceMark(SourceKey(RankSource(Rank(3)), 1), Token(9), 0),
@@ -109,11 +115,7 @@ def write_whole(library: CheckpointLibrary, number: int, *, feedback: bool = Fal
         entries.append(PartitionEntry(part.partition, held.version, (taken,)))
     remembered: tuple[FeedbackFile, ...] = ()
     if feedback:
-        residual = np.arange(9, dtype=np.float32)
-        source = tensors.TensorSource("w/0", DType.FLOAT32, (9,), lambda: tensors.bytes_of(residual))
-        path = feedback_path(number, "w-1")
-        written = library.storage.write(f"{JOB}/{path}", tensors.pieces({}, [source]))
-        remembered = (FeedbackFile("w-1", FileRef(path, written)),)
+        remembered = (library.write_feedback(JOB, number, "w-1", REMEMBERED),)
     manifest = manifest_of(number, entries, remembered)
     library.commit(manifest)
     return manifest
@@ -542,3 +544,95 @@ def test_partition_file_that_is_not_of_its_partition_is_found(library: Checkpoin
     (finding,) = library.verify(JOB)
     assert (finding.number, finding.path) == (2, file.path)
     assert "is of partition 1; expected partition 0" in finding.what
+
+
+# ---- what workers' error feedback remembers
+
+
+def saved(library: CheckpointLibrary, number: int = 1, **changes: np.ndarray) -> FeedbackFile:
+    return library.write_feedback(JOB, number, "w-1", REMEMBERED | changes)
+
+
+def test_what_a_worker_remembers_comes_back_as_it_was(library: CheckpointLibrary) -> None:
+    manifest = write_whole(library, 1, feedback=True)
+    found = library.load_feedback(JOB, manifest.feedback[0], LAYOUT)
+    assert found.keys() == REMEMBERED.keys()
+    for name, values in REMEMBERED.items():
+        assert found[name].dtype == values.dtype
+        assert np.array_equal(found[name], values)
+    assert library.has_file(JOB, manifest.feedback[0].file)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("residual.layer.weight", np.zeros((23, 7), np.float32)),
+        ("residual.layer.weight", np.zeros(161)),
+        ("residual.layer.weight", np.zeros(160, np.float32)),
+        ("residual.other", np.zeros(161, np.float32)),
+        ("residual.norm.mask", np.zeros(5, bool)),
+        ("values.layer.weight", np.zeros(161, np.float32)),
+        ("factor.layer.weight@0", np.zeros((65, 7), np.float32)),
+        ("factor.layer.weight@0", np.zeros((2, 17), np.float32)),
+        ("factor.layer.weight@0", np.zeros((2, 7))),
+        ("factor.layer.weight@0", np.zeros(7, np.float32)),
+        ("factor.layer.weight@1", np.ones((2, 7), np.float32)),
+        ("factor.layer.weight@-1", np.ones((2, 7), np.float32)),
+        ("factor.layer.weight", np.ones((2, 7), np.float32)),
+        ("pushes", np.zeros(1, np.int64)),
+        ("pushes", np.array(3, np.int32)),
+    ],
+)
+def test_what_no_variable_of_the_job_can_have_is_found_before_memory_is_asked_for(
+    folder: CheckpointLibrary, monkeypatch: pytest.MonkeyPatch, name: str, values: np.ndarray
+) -> None:
+    file = saved(folder, **{name: values})
+    monkeypatch.setattr(tensors.Tensor, "of", lambda *_: pytest.fail("an array was read"))
+    with pytest.raises(CheckpointDamaged, match="which no variable of the job can have"):
+        folder.load_feedback(JOB, file, LAYOUT)
+
+
+def test_another_workers_file_and_another_format_are_found(folder: CheckpointLibrary) -> None:
+    file = saved(folder)
+    with pytest.raises(CheckpointDamaged, match="is of worker 'w-1'; expected 'w-2'"):
+        folder.load_feedback(JOB, FeedbackFile("w-2", file.file), LAYOUT)
+    held = folder.write_state(JOB, 1, state(LAYOUT, 0, seed=1, number=1))
+    with pytest.raises(CheckpointDamaged, match="expected 'shardyard-feedback'"):
+        folder.load_feedback(JOB, FeedbackFile("w-1", held), LAYOUT)
+
+
+def test_damage_of_what_a_worker_remembers_is_found_and_named(folder: CheckpointLibrary, tmp_path: Path) -> None:
+    manifest = write_whole(folder, 1, feedback=True)
+    (remembered,) = manifest.feedback
+    path = tmp_path / JOB / remembered.file.path
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointDamaged, match="SHA-256"):
+        folder.load_feedback(JOB, remembered, LAYOUT)
+    assert [finding.path for finding in folder.verify(JOB)] == [remembered.file.path]
+    path.write_bytes(whole[:-4])
+    with pytest.raises(CheckpointDamaged, match="bytes; expected"):
+        folder.load_feedback(JOB, remembered, LAYOUT)
+    assert not folder.has_file(JOB, remembered.file)
+    path.unlink()
+    with pytest.raises(CheckpointNotFound):
+        folder.load_feedback(JOB, remembered, LAYOUT)
+    assert not folder.has_file(JOB, remembered.file)
+
+
+def test_prune_deletes_what_workers_remembered_and_what_came_too_late(library: CheckpointLibrary) -> None:
+    for number in (1, 2, 3):
+        write_whole(library, number, feedback=True)
+    saved(library, 4)  # of one that is given up
+    write_whole(library, 5, feedback=True)
+    library.write_feedback(JOB, 3, "w-2", REMEMBERED)  # committed without it
+    assert library.prune(JOB, 2).checkpoints == (1, 2)
+    for number in (1, 2, 4):
+        assert library.storage.list_files(f"{JOB}/{manifests.folder_name(number)}") == {}
+    names = library.storage.list_files(f"{JOB}/{manifests.folder_name(3)}")
+    assert "worker-w-1.safetensors" in names
+    assert "worker-w-2.safetensors" not in names
+    assert library.verify(JOB) == ()
+    library.write_feedback(JOB, 2, "w-1", REMEMBERED)  # its folder was gone already
+    library.prune(JOB, 2)
+    assert library.storage.list_files(f"{JOB}/{manifests.folder_name(2)}") == {}

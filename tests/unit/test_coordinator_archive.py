@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import datetime
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import CheckpointNotFound, NotReady, StorageUnavailable
+from shardyard.checkpoints.manifest import worker_name
+from shardyard.checkpoints.storage import Written, open_storage
+from shardyard.ground.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Block,
@@ -49,6 +52,7 @@ from shardyard_coordinator import archive as module
 from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
 from shardyard_coordinator.effects import Base
+from shardyard_coordinator.feedback import FeedbackCollections, Said, Stage, Wanted
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.servers import Servers
 from shardyard_ps_server.servicer import Servicer
@@ -64,6 +68,9 @@ LAYOUT = JobLayout(
     OptimizerSpec("adam", RATE),
     tuple(PartitionLayout(p, 128, (Block(2 * p, 0, 8, 0), Block(2 * p + 1, 0, 8, 64))) for p in PARTITIONS),
 )
+WORKERS = (Incarnation(11), Incarnation(12), Incarnation(13))
+HEARTBEAT_MS = 2_000
+READY, COPIED = Said(Stage.READY), Said(Stage.COPIED)
 FULL = StorageUnavailable("no space left")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
@@ -88,7 +95,9 @@ class Yard:
         self.lease()
         self.vigil = Vigil()
         self.servers = Servers(network, Term(5), self.vigil)
-        self.archive = Archive(self.servers, now=lambda: NOW)
+        self.living = set(WORKERS)
+        self.feedback = FeedbackCollections(lambda _: self.living, self.vigil)
+        self.archive = Archive(self.servers, feedback=self.feedback, heartbeat_ms=HEARTBEAT_MS, now=lambda: NOW)
         self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
 
     @staticmethod
@@ -129,10 +138,19 @@ class Yard:
             held.release()
         return dict(sorted(found.items()))
 
-    def take(self, folder: Path, number: int, *, step: int = 0, base: int = 0, keep: int = 3) -> int:
+    def take(
+        self,
+        folder: Path,
+        number: int,
+        *,
+        step: int = 0,
+        base: int = 0,
+        keep: int = 3,
+        keepers: Collection[Incarnation] = (),
+    ) -> int:
         """The step that was written. The number is the one that was asked for."""
         draft = Draft(number, step, {"feeds": number}, Token(1))
-        taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep)
+        taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep, keepers=keepers)
         assert taken.number == number
         return taken.step
 
@@ -271,6 +289,191 @@ def test_checkpoint_that_the_job_stands_on_is_kept_though_others_are_newer(yard:
     for number in (2, 3, 4):
         yard.take(tmp_path, number, base=1, keep=2)
     assert CheckpointLibrary(open_storage(str(tmp_path))).numbers("ads") == (1, 3, 4)
+
+
+# ---- with what workers remember
+
+
+class Worker:
+    """Does what it is told by heartbeats, in a thread of its own: `act` is given what is wanted."""
+
+    def __init__(self, yard: Yard, incarnation: Incarnation, act: Callable[[Worker, Wanted], None]) -> None:
+        self.yard, self.incarnation, self.act = yard, incarnation, act
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(0.002):
+            wanted = self.yard.feedback.wanted(JOB, self.incarnation)
+            if wanted is not None:
+                self.act(self, wanted)
+                return
+
+    def say(self, wanted: Wanted, said: Said) -> None:
+        self.yard.feedback.report(JOB, self.incarnation, wanted.number, said)
+
+    def write(self, wanted: Wanted) -> Written:
+        state = {"pushes": np.array(int(self.incarnation), np.int64)}
+        library = CheckpointLibrary(open_storage(wanted.url))
+        return library.write_feedback("ads", wanted.number, worker_name(self.incarnation), state).file.written
+
+    def await_turn(self, wanted: Wanted) -> None:
+        while not self.yard.feedback.report(JOB, self.incarnation, wanted.number, READY):
+            time.sleep(0.002)
+
+    def save(self, wanted: Wanted) -> None:
+        self.await_turn(wanted)
+        self.say(wanted, COPIED)
+        self.say(wanted, Said(Stage.ENDED, written=self.write(wanted)))
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@contextmanager
+def workers(yard: Yard, *acts: Callable[[Worker, Wanted], None]) -> Iterator[list[Worker]]:
+    started = [Worker(yard, each, act) for each, act in zip(WORKERS, acts, strict=False)]
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.end()
+
+
+def remembered(folder: Path, number: int) -> list[str]:
+    library = CheckpointLibrary(open_storage(str(folder)))
+    manifest = library.load("ads", number)
+    for file in manifest.feedback:
+        assert library.load_feedback("ads", file, LAYOUT)["pushes"] == int(file.worker, 16)
+    return [file.worker for file in manifest.feedback]
+
+
+def test_checkpoint_has_what_workers_remember_and_servers_cut_after_they_have_copied(
+    yard: Yard, tmp_path: Path
+) -> None:
+    def push_copy_push(worker: Worker, wanted: Wanted) -> None:
+        worker.await_turn(wanted)
+        yard.push(0)
+        worker.say(wanted, COPIED)
+        while len(list(tmp_path.rglob("partition-*.safetensors"))) < len(PARTITIONS):
+            time.sleep(0.002)
+        time.sleep(0.05)  # servers have ended, and this one has not
+        worker.say(wanted, Said(Stage.ENDED, written=worker.write(wanted)))
+
+    def remember_nothing(worker: Worker, wanted: Wanted) -> None:
+        worker.say(wanted, Said(Stage.ENDED))
+
+    with workers(yard, push_copy_push, Worker.save, remember_nothing):
+        assert yard.take(tmp_path, 1, keepers=WORKERS) == 0
+    assert remembered(tmp_path, 1) == ["b", "c"]
+    library = CheckpointLibrary(open_storage(str(tmp_path)))
+    manifest = library.load("ads", 1)
+    assert {entry.version.number for entry in manifest.partitions} == {1}, "the push before the copy is there"
+    assert yard.feedback.wanted(JOB, WORKERS[0]) is None
+
+
+def test_workers_copy_at_one_time_when_all_have_heard_of_it(yard: Yard, tmp_path: Path) -> None:
+    order: list[str] = []
+    late = threading.Event()
+
+    def soon(worker: Worker, wanted: Wanted) -> None:
+        assert not yard.feedback.report(JOB, worker.incarnation, wanted.number, READY)
+        order.append("heard")
+        late.set()
+        worker.await_turn(wanted)
+        order.append("copied")
+        worker.save(wanted)
+
+    def hear_late(worker: Worker, wanted: Wanted) -> None:
+        assert late.wait(10)
+        order.append("heard")
+        worker.save(wanted)
+
+    with workers(yard, soon, hear_late):
+        yard.take(tmp_path, 1, keepers=WORKERS[:2])
+    assert order == ["heard", "heard", "copied"]
+    assert remembered(tmp_path, 1) == ["b", "c"]
+
+
+def test_nobody_is_waited_for_who_leaves_meanwhile(yard: Yard, tmp_path: Path) -> None:
+    begun = time.monotonic()
+
+    def leave(worker: Worker, wanted: Wanted) -> None:
+        yard.living.discard(worker.incarnation)
+
+    def copy_and_leave(worker: Worker, wanted: Wanted) -> None:
+        worker.say(wanted, COPIED)
+        yard.living.discard(worker.incarnation)
+
+    def write_and_leave(worker: Worker, wanted: Wanted) -> None:
+        worker.save(wanted)
+        yard.living.discard(worker.incarnation)
+
+    with workers(yard, leave, copy_and_leave, write_and_leave):
+        yard.take(tmp_path, 1, keepers=WORKERS)
+    assert remembered(tmp_path, 1) == ["d"], "what is written is right, whoever is gone"
+    assert time.monotonic() - begun < HEARTBEAT_MS / 1000
+
+
+def test_checkpoint_goes_on_without_what_does_not_come_in_time(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "FEEDBACK_WAIT_MS", 50)
+    monkeypatch.setattr(module, "HEARTBEATS_TO_HEAR", 0.02)
+    monkeypatch.setattr(module, "COPY_WAIT_MS", 50)
+
+    def elsewhere(worker: Worker, wanted: Wanted) -> None:
+        worker.save(Wanted(wanted.number, str(tmp_path / "not the same")))
+
+    def other_length(worker: Worker, wanted: Wanted) -> None:
+        written = worker.write(wanted)
+        worker.say(wanted, Said(Stage.ENDED, written=Written(written.nbytes + 1, written.sha256)))
+
+    with workers(yard, elsewhere, other_length, lambda worker, wanted: worker.say(wanted, COPIED)):
+        yard.take(tmp_path, 1, keepers=WORKERS)
+    assert remembered(tmp_path, 1) == []
+    lacks = [each.getMessage() for each in caplog.records if "lacks what worker" in each.getMessage()]
+    assert [each.partition("worker ")[2].partition(" ")[0] for each in lacks] == ["11", "12", "13"]
+    assert "is not there, in its length" in lacks[0]
+    assert "it was not written in time" in lacks[2]
+    with workers(yard, lambda worker, wanted: worker.say(wanted, Said(Stage.ENDED, failure="the disk is full"))):
+        yard.take(tmp_path, 2, keepers=WORKERS[:1])
+    assert "the disk is full" in caplog.text
+
+
+def test_what_is_said_of_another_checkpoint_or_by_another_worker_or_twice_is_not_taken(yard: Yard) -> None:
+    collections, (one, other, third) = yard.feedback, WORKERS
+    first = Written(1, "ab" * 32)
+    with collections.open(JOB, Wanted(3, "here"), [one, other]) as collecting:
+        assert collections.wanted(JOB, one) == Wanted(3, "here")
+        assert collections.wanted(JOB, third) is None
+        assert collections.wanted(JobId(2), one) is None
+        with collections.open(JOB, Wanted(4, "here"), [one]):
+            assert collections.wanted(JOB, one) == Wanted(4, "here"), "the newest, where one was given up"
+        for job, worker, number in ((JOB, one, 4), (JOB, third, 3), (JobId(2), one, 3)):
+            with pytest.raises(NotFound):
+                collections.report(job, worker, number, COPIED)
+        collections.report(JOB, one, 3, Said(Stage.ENDED, written=first))
+        collections.report(JOB, one, 3, Said(Stage.ENDED, written=Written(2, "cd" * 32)))
+        assert collecting.files == {one: first}
+    with pytest.raises(NotFound):
+        collections.report(JOB, one, 3, COPIED)
+
+
+def test_coordinator_that_stops_waits_for_nobody(yard: Yard) -> None:
+    with yard.feedback.open(JOB, Wanted(3, "here"), WORKERS) as collecting:
+        threading.Timer(0.05, yard.feedback.close).start()
+        begun = time.monotonic()
+        yard.feedback.await_copies(JOB, collecting, ready_ms=60_000, copied_ms=60_000)
+        assert time.monotonic() - begun < 10
+
+
+def test_workers_without_error_feedback_are_asked_for_nothing(yard: Yard, tmp_path: Path) -> None:
+    with workers(yard, lambda *_: pytest.fail("it was told something")):
+        yard.take(tmp_path, 1)
+    assert CheckpointLibrary(open_storage(str(tmp_path))).load("ads", 1).feedback == ()
 
 
 # ---- when

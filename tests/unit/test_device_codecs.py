@@ -414,6 +414,30 @@ def test_state_of_one_is_the_others(rules: str, more: dict[str, float], from_dev
     assert same(saved, saved | {})
 
 
+@by_exact_rules
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("was_there", [True, False])
+def test_device_that_goes_back_in_the_midst_of_a_push_has_what_the_host_has(
+    rules: str, more: dict[str, float], counts: bool, was_there: bool
+) -> None:
+    saved = on_host(rules, **more)
+    if was_there:
+        push(saved, gradients(0))
+    states = on_host(rules, **more), on_device(rules, **more)
+    for state in states:
+        for step in range(3):
+            push(state, gradients(step))
+        state.go_back(saved.state_dict() if was_there else {})
+        state.commit() if counts else state.undo()
+    host, device = (state.state_dict() for state in states)
+    assert host.keys() == device.keys()
+    for name in host:
+        np.testing.assert_allclose(device[name], host[name], rtol=1e-5, atol=1e-5)
+    if not counts:
+        before = saved.state_dict()
+        assert all(np.array_equal(device[name], before[name]) for name in device if name.startswith("residual"))
+
+
 def test_what_was_saved_does_not_change() -> None:
     state = on_device("topk:0.01", momentum=0.5)
     push(state, gradients(0))

@@ -348,3 +348,67 @@ def test_another_worker_can_take_over_what_was_not_sent() -> None:
         np.testing.assert_allclose(staying.residuals()[index], mine[index] + left, rtol=1e-6)
     with pytest.raises(ShapeMismatch):
         staying.absorb({0: np.zeros(3, np.float32)})
+
+
+# ---- the job goes back
+
+
+def without_factors(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A warm start is worth nothing after another past."""
+    return {name: value for name, value in state.items() if not name.startswith("factor.")}
+
+
+@by_codec
+@pytest.mark.parametrize("counts", [True, False])
+def test_push_under_way_when_the_job_goes_back_counts_for_the_residual_of_then(codec: str, counts: bool) -> None:
+    """It was made with the residual of now, and counts, if it does, for servers that have what they had then."""
+    state = feedback(codec)
+    push(state, gradients(0))
+    saved = state.state_dict()
+    for step in (1, 2):
+        push(state, gradients(step))
+    given = gradients(3)
+    received, _ = push(state, given)
+    state.go_back(saved)
+    if not counts:
+        state.undo()
+        assert same(without_factors(state.state_dict()), without_factors(saved))
+        return
+    state.commit()
+    assert state.state_dict()["pushes"] == saved["pushes"] + 1
+    for index in (0, 2):
+        then = saved[f"residual.{VARIABLES[index].name}"]
+        np.testing.assert_allclose(
+            received[index] + state.residuals()[index], given[index] + then, rtol=1e-3, atol=1e-3 * abs(then).max()
+        )
+
+
+def test_momentum_of_a_push_under_way_is_that_of_then() -> None:
+    state = feedback("topk:0.05", momentum=0.9)
+    push(state, gradients(0))
+    saved = state.state_dict()
+    push(state, gradients(1))
+    push(state, gradients(2))
+    state.go_back(saved)
+    assert np.array_equal(state.state_dict()["momentum.fc1.weight"], saved["momentum.fc1.weight"])
+    state.undo()
+    assert same(state.state_dict(), saved)
+
+
+@by_codec
+def test_job_that_goes_back_to_before_a_worker_leaves_it_nothing(codec: str) -> None:
+    state = feedback(codec)
+    push(state, gradients(0))
+    state.commit()
+    state.go_back({})
+    assert same(state.state_dict(), feedback(codec).state_dict())
+
+
+def test_residuals_are_read_from_a_state_with_other_settings_of_the_same_variables() -> None:
+    saved, other = feedback("topk:0.05", momentum=0.9), feedback("onebit:64")
+    push(saved, gradients(0))
+    found, residuals = other.residuals_in(saved.state_dict()), saved.residuals()
+    assert found.keys() == residuals.keys() == {0, 2}
+    assert all(np.array_equal(found[index], residuals[index]) for index in found)
+    with pytest.raises(UnknownVariable):
+        feedback("fc1*=onebit *=none").residuals_in(saved.state_dict())

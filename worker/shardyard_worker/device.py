@@ -217,7 +217,7 @@ class Copies:
     """All copies between the devices of a model and its flat buffers.
 
     `alone`: every parameter is on such a device. Used by the thread that trains; `take` also by autograd's, `settle` by
-    any.
+    any, and `beside`, between two pushes, by that which saves what compression remembers.
     """
 
     def __init__(self, find_engine: EngineOf = engine_of, *, alone: bool = True) -> None:

@@ -17,14 +17,14 @@ import numpy.typing as npt
 import torch
 
 from shardyard.codecs import Grid, grid_of
-from shardyard.ground.compression import NONE, CodecSpec, sent_count
+from shardyard.ground.compression import MOMENTUM, NONE, RESIDUAL, CodecSpec, sent_count
 from shardyard.ground.types import Block, JobLayout
 from shardyard.runtime.settings import CompressionSettings
 from shardyard_worker import device_codecs
 from shardyard_worker.buckets import TORCH_DTYPES
 from shardyard_worker.device import Copies
 from shardyard_worker.device_codecs import Encoding
-from shardyard_worker.feedback import MOMENTUM, RESIDUAL, Array, Feedback, Memory, Push, density_at, first_or
+from shardyard_worker.feedback import Array, Feedback, Memory, Push, density_at, first_or
 
 Tensor = torch.Tensor
 
@@ -58,6 +58,14 @@ class _Kept:
 
     def add(self, values: Array) -> None:
         self.now += torch.from_numpy(np.array(values)).to(self.now.device)
+
+    def rebase(self, values: Array | None, *, add: bool) -> None:
+        assert self._before is not None
+        added = self.now - self._before
+        self._before = torch.zeros_like(added)
+        if values is not None:
+            self._before.copy_(torch.from_numpy(np.array(values)))
+        self.now = self._before + added if add else self._before.clone()
 
     def squares(self) -> float:
         return float((self.now * self.now).sum())
@@ -260,6 +268,10 @@ class DeviceFeedback(Feedback):
     def load_state_dict(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
         with self._beside():
             super().load_state_dict(state)
+
+    def go_back(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        with self._beside():
+            super().go_back(state)
 
 
 def _times(gradient: Tensor, factor: float) -> Tensor:

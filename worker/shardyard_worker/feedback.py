@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.codecs import encoding, floats, powersgd, topk
-from shardyard.ground.compression import NONE, CodecSpec, sent_count
+from shardyard.ground.compression import FACTOR, MOMENTUM, NONE, PUSHES, RESIDUAL, CodecSpec, sent_count
 from shardyard.ground.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
 from shardyard.ground.optimizers import KINDS
 from shardyard.ground.types import Block, JobLayout, OptimizerSpec, VariableKind
@@ -30,10 +30,6 @@ Array = npt.NDArray[np.floating[Any]]
 WARMUP_DENSITY: Final = 0.25
 WARMUP_RATIO: Final = 4
 """The density of the first pushes of a warm-up, and what divides it from stage to stage (Lin et al., ICLR 2018)."""
-PUSHES: Final = "pushes"
-RESIDUAL: Final = "residual"
-MOMENTUM: Final = "momentum"
-FACTOR: Final = "factor"
 
 
 def density_at(push: int, density: float, warmup_steps: int) -> float:
@@ -58,6 +54,9 @@ class Kept(Protocol):
         """None: zeros."""
 
     def add(self, values: Array) -> None: ...
+
+    def rebase(self, values: Array | None, *, add: bool) -> None:
+        """They were `values` (None: zeros) before the last push, and are, `add`: with what it has added to them."""
 
     def squares(self) -> float:
         """Their sum."""
@@ -88,6 +87,14 @@ class _Kept:
 
     def add(self, values: Array) -> None:
         self.now += values
+
+    def rebase(self, values: Array | None, *, add: bool) -> None:
+        if add:
+            self.now -= self.spare
+        else:
+            self.now[:] = 0
+        self.spare[:] = 0 if values is None else values
+        self.now += self.spare
 
     def squares(self) -> float:
         return float(np.dot(self.now, self.now))
@@ -360,9 +367,29 @@ class Feedback:
         """Takes over what `state_dict` gave, also where the variables were cut into other blocks then; what is missing
         is zeros. Raises UnknownVariable for state that these settings do not keep, ShapeMismatch and DTypeMismatch,
         having changed nothing."""
+        saved = self._sorted(state)
+        self.commit()
+        self._take(saved)
+
+    def check(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Raises what `load_state_dict` would raise."""
+        self._sorted(state)
+
+    def go_back(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """The servers have gone back to when `state` was this worker's; empty: it had none. As `load_state_dict`, also
+        in the midst of a push: that counts for the servers as they are now, or is undone, so what it left out is added
+        to the residuals. Raises the same."""
+        self._take(self._sorted(state))
+
+    def residuals_in(self, state: Mapping[str, npt.NDArray[Any]]) -> dict[int, Array]:
+        """As `residuals`, of what `state_dict` gave in another worker. Raises as `load_state_dict`."""
+        kept = {name: value for name, value in state.items() if name.startswith(f"{RESIDUAL}.")}
+        return {index: total for (_, index), total in self._sorted(kept).totals.items() if total.any()}
+
+    def _sorted(self, state: Mapping[str, npt.NDArray[Any]]) -> _Saved:
+        """Raises UnknownVariable, ShapeMismatch, DTypeMismatch."""
         indices = {variable.name: index for index, variable in enumerate(self._variables)}
-        totals: dict[tuple[str, int], Array] = {}
-        factors: dict[tuple[int, int], npt.NDArray[np.float32]] = {}
+        saved = _Saved(int(state.get(PUSHES, 0)), {}, {})
         for name, value in state.items():
             kind, _, variable = name.partition(".")
             if kind == FACTOR:
@@ -370,25 +397,31 @@ class Feedback:
             index = indices.get(variable)
             if kind in (RESIDUAL, MOMENTUM) and index is not None and any(True for _ in self._kept(kind, index)):
                 self._check(name, index, value)
-                totals[kind, index] = value
+                saved.totals[kind, index] = value
             elif kind == FACTOR and index is not None and offset.isdecimal():
-                factors[index, int(offset)] = value
+                saved.factors[index, int(offset)] = value
             elif name != PUSHES:
                 raise UnknownVariable(
                     f"compression state {name!r}",
                     why="the job's variables and job.compression do not keep such state",
                     todo="load the state into a job with the settings that it was saved under",
                 )
-        self.commit()
-        self._pushes = int(state.get(PUSHES, 0))
+        return saved
+
+    def _take(self, saved: _Saved) -> None:
+        self._pushes = saved.pushes + bool(self._encoded)
         for kind in (RESIDUAL, MOMENTUM):
             for index in range(len(self._variables)):
                 for block, kept in self._kept(kind, index):
-                    total = totals.get((kind, index))
-                    kept.write(None if total is None else total[block.offset : block.offset + block.length])
+                    total = saved.totals.get((kind, index))
+                    values = None if total is None else total[block.offset : block.offset + block.length]
+                    if _key(block) in self._encoded:
+                        kept.rebase(values, add=kind == RESIDUAL)
+                    else:
+                        kept.write(values)
         for key, memory in self._memories.items():
             if memory.factor_shape is not None:
-                factor = factors.get(key)  # of another cut it is worth nothing; a warm start is not needed
+                factor = saved.factors.get(key)  # of another cut it is worth nothing; a warm start is not needed
                 fits = factor is not None and factor.shape == memory.factor_shape and factor.dtype == np.float32
                 memory.factor = factor.copy() if factor is not None and fits else None
 
@@ -415,6 +448,15 @@ class Feedback:
                 for block, kept in pieces:
                     total[block.offset : block.offset + block.length] = kept.read()
                 yield index, total
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A state that fits. `totals`: by kind and variable; `factors`: by variable and offset."""
+
+    pushes: int
+    totals: dict[tuple[str, int], Array]
+    factors: dict[tuple[int, int], npt.NDArray[np.float32]]
 
 
 def _key(block: Block) -> tuple[int, int]:

@@ -396,19 +396,21 @@ class Job:
     def compression_state(self) -> dict[str, torch.Tensor]:
         """Copies of what compression keeps in this worker, by name, for example "residual.fc1.weight"
         (docs/compression.md); empty without any. Between two steps."""
-        feedback = self._need_training().feedback
-        state = {} if feedback is None else feedback.state_dict()
+        training = self._need_training()
+        with training.between_pushes():
+            state = {} if training.feedback is None else training.feedback.state_dict()
         return {name: torch.from_numpy(value.copy()) for name, value in state.items()}
 
     def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over what `compression_state` gave, here or in another worker. Raises UnknownVariable, ShapeMismatch
         and DTypeMismatch, having changed nothing."""
-        feedback = self._need_training().feedback
-        if feedback is None:
+        training = self._need_training()
+        if training.feedback is None:
             if state:
                 raise UnknownVariable("compression state for a job without job.compression.push")
             return
-        feedback.load_state_dict({name: value.detach().cpu().numpy() for name, value in state.items()})
+        with training.between_pushes():
+            training.feedback.load_state_dict({name: value.detach().cpu().numpy() for name, value in state.items()})
 
     def _need_training(self) -> Training:
         self._session.check()

@@ -77,6 +77,8 @@ class Session:
         self.chief = False
         self.generation = Generation(0)
         self.recovering = False
+        self.on_heard: Callable[[wire.HeartbeatReply], None] | None = None
+        """Is told what each heartbeat brought, by the thread that sent it."""
         self._enrolment = Enrolment(
             self._peer,
             Membership(MemberRole.WORKER, agent=place.agent, local_index=place.local_index),
@@ -218,11 +220,14 @@ class Session:
 
     # ---- calls
 
-    def ask(self, method: Method[Request, Response], request: Request) -> Response:
+    def ask(
+        self, method: Method[Request, Response], request: Request, *, check: Callable[[], None] | None = None
+    ) -> Response:
         """Calls the coordinator, again while it is not ready, or does not answer: it may be started again. The budget
-        is longer than the grace after which the enrolment calls it lost, which `check` then says."""
+        is longer than the grace after which the enrolment calls it lost, which `check` then says: the session's own, if
+        none is given."""
         budget_ms = self.settings.membership.coordinator_grace_ms + self.settings.worker.retry_budget_ms
-        patience = Patience(budget_ms, self.check, f"the coordinator to answer {method.name}")
+        patience = Patience(budget_ms, check or self.check, f"the coordinator to answer {method.name}")
         with self.vigil.over(lambda: patience.explanation):
             return patience.call(
                 lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
@@ -258,6 +263,8 @@ class Session:
         self.initializer = reply.initializer
         self.chief = reply.chief
         self.recovering = reply.recovering
+        if self.on_heard is not None:
+            self.on_heard(reply)
         for callback in moved:
             callback()
         if reply.job_state == wire.JOB_STATE_FAILED:

@@ -217,7 +217,7 @@ class AsyncStrategy(Strategy):
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         self.drain()
-        residual = self._training.residual(groups)
+        residual = self._training.residual(groups, sends=True)
         if residual is not None:
             log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
             self.contribute(None, residual.sending)
@@ -286,7 +286,7 @@ class SyncStrategy(Strategy):
         """Nothing is ever under way: `contribute` returns when the step is complete."""
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
-        residual = self._training.residual(groups)
+        residual = self._training.residual(groups, sends=False)
         if residual is not None:
             log.warning(
                 "what compression has not sent yet is lost with this worker (2-norm %.3g): a step of a synchronous job"

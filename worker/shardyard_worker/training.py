@@ -8,6 +8,7 @@ seen to hold. Must not know: what a push is named after (strategies).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,7 @@ from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.gradients import Gradients
 from shardyard_worker.prefetch import Prefetch
+from shardyard_worker.remembrance import Remembrance, refuse
 from shardyard_worker.router import Answer, MapChanged, Router, Shipment, Wish
 from shardyard_worker.session import Session
 
@@ -129,6 +131,7 @@ class Training:
         copies = copies_for(v.target for v in variables if v.spec.kind is VariableKind.PARAMETER)
         self._layout = layout
         self.feedback = self._make_feedback(copies)
+        self._remembrance = self._make_remembrance()
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
         self._prefetch = self._make_prefetch(model)
         self._late: dict[int, list[Late]] = {}
@@ -137,6 +140,7 @@ class Training:
         self._asking_again = False
         self._settle_in(map_, copies)
         try:
+            self._follow(reply)
             if reply.initializer:
                 self._initialize()
             self._await_values()
@@ -174,7 +178,8 @@ class Training:
             variables=[convert.variable_to_wire(variable.spec) for variable in self.variables],
             optimizer=convert.optimizer_to_wire(self.optimizer),
         )
-        map_ = convert.map_from_wire(session.ask(methods.REGISTER_VARIABLES, request).map)
+        reply = session.ask(methods.REGISTER_VARIABLES, request)
+        map_ = convert.map_from_wire(reply.map)
         log.info("the job's partitions are at generation %d", map_.generation)
         self._gradients.close()
         self.router.close()
@@ -184,8 +189,10 @@ class Training:
             copies = copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
             self._settle_in(map_, copies, old)
         if isinstance(self.feedback, DeviceFeedback) and copies is not None:
-            self.feedback.use(copies)
+            with self.between_pushes():
+                self.feedback.use(copies)
         old.close()
+        self._follow(reply)
 
     @property
     def is_behind(self) -> bool:
@@ -209,6 +216,9 @@ class Training:
         return "; ".join(f"#{each.first} to #{each.last} in partition {each.partition}" for each in reply.lost)
 
     def close(self) -> None:
+        if self._remembrance is not None:
+            self.session.on_heard = None
+            self._remembrance.close()
         if self._prefetch is not None:
             self._prefetch.close()
         self._gradients.close()
@@ -243,6 +253,25 @@ class Training:
             compression, self._layout, seed=self.session.seed, worker=worker, devices=devices, copies=copies
         )
 
+    def _make_remembrance(self) -> Remembrance | None:
+        rules = self.session.job_settings.compression.push_rules
+        if self.feedback is None or not rules.keep_feedback(self._layout.variables):
+            return None
+        made = Remembrance(self.session, self.feedback, self._layout)
+        self.session.on_heard = made.hear
+        return made
+
+    def _follow(self, reply: wire.RegisterVariablesReply) -> None:
+        """Before the next push under this map: where the job went back, so does what compression has not sent."""
+        if self._remembrance is not None:
+            self._remembrance.follow(reply)
+        else:
+            refuse(self.session, reply)
+
+    def between_pushes(self) -> contextlib.AbstractContextManager[None]:
+        """Within it no other thread looks at what compression remembers."""
+        return contextlib.nullcontext() if self._remembrance is None else self._remembrance.between.held()
+
     # ---- pushes and pulls
 
     def ship(self, name: PushName, sending: Sending | None) -> Shipment:
@@ -264,6 +293,7 @@ class Training:
         gradients: list[npt.NDArray[Any]] = []
         if feedback.clips:
             self.buckets.encode(absent, partial(_gather, gradients, self._layout))
+        self._begin_push()
         feedback.begin(gradients, work=_numbers(name))
         return self.buckets.encode(absent, feedback.encode)
 
@@ -274,8 +304,17 @@ class Training:
                 check_tensor(spec, tensor)
                 if spec.kind is VariableKind.PARAMETER:
                     gradients.append(tensor)
+        self._begin_push()
         feedback.begin(gradients if feedback.clips else (), work=_numbers(name))
         return self.buckets.encode_tensors(tensors, feedback.encode_all)
+
+    def _begin_push(self) -> None:
+        if self._remembrance is not None:
+            self._remembrance.between.begin()
+
+    def _end_push(self) -> None:
+        if self._remembrance is not None:
+            self._remembrance.between.end()
 
     def counted(self, answer: Answer) -> None:
         """A push was answered: what other workers' pushes of the same work had brought is not taken as sent."""
@@ -285,6 +324,7 @@ class Training:
                 self.feedback.undo(block for part in parts for block in part.blocks)
             self.feedback.commit()
             self._tell_residual()
+            self._end_push()
 
     def _tell_residual(self) -> None:
         """What would be lost if this process died now; it takes a pass over all of it, so only now and then."""
@@ -298,10 +338,15 @@ class Training:
         """The push was refused: it counts nowhere."""
         if self.feedback is not None:
             self.feedback.undo()
+            self._end_push()
 
-    def residual(self, groups: tuple[tuple[float, ...], ...]) -> Residual | None:
-        """What compression has never sent, as a gradient under these settings, if there is any."""
-        found = {} if self.feedback is None else self.feedback.residuals()
+    def residual(self, groups: tuple[tuple[float, ...], ...], *, sends: bool) -> Residual | None:
+        """What compression has never sent, as a gradient under these settings, if there is any. `sends`: it will be
+        sent; a checkpoint that has it is waited for."""
+        if sends and self._remembrance is not None:
+            self._remembrance.settle()
+        with self.between_pushes():
+            found = {} if self.feedback is None else self.feedback.residuals()
         if not found or self.feedback is None:
             return None
         tensors = [

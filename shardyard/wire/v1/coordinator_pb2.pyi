@@ -23,6 +23,13 @@ class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATE_FINISHED: _ClassVar[JobState]
     JOB_STATE_FAILED: _ClassVar[JobState]
     JOB_STATE_FINISHING: _ClassVar[JobState]
+
+class FeedbackStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEEDBACK_STAGE_UNSPECIFIED: _ClassVar[FeedbackStage]
+    FEEDBACK_STAGE_READY: _ClassVar[FeedbackStage]
+    FEEDBACK_STAGE_COPIED: _ClassVar[FeedbackStage]
+    FEEDBACK_STAGE_ENDED: _ClassVar[FeedbackStage]
 ROLE_UNSPECIFIED: Role
 ROLE_SERVER: Role
 ROLE_WORKER: Role
@@ -33,6 +40,10 @@ JOB_STATE_RUNNING: JobState
 JOB_STATE_FINISHED: JobState
 JOB_STATE_FAILED: JobState
 JOB_STATE_FINISHING: JobState
+FEEDBACK_STAGE_UNSPECIFIED: FeedbackStage
+FEEDBACK_STAGE_READY: FeedbackStage
+FEEDBACK_STAGE_COPIED: FeedbackStage
+FEEDBACK_STAGE_ENDED: FeedbackStage
 
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
@@ -114,8 +125,34 @@ class RankLease(_message.Message):
     careful_below: int
     def __init__(self, rank: _Optional[int] = ..., token: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
 
+class SaveFeedback(_message.Message):
+    __slots__ = ("number", "url")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    url: str
+    def __init__(self, number: _Optional[int] = ..., url: _Optional[str] = ...) -> None: ...
+
+class HandOver(_message.Message):
+    __slots__ = ("generation", "worker", "own", "url", "path", "length", "sha256")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    worker: str
+    own: bool
+    url: str
+    path: str
+    length: int
+    sha256: bytes
+    def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
+
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +163,9 @@ class HeartbeatReply(_message.Message):
     FENCED_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    GONE_BACK_FIELD_NUMBER: _ClassVar[int]
     term: int
     job_state: JobState
     failure: _common_pb2.ErrorDetail
@@ -136,7 +176,10 @@ class HeartbeatReply(_message.Message):
     fenced: _containers.RepeatedScalarFieldContainer[int]
     initializer: bool
     recovering: bool
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ...) -> None: ...
+    save_feedback: SaveFeedback
+    feedback: _containers.RepeatedCompositeFieldContainer[HandOver]
+    gone_back: int
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed")
@@ -205,14 +248,18 @@ class RegisterVariablesRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., variables: _Optional[_Iterable[_Union[_common_pb2.VariableSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[_common_pb2.OptimizerSpec, _Mapping]] = ...) -> None: ...
 
 class RegisterVariablesReply(_message.Message):
-    __slots__ = ("layout", "map", "initializer")
+    __slots__ = ("layout", "map", "initializer", "feedback", "gone_back")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    FEEDBACK_FIELD_NUMBER: _ClassVar[int]
+    GONE_BACK_FIELD_NUMBER: _ClassVar[int]
     layout: _common_pb2.JobLayout
     map: _common_pb2.PartitionMap
     initializer: bool
-    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ...) -> None: ...
+    feedback: _containers.RepeatedCompositeFieldContainer[HandOver]
+    gone_back: int
+    def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ...) -> None: ...
 
 class CommitVariablesRequest(_message.Message):
     __slots__ = ("caller",)
@@ -393,6 +440,46 @@ class TakeCheckpointReply(_message.Message):
     job_name: str
     failure: _common_pb2.ErrorDetail
     def __init__(self, ticket: _Optional[int] = ..., done: bool = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., job_name: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class ReportFeedbackRequest(_message.Message):
+    __slots__ = ("caller", "number", "stage", "length", "sha256", "failure")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    number: int
+    stage: FeedbackStage
+    length: int
+    sha256: bytes
+    failure: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., number: _Optional[int] = ..., stage: _Optional[_Union[FeedbackStage, str]] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class ReportFeedbackReply(_message.Message):
+    __slots__ = ("copy",)
+    COPY_FIELD_NUMBER: _ClassVar[int]
+    copy: bool
+    def __init__(self, copy: bool = ...) -> None: ...
+
+class TakeUpFeedbackRequest(_message.Message):
+    __slots__ = ("caller", "generation", "worker", "failure")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    generation: int
+    worker: str
+    failure: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., worker: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
+
+class TakeUpFeedbackReply(_message.Message):
+    __slots__ = ("taken",)
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    taken: bool
+    def __init__(self, taken: bool = ...) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
     __slots__ = ("job_name", "number", "url", "cancel")

@@ -99,6 +99,16 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
                 _registered_method=True)
+        self.ReportFeedback = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ReportFeedback',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackReply.FromString,
+                _registered_method=True)
+        self.TakeUpFeedback = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/TakeUpFeedback',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackReply.FromString,
+                _registered_method=True)
         self.RestoreCheckpoint = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/RestoreCheckpoint',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.SerializeToString,
@@ -217,6 +227,21 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportFeedback(self, request, context):
+        """For a worker that was told to save what its error feedback remembers (SaveFeedback): how far that is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakeUpFeedback(self, request, context):
+        """For a worker that was handed over what a worker's error feedback remembered (HandOver), and has read it: it takes that
+        up if the answer says so, and only then.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestoreCheckpoint(self, request, context):
         """For a person: the job goes back to a checkpoint, as a whole; where it does not run, its next run begins with it.
         """
@@ -312,6 +337,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.TakeCheckpoint,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.SerializeToString,
+            ),
+            'ReportFeedback': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportFeedback,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackReply.SerializeToString,
+            ),
+            'TakeUpFeedback': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeUpFeedback,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackReply.SerializeToString,
             ),
             'RestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreCheckpoint,
@@ -685,6 +720,60 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/TakeCheckpoint',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportFeedback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ReportFeedback',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeUpFeedback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/TakeUpFeedback',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackReply.FromString,
             options,
             channel_credentials,
             insecure,

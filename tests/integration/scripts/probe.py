@@ -3,6 +3,7 @@
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
 `count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
 `own`: four variables, to all of which each push adds 1, without leased data.
+`sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too.
 `loader`: the network again, with a DataLoader of its own and two loader processes.
 """
 
@@ -77,6 +78,31 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
+def whole_numbers(samples: int) -> torch.Tensor:
+    """What each sample adds to the matrix."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(-8, 9, (samples, 20, 30), generator=generator).float()
+
+
+def train_sums(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    sums = torch.nn.Parameter(torch.zeros(20, 30))
+    model = torch.nn.ParameterList([sums])
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    given = whole_numbers(options.samples)
+    computed = 0
+    for (added,) in job.batches(TensorDataset(given), batch_size=4, epochs=options.epochs):
+        time.sleep(options.pause_ms / 1000)
+        optimizer.zero_grad()
+        (-(sums * added).sum()).backward()
+        optimizer.step()
+        computed += 1
+        announce(computed)
+        while computed == options.hold_at and not os.path.exists(options.hold):
+            time.sleep(0.01)
+    state = job.compression_state()
+    return {"sums": sums.detach().tolist(), "residual": state["residual.0"].tolist(), "computed": computed}
+
+
 def train_own(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     job.register({f"v{index}": torch.zeros(16, dtype=torch.float64) for index in range(4)}, optimizer="sgd", lr=1.0)
     for computed in range(1, options.samples + 1):
@@ -92,7 +118,7 @@ def announce(computed: int) -> None:
     print(f"computed {computed}", flush=True)
 
 
-MODES = {"model": train_model, "loader": train_model, "count": train_count, "own": train_own}
+MODES = {"model": train_model, "loader": train_model, "count": train_count, "sums": train_sums, "own": train_own}
 
 
 def main() -> None:
@@ -102,6 +128,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--checkpoint-at", type=int, default=0)
+    parser.add_argument("--hold-at", type=int, default=0)
+    parser.add_argument("--hold", default="")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()

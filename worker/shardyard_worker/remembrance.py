@@ -1,0 +1,278 @@
+"""What a worker's error feedback remembers, in checkpoints: written when the coordinator says so, taken up again when
+the job has gone back.
+
+Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: what is written is
+of one moment between two pushes; what the job has gone back from is forgotten before the next push under the new map;
+what is handed over is read and checked first, then claimed, then taken up, so that it is sent by one worker; a worker
+that leaves sends what it remembers when no checkpoint is under way that has it too.
+Must not know: what the state is made of (feedback), what is pushed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.checkpoints.convert import handed_from_wire
+from shardyard.checkpoints.feedback_file import State
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import worker_name
+from shardyard.checkpoints.storage import open_storage
+from shardyard.ground import limits
+from shardyard.ground.errors import NotFound, ShardyardError
+from shardyard.ground.types import JobLayout
+from shardyard.wire import convert, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.boundary import Boundary
+from shardyard_worker.feedback import Array, Feedback
+from shardyard_worker.session import Session
+
+log = logging.getLogger("shardyard.worker")
+
+READY_AGAIN_MS: Final = 10
+SETTLE_MS: Final = 30_000
+"""A worker that leaves waits for so long for a checkpoint that has what it remembers; then it leaves all the same."""
+SETTLE_AGAIN_MS: Final = 50
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a heartbeat brought: the checkpoint to save for (0: none), and what is handed over by who is gone."""
+
+    number: int
+    url: str
+    handed: tuple[wire.HandOver, ...]
+
+
+class Remembrance:
+    """Of one worker in one job. `hear` is called by any thread, the rest by the thread that trains."""
+
+    def __init__(self, session: Session, feedback: Feedback, layout: JobLayout) -> None:
+        self.between = Boundary()
+        self._session = session
+        self._feedback = feedback
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._busy = False
+        self._following = False
+        self._adding = False
+        self._closed = False
+        self._leaving = False
+        self._asked = 0
+        self._copied = 0
+        self._gone_back = 0
+
+    # ---- from heartbeats
+
+    def hear(self, reply: wire.HeartbeatReply) -> None:
+        """What the coordinator says is done by a thread of its own; what it cannot do yet is said again."""
+        self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
+        # its own is taken up with the map; so is all that comes with one that was not followed yet
+        handed = tuple(each for each in reply.feedback if not each.own and each.generation <= self._gone_back)
+        is_current = reply.gone_back <= self._gone_back and not self._following and len(handed) == len(reply.feedback)
+        number = self._asked if is_current and self._asked != self._copied else 0
+        if not number and not handed:
+            return
+        with self._lock:
+            if self._busy or self._leaving or self._closed:
+                return
+            self._busy, self._adding = True, bool(handed)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "feedback")
+            order = _Order(number, reply.save_feedback.url, handed)
+            self._thread.submit(self._carry_out, order).add_done_callback(_log_failure)
+
+    def _carry_out(self, order: _Order) -> None:
+        try:
+            for handed in order.handed:
+                self._add(handed)
+            self._adding = False
+            if order.number:
+                self._save(order.number, order.url)
+        except CancelledError:
+            log.debug("what compression has not sent was not written: this worker leaves")
+        except ShardyardError as error:
+            log.warning("what compression has not sent was not written, or taken up: %s", error.what)
+        finally:
+            with self._lock:
+                self._busy = self._adding = False
+
+    # ---- saving
+
+    def _save(self, number: int, url: str) -> None:
+        caller = convert.caller_to_wire(self._session.caller)
+        report = wire.ReportFeedbackRequest(caller=caller, number=number, stage=wire.FEEDBACK_STAGE_READY)
+        try:
+            with self._session.vigil.over(lambda: f"all workers to be ready for checkpoint {number}"):
+                while not self._leaving and not self._report(report).copy:
+                    time.sleep(READY_AGAIN_MS / 1000)
+            state = self._copy(number)
+            if state is None:
+                return
+            if any(values.any() for values in state.values()):
+                report.stage = wire.FEEDBACK_STAGE_COPIED
+                self._report(report)
+                self._write(number, url, state, report)
+            report.stage = wire.FEEDBACK_STAGE_ENDED
+            self._report(report)
+        except NotFound as error:
+            log.info("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+
+    def _report(self, report: wire.ReportFeedbackRequest) -> wire.ReportFeedbackReply:
+        return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
+
+    def _copy(self, number: int) -> State | None:
+        """Of one moment between two pushes; None once the worker leaves."""
+
+        def copy() -> State | None:
+            if self._leaving:
+                return None
+            self._copied = number
+            return self._feedback.state_dict()
+
+        copied = self.between.when_free(copy)
+        with self._session.vigil.over(lambda: "the push under way, to save what compression has not sent"):
+            return copied.result()
+
+    def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
+        """What became of it is put into the report."""
+        name = worker_name(self._session.caller.incarnation)
+        try:
+            with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
+                library = CheckpointLibrary(open_storage(url))
+                written = library.write_feedback(self._session.job_settings.name, number, name, state).file.written
+        except ShardyardError as error:
+            log.warning("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+            report.failure = error.what[: limits.TEXT_CHARACTERS_MAX]
+        else:
+            report.length, report.sha256 = written.nbytes, bytes.fromhex(written.sha256)
+
+    # ---- taking up
+
+    def follow(self, reply: wire.RegisterVariablesReply) -> None:
+        """The map of the reply is followed from now on. Raises what ends the job."""
+        if not reply.feedback and reply.gone_back <= self._gone_back:
+            return
+        self._following = True
+        try:
+            if reply.gone_back > self._gone_back:
+                self._go_back([each for each in reply.feedback if each.own])
+                self._gone_back = reply.gone_back
+            for handed in reply.feedback:
+                if not handed.own:
+                    self._add(handed)
+        finally:
+            self._following = False
+
+    def _go_back(self, own: Iterable[wire.HandOver]) -> None:
+        """The job went back to when this worker remembered what it is handed over, or nothing."""
+        state: State = {}
+        for handed in own:
+            read, failure = self._read(handed)
+            try:
+                self._feedback.check(read)
+            except ShardyardError as error:
+                failure = error.what
+            if claim(self._session, handed, failure, self._check) and not failure:
+                state = read
+        with self.between.held():
+            self._feedback.go_back(state)
+            self._tell()
+        log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
+
+    def _add(self, handed: wire.HandOver) -> None:
+        """What a worker that is gone has not sent."""
+        state, failure = self._read(handed)
+        found: dict[int, Array] = {}
+        try:
+            found = self._feedback.residuals_in(state)
+        except ShardyardError as error:
+            failure = error.what
+        if not claim(self._session, handed, failure, self._check) or failure:
+            return
+
+        def add() -> None:
+            self._feedback.absorb(found)
+            self._tell()
+
+        self.between.when_free(add)
+        log.info("takes up what worker %s had not sent", handed.worker)
+
+    def _read(self, handed: wire.HandOver) -> tuple[State, str]:
+        """The state, or why there is none."""
+        try:
+            with self._session.vigil.over(lambda: f"what worker {handed.worker} had not sent to be read"):
+                library = CheckpointLibrary(open_storage(handed.url))
+                name = self._session.job_settings.name
+                return library.load_feedback(name, handed_from_wire(handed), self._layout), ""
+        except ShardyardError as error:
+            log.warning("what worker %s had not sent is lost: %s", handed.worker, error.what)
+            return {}, error.what
+
+    def _tell(self) -> None:
+        """What would be lost if this process died now."""
+        norm = self._feedback.lost_norm
+        self._session.progress.residual_norm = norm if math.isfinite(norm) else 0.0
+
+    # ---- leaving
+
+    def settle(self) -> None:
+        """Before what is remembered is sent for good: nothing is saved or taken up any more, and a checkpoint that has
+        it is over, since what was sent before its partitions were cut would be there twice."""
+        with self._lock, self.between.held():
+            self._leaving = True
+        give_up = time.monotonic() + SETTLE_MS / 1000
+        number = self._copied
+
+        def is_over() -> bool:
+            return not self._adding and (not number or self._asked != number)
+
+        with self._session.vigil.over(lambda: f"checkpoint {number}, which has what this worker has not sent"):
+            while not is_over() and time.monotonic() < give_up:
+                time.sleep(SETTLE_AGAIN_MS / 1000)
+                self._session.refresh()
+
+    def close(self) -> None:
+        """Ends the thread; what it has not begun is given up."""
+        with self._lock:
+            self._closed = True
+        self.between.close()
+        if self._thread is not None:
+            with self._session.vigil.over(lambda: "what compression has not sent to be written"):
+                self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CancelledError
+        self._session.check()
+
+
+def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:
+    """Whether this worker takes up what it was handed over, and has read; `failure`: it could not."""
+    request = wire.TakeUpFeedbackRequest(
+        caller=convert.caller_to_wire(session.caller),
+        generation=handed.generation,
+        worker=handed.worker,
+        failure=failure[: limits.TEXT_CHARACTERS_MAX],
+    )
+    return session.ask(methods.TAKE_UP_FEEDBACK, request, check=check).taken
+
+
+def refuse(session: Session, reply: wire.RegisterVariablesReply) -> None:
+    """Of a worker that has no error feedback, in a job that had some at its checkpoint."""
+    for handed in reply.feedback:
+        log.warning("what worker %s had not sent is lost: this job compresses without error feedback", handed.worker)
+        claim(session, handed, "the job compresses without error feedback now")
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        log.error("what compression has not sent was not saved, or taken up", exc_info=error)
