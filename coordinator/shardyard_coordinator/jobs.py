@@ -272,15 +272,11 @@ class Job:
         """`servers`: the living."""
         if self.state.ended:
             return []
-        if self.departed is not None and self.departed.is_due and self._is_whole:
-            assert self.deployment.map is not None
-            workers = self.departed.ask(now_ms)
-            return [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
         if self.state is JobState.FINISHING:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
                 return self._end_without(f"it was not written within {self.settings.idle_ms / 1000:g} s")
             self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self._step)
-            return self.keeping.tick(now_ms, self._step, servers, self._gone)
+            return self._keep(now_ms, servers)
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
             return self._finish(now_ms)
         if not self.workers and now_ms - self._idle_since_ms >= self.settings.idle_ms:
@@ -296,8 +292,18 @@ class Job:
         return [
             *self._rank_records(given),
             *self.deployment.reopen(now_ms),
-            *self.keeping.tick(now_ms, self._step, servers, self._gone, holds=self._waits_to_hand_over),
+            *self._keep(now_ms, servers),
         ]
+
+    def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
+        """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""
+        reading: list[Effect] = []
+        due = self.departed is not None and self.departed.is_due and self._is_whole
+        if due and self.departed is not None and self.deployment.map is not None:
+            workers = self.departed.ask(now_ms)
+            reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
+        holds = due or (self.state is not JobState.FINISHING and self._waits_to_hand_over)
+        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, holds=holds)]
 
     # ---- recovery and checkpoints
 
