@@ -91,7 +91,9 @@ class Deployment:
                 todo="start one with `shardyard server`; the worker asks again by itself",
             )
         partitions, block_bytes = self._settings.partition_count, self._settings.block_bytes
-        if block_bytes == "auto":
+        if optimizer.kind in optimizers.WHOLE_VARIABLES:
+            block_bytes = placement.whole_block_bytes(variables)
+        elif block_bytes == "auto":
             block_bytes = placement.fitting_block_bytes(variables, partitions=partitions)
         if self._settings.partitions == "auto":
             partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
