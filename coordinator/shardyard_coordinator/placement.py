@@ -64,8 +64,9 @@ def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -
 
 
 def whole_block_bytes(variables: Sequence[VariableSpec]) -> int:
-    """What leaves all variables whole. Raises TooLarge for one that is too large for a block."""
-    for spec in variables:
+    """What leaves all parameters whole. Raises TooLarge for one that is too large for a block."""
+    parameters = [spec for spec in variables if spec.kind is VariableKind.PARAMETER]
+    for spec in parameters:
         if spec.elements > limits.BLOCK_ELEMENTS_MAX:
             raise TooLarge(
                 f"variable {spec.name!r} of {spec.elements} elements in one block; at most "
@@ -73,7 +74,7 @@ def whole_block_bytes(variables: Sequence[VariableSpec]) -> int:
                 why="its optimizer needs the norm of the whole variable",
                 todo="use an optimizer that works element by element, such as torch.optim.AdamW",
             )
-    return aligned_bytes(max([BLOCK_ALIGN_BYTES, *(spec.payload_bytes for spec in variables)]))
+    return aligned_bytes(max([BLOCK_ALIGN_BYTES, *(spec.payload_bytes for spec in parameters)]))
 
 
 def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, partitions_max: int) -> int:
