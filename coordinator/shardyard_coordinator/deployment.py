@@ -91,10 +91,7 @@ class Deployment:
                 todo="start one with `shardyard server`; the worker asks again by itself",
             )
         partitions, wanted = self._settings.partition_count, self._settings.block_bytes
-        if wanted == "auto":
-            block_bytes = placement.fitting_block_bytes(variables, partitions=partitions)
-        else:
-            block_bytes = wanted
+        block_bytes = placement.fitting_block_bytes(variables, partitions=partitions) if wanted == "auto" else wanted
         if optimizer.kind in optimizers.WHOLE_VARIABLES:
             block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
         if self._settings.partitions == "auto":
