@@ -7,7 +7,7 @@ which stays in the processor's cache, and the rule reads it there: no sum is eve
 
 Invariants: the compiler may neither reorder nor contract floating-point operations, and element i of the results
 depends on element i of the arrays only, so arrays cut anywhere give the same bits; `lamb` alone needs a whole variable,
-and sums in the order of its elements. Operations follow the single-tensor functions of `torch.optim`, and those of
+whose norm is always summed in one order. Operations follow the single-tensor functions of `torch.optim`, and those of
 `shardyard_worker.optim`, one by one. What an update's settings decide is hoisted: maximize is a `sign` of 1 or -1,
 which is exact; conditions in a loop never depend on the element.
 
@@ -469,30 +469,49 @@ def ftrl(task: Task, z: Bytes, n: Bytes, scalars: Array, first: bool) -> None:
         w_in, g, w_out = _window(task, begin, end)
         linear = _part(z, begin, end, scalars)
         squares = _part(n, begin, end, scalars)
+        if first:
+            for i in range(w_in.size):
+                linear[i] = -(beta / lr) * w_in[i]
         for i in range(w_in.size):
             x = sign * g[i]
-            before = -(beta / lr) * w_in[i] if first else linear[i]
             total = squares[i] + x * x
             root = np.sqrt(total)
-            pull = before + (x - (root - np.sqrt(squares[i])) / lr * w_in[i])
+            pull = linear[i] + (x - (root - np.sqrt(squares[i])) / lr * w_in[i])
             linear[i] = pull
             squares[i] = total
-            if abs(pull) <= l1:
-                w_out[i] = zero
-            else:
-                w_out[i] = ((l1 if pull > 0 else -l1) - pull) / ((beta + root) / lr + l2)
+            solution = ((l1 if pull > 0 else -l1) - pull) / ((beta + root) / lr + l2)
+            w_out[i] = zero if abs(pull) <= l1 else solution
         _put(task, begin, end)
+
+
+@_compiled
+def _norm(values: Array) -> float:
+    """The 2-norm: eight sums in double precision, which one after the other take an element each."""
+    a, b, c, d, e, f, g, h = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    whole = values.size // 8 * 8
+    for i in range(0, whole, 8):
+        a += np.float64(values[i]) ** 2
+        b += np.float64(values[i + 1]) ** 2
+        c += np.float64(values[i + 2]) ** 2
+        d += np.float64(values[i + 3]) ** 2
+        e += np.float64(values[i + 4]) ** 2
+        f += np.float64(values[i + 5]) ** 2
+        g += np.float64(values[i + 6]) ** 2
+        h += np.float64(values[i + 7]) ** 2
+    for i in range(whole, values.size):
+        a += np.float64(values[i]) ** 2
+    return float(np.sqrt((a + b) + (c + d) + ((e + f) + (g + h))))
 
 
 @_compiled
 def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: float) -> None:
     """One variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). The update lies where the
-    next values will, until its norm is known; norms are summed in double precision."""
+    next values will, until its norm is known."""
     sign, decay, weight1, beta2, weight2, root2, eps, scale = _unpacked(scalars, 8)
     rest1 = scalars.dtype.type(1) - weight1
     old, new, _, _, _, _, _, _ = task
     start, stop, step = _pieces(task)
-    values_squared, update_squared = 0.0, 0.0
+    one = scalars.dtype.type(1)
     for begin in range(start, stop, step):
         end = min(begin + step, stop)
         w_in, update = _part(old, begin, end, scalars), _part(new, begin, end, scalars)
@@ -505,13 +524,11 @@ def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: floa
             v = beta2 * avg_sq[i] + weight2 * x * x
             avg[i] = m
             avg_sq[i] = v
-            u = _slope(scale * m / (np.sqrt(v) / root2 + eps), w_in[i], scalars.dtype.type(1), decay)
-            update[i] = u
-            values_squared += np.float64(w_in[i]) * np.float64(w_in[i])
-            update_squared += np.float64(u) * np.float64(u)
-    trust = np.sqrt(values_squared) / np.sqrt(update_squared) if values_squared > 0 and update_squared > 0 else 1.0
-    rate = scalars.dtype.type(lr * trust)
+            update[i] = _slope(scale * m / (np.sqrt(v) / root2 + eps), w_in[i], one, decay)
     w_in, w_out = _part(old, start, stop, scalars), _part(new, start, stop, scalars)
+    values_norm, update_norm = _norm(w_in), _norm(w_out)
+    trust = values_norm / update_norm if values_norm > 0 and update_norm > 0 else 1.0
+    rate = scalars.dtype.type(lr * trust)
     for i in range(w_in.size):
         w_out[i] = w_in[i] - rate * w_out[i]
 
