@@ -296,6 +296,19 @@ def test_ranks_that_disagree_on_the_rate_are_an_error(connect: Connect) -> None:
     assert "job.prepare" in caught.value.todo_text
 
 
+def test_momentum_of_nadam_that_changes_in_a_running_job_is_refused(connect: Connect) -> None:
+    model, optimizer = connect().prepare(model := mlp(), torch.optim.NAdam(model.parameters()))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+    with pytest.raises(errors.InvalidRequest, match=r"beta1 was 0\.9 when the job began and is 0\.8 now"):
+        optimizer.step()
+    assert all(torch.equal(mine, kept) for mine, kept in zip(model.parameters(), before, strict=True))
+
+
 def test_a_scheduler_that_is_refused_leaves_the_job_free(connect: Connect) -> None:
     job = connect()
     model = mlp()
