@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardyard.ground import errors
+    from shardyard_worker import optim
     from shardyard_worker.files import FixedRecords, FramedRecords, TextLines
     from shardyard_worker.job import Job
 
-__all__ = ["FixedRecords", "FramedRecords", "Job", "TextLines", "__version__", "connect", "errors"]
+__all__ = ["FixedRecords", "FramedRecords", "Job", "TextLines", "__version__", "connect", "errors", "optim"]
 
 
 def connect(
@@ -73,6 +74,10 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("shardyard.ground.errors")
+    if name == "optim":
+        import shardyard_worker.optim
+
+        return shardyard_worker.optim
     if name == "__version__":
         from importlib.metadata import version
 

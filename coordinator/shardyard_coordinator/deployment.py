@@ -95,9 +95,10 @@ class Deployment:
                 why="the variables need a server to lie on",
                 todo="start one with `shardyard server`; the worker asks again by itself",
             )
-        partitions, block_bytes = self._settings.partition_count, self._settings.block_bytes
-        if block_bytes == "auto":
-            block_bytes = placement.fitting_block_bytes(variables, partitions=partitions)
+        partitions, wanted = self._settings.partition_count, self._settings.block_bytes
+        block_bytes = placement.fitting_block_bytes(variables, partitions=partitions) if wanted == "auto" else wanted
+        if optimizer.kind in optimizers.WHOLE_VARIABLES:
+            block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
         if self._settings.partitions == "auto":
             partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
         layout = placement.plan(variables, optimizer, partitions=partitions, block_bytes=block_bytes)

@@ -1,9 +1,9 @@
 """Where variables lie: cut into blocks, blocks into partitions, partitions onto servers.
 
-Owns: the decisions `fitting_block_bytes`, `fitting_partitions`, `plan` and `assign`. Invariants: each element of each
-variable is in exactly one block; within a partition blocks do not overlap and begin at multiples of BLOCK_ALIGN_BYTES,
-and so does what follows the payload; the layout depends on nothing but its arguments, so not on the number of servers
-(promise 6); ties go to the lower index.
+Owns: the decisions `fitting_block_bytes`, `whole_block_bytes`, `fitting_partitions`, `plan` and `assign`. Invariants:
+each element of each variable is in exactly one block; within a partition blocks do not overlap and begin at multiples
+of BLOCK_ALIGN_BYTES, and so does what follows the payload; the layout depends on nothing but its arguments, so not on
+the number of servers (promise 6); ties go to the lower index.
 Must not know: jobs, members, time.
 """
 
@@ -61,6 +61,20 @@ def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -
     fuller than another by more than that."""
     total = sum(spec.payload_bytes for spec in variables)
     return aligned_bytes(min(max(BLOCK_BYTES_FITTING_MIN, -(-total // (2 * partitions))), limits.GIB))
+
+
+def whole_block_bytes(variables: Sequence[VariableSpec]) -> int:
+    """What leaves all parameters whole. Raises TooLarge for one that is too large for a block."""
+    parameters = [spec for spec in variables if spec.kind is VariableKind.PARAMETER]
+    for spec in parameters:
+        if spec.elements > limits.BLOCK_ELEMENTS_MAX:
+            raise TooLarge(
+                f"variable {spec.name!r} of {spec.elements} elements in one block; at most "
+                f"{limits.BLOCK_ELEMENTS_MAX} are taken",
+                why="its optimizer needs the norm of the whole variable",
+                todo="use an optimizer that works element by element, such as torch.optim.AdamW",
+            )
+    return aligned_bytes(max([BLOCK_ALIGN_BYTES, *(spec.payload_bytes for spec in parameters)]))
 
 
 def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, partitions_max: int) -> int:

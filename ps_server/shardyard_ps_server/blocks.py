@@ -1,9 +1,10 @@
 """The dense state of one partition: blocks of variables in a flat payload, optimizer state beside them, and how an
 update turns one version's bytes into the next one's.
 
-Owns: optimizer state, update counts per block. Invariants: an update is elementwise and takes contributions in the
-order given, so the bits depend neither on how variables were cut nor on who hosts them (promise 6); values are written
-out of place. Called under the partition's lock. Must not know: ledgers, versions, threads.
+Owns: optimizer state, update counts per block. Invariants: an update is elementwise, or one of a variable that is not
+cut, and takes contributions in the order given, so the bits depend neither on how variables were cut nor on who hosts
+them (promise 6); values are written out of place. Called under the partition's lock. Must not know: ledgers, versions,
+threads.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from shardyard.codecs import decode
 from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX
+from shardyard.ground.optimizers import WHOLE_VARIABLES
 from shardyard.ground.types import Block, DType, JobLayout, PartitionLayout, PushPart, VariableKind, aligned_bytes
 from shardyard_ps_server import kernels, optimizers
 from shardyard_ps_server.cuts import StateCut
@@ -80,6 +82,7 @@ class Blocks:
         self._cut: StateCut | None = None
         self._variables = [layout.variables[block.variable] for block in part.blocks]
         self._optimizer = optimizers.make(layout.optimizer.kind)
+        self._by_variable = layout.optimizer.kind in WHOLE_VARIABLES
         self._all = (True,) * len(part.blocks)
         self._none = (False,) * len(part.blocks)
         # updates of block i: those of all blocks, and its own beside them
@@ -274,7 +277,7 @@ class Blocks:
                     run.nothing if weights is LONE else self._sums[run.dtype],
                     run.nothing if run.stop - run.start < STAGED_BYTES_MIN else self._staged[run.dtype],
                     run.start,
-                    run.stop,
+                    self._end(run, new),
                 )
                 count = self._whole_count + self._counts[run.first] + 1
                 if self._cut is not None:
@@ -284,6 +287,14 @@ class Blocks:
             self._whole_count += 1
         else:
             self._count(members)
+
+    def _end(self, run: _Run, new: Bytes) -> int:
+        """Where the elements of a run end: where each variable is updated by itself, filling is none of them."""
+        if not self._by_variable:
+            return run.stop
+        end = run.start + self._part.blocks[run.first].length * run.dtype.itemsize
+        new[end : run.stop] = 0
+        return end
 
     def _locate(self, members: Sequence[Contribution], old: Bytes, new: Bytes) -> Addresses:
         """Where the members' payloads are, 0 for one that has no block."""
@@ -355,6 +366,7 @@ class Blocks:
     def _alike(self, left: _Run, right: _Run) -> bool:
         return (
             left.stop == right.start
+            and not (self._by_variable and left.is_parameter)
             and (left.dtype, left.is_parameter, left.group, left.present)
             == (right.dtype, right.is_parameter, right.group, right.present)
             and self._counts[left.first] == self._counts[right.first]

@@ -5,9 +5,10 @@ scalars in the elements' dtype (a wider scalar would widen the whole loop). The 
 in the order of the sources, each product and each sum rounded to the dtype. It is made piece by piece in the scratch,
 which stays in the processor's cache, and the rule reads it there: no sum is ever as long as the payload.
 
-Invariants: element i of the results depends on element i of the arrays only, and the compiler may neither reorder nor
-contract floating-point operations, so arrays cut anywhere give the same bits. Operations follow the single-tensor
-functions of `torch.optim` one by one. What an update's settings decide is hoisted: maximize is a `sign` of 1 or -1,
+Invariants: the compiler may neither reorder nor contract floating-point operations, and element i of the results
+depends on element i of the arrays only, so arrays cut anywhere give the same bits; `lamb` alone needs a whole variable,
+whose norm is always summed in one order. Operations follow the single-tensor functions of `torch.optim`, and those of
+`shardyard_worker.optim`, one by one. What an update's settings decide is hoisted: maximize is a `sign` of 1 or -1,
 which is exact; conditions in a loop never depend on the element.
 
 Must not know: settings' names and ranges, counts, torch (shardyard_ps_server.optimizers).
@@ -357,6 +358,181 @@ def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, bu
         _put(task, begin, end)
 
 
+@_compiled
+def adamax(task: Task, exp_avg: Bytes, exp_inf: Bytes, scalars: Array) -> None:
+    """weight = 1 - beta1; rate = lr / (1 - beta1^t)."""
+    sign, decay, weight, beta2, eps, rate = _unpacked(scalars, 6)
+    rest = scalars.dtype.type(1) - weight
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        avg = _part(exp_avg, begin, end, scalars)
+        norm = _part(exp_inf, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            m = _lerp(avg[i], x, weight, rest)
+            before, now = beta2 * norm[i], abs(x) + eps
+            # as torch.maximum: a NaN on either side stays
+            largest = before if before > now or before != before else now
+            avg[i] = m
+            norm[i] = largest
+            w_out[i] = w_in[i] - rate * m / largest
+        _put(task, begin, end)
+
+
+@_compiled
+def momentum_product(beta1: float, momentum_decay: float, count: int) -> float:
+    """The product of nadam's momenta of updates 1 to `count`. It is 0 once it is too small to change 1."""
+    product = 1.0
+    for t in range(1, count + 1):
+        product *= beta1 * (1.0 - 0.5 * 0.96 ** (t * momentum_decay))
+        if product < 1e-20:
+            return 0.0
+    return product
+
+
+@_compiled
+def nadam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
+    """weight = 1 - beta; correction2 = 1 - beta2^t; `rate` is the gradient's, `rate_avg` that of its mean. `decay` and
+    `shrink` as in `adam`."""
+    sign, decay, shrink, weight1, beta2, weight2, correction2, eps, rate, rate_avg = _unpacked(scalars, 10)
+    rest1 = scalars.dtype.type(1) - weight1
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        avg = _part(exp_avg, begin, end, scalars)
+        avg_sq = _part(exp_avg_sq, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            m = _lerp(avg[i], x, weight1, rest1)
+            v = beta2 * avg_sq[i] + weight2 * x * x
+            avg[i] = m
+            avg_sq[i] = v
+            root = np.sqrt(v / correction2) + eps
+            w_out[i] = shrink * w_in[i] - rate * x / root - rate_avg * m / root
+        _put(task, begin, end)
+
+
+@_compiled
+def radam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, rectified: bool) -> None:
+    """weight = 1 - beta; correction1 = 1 - beta1^t; root2 = sqrt(1 - beta2^t); `rectifier` counts where the variance is
+    tractable (`rectified`). `decay` and `shrink` as in `adam`."""
+    sign, decay, shrink, weight1, beta2, weight2, correction1, root2, eps, lr, rectifier = _unpacked(scalars, 11)
+    rest1 = scalars.dtype.type(1) - weight1
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        avg = _part(exp_avg, begin, end, scalars)
+        avg_sq = _part(exp_avg_sq, begin, end, scalars)
+        for i in range(w_in.size):
+            x = _slope(g[i], w_in[i], sign, decay)
+            m = _lerp(avg[i], x, weight1, rest1)
+            v = beta2 * avg_sq[i] + weight2 * x * x
+            avg[i] = m
+            avg_sq[i] = v
+            update = m / correction1 * lr
+            if rectified:
+                update = update * (root2 / (np.sqrt(v) + eps)) * rectifier
+            w_out[i] = shrink * w_in[i] - update
+        _put(task, begin, end)
+
+
+@_compiled
+def lion(task: Task, exp_avg: Bytes, scalars: Array) -> None:
+    """weight = 1 - beta. A NaN has the sign 0, as in torch.sign."""
+    sign, shrink, lr, beta1, weight1, beta2, weight2 = _unpacked(scalars, 7)
+    zero = scalars.dtype.type(0)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        avg = _part(exp_avg, begin, end, scalars)
+        for i in range(w_in.size):
+            x, m = sign * g[i], avg[i]
+            c = beta1 * m + weight1 * x
+            avg[i] = beta2 * m + weight2 * x
+            w_out[i] = shrink * w_in[i] - (lr if c > 0 else -lr if c < 0 else zero)
+        _put(task, begin, end)
+
+
+@_compiled
+def ftrl(task: Task, z: Bytes, n: Bytes, scalars: Array, first: bool) -> None:
+    """`z` starts as what makes the first values the solution without l1 and l2."""
+    sign, lr, beta, l1, l2 = _unpacked(scalars, 5)
+    zero = scalars.dtype.type(0)
+    start, stop, step = _pieces(task)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, g, w_out = _window(task, begin, end)
+        linear = _part(z, begin, end, scalars)
+        squares = _part(n, begin, end, scalars)
+        if first:
+            for i in range(w_in.size):
+                linear[i] = -(beta / lr) * w_in[i]
+        for i in range(w_in.size):
+            x = sign * g[i]
+            total = squares[i] + x * x
+            root = np.sqrt(total)
+            pull = linear[i] + (x - (root - np.sqrt(squares[i])) / lr * w_in[i])
+            linear[i] = pull
+            squares[i] = total
+            solution = ((l1 if pull > 0 else -l1) - pull) / ((beta + root) / lr + l2)
+            w_out[i] = zero if abs(pull) <= l1 else solution
+        _put(task, begin, end)
+
+
+@_compiled
+def _norm(values: Array) -> float:
+    """The 2-norm: eight sums in double precision, which one after the other take an element each."""
+    a, b, c, d, e, f, g, h = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    whole = values.size // 8 * 8
+    for i in range(0, whole, 8):
+        a += np.float64(values[i]) ** 2
+        b += np.float64(values[i + 1]) ** 2
+        c += np.float64(values[i + 2]) ** 2
+        d += np.float64(values[i + 3]) ** 2
+        e += np.float64(values[i + 4]) ** 2
+        f += np.float64(values[i + 5]) ** 2
+        g += np.float64(values[i + 6]) ** 2
+        h += np.float64(values[i + 7]) ** 2
+    for i in range(whole, values.size):
+        a += np.float64(values[i]) ** 2
+    return float(np.sqrt((a + b) + (c + d) + ((e + f) + (g + h))))
+
+
+@_compiled
+def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: float) -> None:
+    """One variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). The update lies where the
+    next values will, until its norm is known."""
+    sign, decay, weight1, beta2, weight2, root2, eps, scale = _unpacked(scalars, 8)
+    rest1 = scalars.dtype.type(1) - weight1
+    old, new, _, _, _, _, _, _ = task
+    start, stop, step = _pieces(task)
+    one = scalars.dtype.type(1)
+    for begin in range(start, stop, step):
+        end = min(begin + step, stop)
+        w_in, update = _part(old, begin, end, scalars), _part(new, begin, end, scalars)
+        g = _gradient(task, begin, w_in.size)
+        avg = _part(exp_avg, begin, end, scalars)
+        avg_sq = _part(exp_avg_sq, begin, end, scalars)
+        for i in range(w_in.size):
+            x = sign * g[i]
+            m = _lerp(avg[i], x, weight1, rest1)
+            v = beta2 * avg_sq[i] + weight2 * x * x
+            avg[i] = m
+            avg_sq[i] = v
+            update[i] = _slope(scale * m / (np.sqrt(v) / root2 + eps), w_in[i], one, decay)
+    w_in, w_out = _part(old, start, stop, scalars), _part(new, start, stop, scalars)
+    values_norm, update_norm = _norm(w_in), _norm(w_out)
+    trust = values_norm / update_norm if values_norm > 0 and update_norm > 0 else 1.0
+    rate = scalars.dtype.type(lr * trust)
+    for i in range(w_in.size):
+        w_out[i] = w_in[i] - rate * w_out[i]
+
+
 ALL = (
     sgd,
     sgd_momentum,
@@ -367,4 +543,10 @@ ALL = (
     rmsprop_momentum,
     rmsprop_centered,
     rmsprop_centered_momentum,
+    adamax,
+    nadam,
+    radam,
+    lamb,
+    lion,
+    ftrl,
 )

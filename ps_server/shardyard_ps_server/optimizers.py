@@ -111,8 +111,7 @@ class Adam(Optimizer):
         scalars = _scalars(
             task,
             _sign(maximize),
-            0.0 if self.decoupled else weight_decay,
-            1 - lr * weight_decay if self.decoupled else 1.0,
+            *_decay(lr, weight_decay, self.decoupled),
             1 - beta1,
             beta2,
             1 - beta2,
@@ -190,7 +189,172 @@ class RmsProp(Optimizer):
             kernels.rmsprop(task, square, _scalars(task, *common))
 
 
-_BY_KIND: dict[str, Optimizer] = {rule.kind: rule for rule in (Sgd(), Adam(), AdamW(), Adagrad(), RmsProp())}
+class Adamax(Optimizer):
+    """Kingma and Ba, Adam: A Method for Stochastic Optimization (arXiv:1412.6980), section 7.1, as in
+    torch.optim.Adamax: `eps` is added to the gradient's absolute value before the maximum is taken."""
+
+    kind = "adamax"
+
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
+        return (Slot("exp_avg"), Slot("exp_inf"))
+
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
+        lr, beta1, beta2, eps, weight_decay, maximize = settings
+        exp_avg, exp_inf = state
+        rate = lr / (1 - beta1**count)
+        scalars = _scalars(task, _sign(maximize), weight_decay, 1 - beta1, beta2, eps, rate)
+        kernels.adamax(task, exp_avg, exp_inf, scalars)
+
+
+class NAdam(Optimizer):
+    """Dozat, Incorporating Nesterov Momentum into Adam (ICLR workshop 2016), as in torch.optim.NAdam. The product of
+    the momenta of all updates is computed from their number, in double precision; torch multiplies it up in its
+    default dtype."""
+
+    kind = "nadam"
+
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
+        return (Slot("exp_avg"), Slot("exp_avg_sq"))
+
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
+        lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled, maximize = settings
+        exp_avg, exp_avg_sq = state
+        momentum, following = (beta1 * (1.0 - 0.5 * 0.96 ** (each * momentum_decay)) for each in (count, count + 1))
+        product = kernels.momentum_product(beta1, momentum_decay, count)
+        scalars = _scalars(
+            task,
+            _sign(maximize),
+            *_decay(lr, weight_decay, decoupled),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 - beta2**count,
+            eps,
+            lr * (1.0 - momentum) / (1.0 - product),
+            lr * following / (1.0 - product * following),
+        )
+        kernels.nadam(task, exp_avg, exp_avg_sq, scalars)
+
+
+class RAdam(Optimizer):
+    """Liu et al., On the Variance of the Adaptive Learning Rate and Beyond (ICLR 2020), as in torch.optim.RAdam: the
+    update is not adaptive while the approximated average has a length of at most 5, and `eps` is added to the root
+    before its correction."""
+
+    kind = "radam"
+
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
+        return (Slot("exp_avg"), Slot("exp_avg_sq"))
+
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
+        lr, beta1, beta2, eps, weight_decay, decoupled, maximize = settings
+        exp_avg, exp_avg_sq = state
+        correction2 = 1 - beta2**count
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * count * beta2**count / correction2
+        rectified = length > 5
+        rectifier = 1.0
+        if rectified:
+            ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+            rectifier = ratio**0.5
+        scalars = _scalars(
+            task,
+            _sign(maximize),
+            *_decay(lr, weight_decay, decoupled),
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 - beta1**count,
+            correction2**0.5,
+            eps,
+            lr,
+            rectifier,
+        )
+        kernels.radam(task, exp_avg, exp_avg_sq, scalars, rectified)
+
+
+class Lamb(Optimizer):
+    """You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (ICLR 2020), algorithm 2, the
+    norm scaled by the identity. Where the norm of the variable or of its update is 0, the ratio is 1. A task is a whole
+    variable (shardyard.ground.optimizers.WHOLE_VARIABLES)."""
+
+    kind = "lamb"
+
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
+        return (Slot("exp_avg"), Slot("exp_avg_sq"))
+
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
+        lr, beta1, beta2, eps, weight_decay, maximize = settings
+        exp_avg, exp_avg_sq = state
+        scalars = _scalars(
+            task,
+            _sign(maximize),
+            weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            (1 - beta2**count) ** 0.5,
+            eps,
+            1 / (1 - beta1**count),
+        )
+        kernels.lamb(task, exp_avg, exp_avg_sq, scalars, lr)
+
+
+class Lion(Optimizer):
+    """Chen et al., Symbolic Discovery of Optimization Algorithms (NeurIPS 2023), program 1: the parameter moves by the
+    rate along the sign, and shrinks by lr * weight_decay."""
+
+    kind = "lion"
+
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
+        return (Slot("exp_avg"),)
+
+    def update(
+        self,
+        settings: Sequence[float],
+        count: int,  # noqa: ARG002
+        task: Task,
+        state: Sequence[Bytes],
+    ) -> None:
+        lr, beta1, beta2, weight_decay, maximize = settings
+        (exp_avg,) = state
+        shrink = 1 - lr * weight_decay
+        scalars = _scalars(task, _sign(maximize), shrink, lr, beta1, 1 - beta1, beta2, 1 - beta2)
+        kernels.lion(task, exp_avg, scalars)
+
+
+class Ftrl(Optimizer):
+    """McMahan et al., Ad Click Prediction: a View from the Trenches (KDD 2013), algorithm 1, whose alpha is `lr`. The
+    paper begins at 0; other first values enter through the first proximal term, which is centered at them, as the
+    later ones are at later values."""
+
+    kind = "ftrl"
+
+    def slots(self, settings: Sequence[float]) -> tuple[Slot, ...]:  # noqa: ARG002
+        return (Slot("z"), Slot("n"))
+
+    def update(self, settings: Sequence[float], count: int, task: Task, state: Sequence[Bytes]) -> None:
+        lr, beta, l1, l2, maximize = settings
+        z, n = state
+        kernels.ftrl(task, z, n, _scalars(task, _sign(maximize), lr, beta, l1, l2), count == 1)
+
+
+_BY_KIND: dict[str, Optimizer] = {
+    rule.kind: rule
+    for rule in (
+        Sgd(),
+        Adam(),
+        AdamW(),
+        Adagrad(),
+        RmsProp(),
+        Adamax(),
+        NAdam(),
+        RAdam(),
+        Lamb(),
+        Lion(),
+        Ftrl(),
+    )
+}
 
 _EVERY_KERNEL: tuple[tuple[str, dict[str, float]], ...] = (
     ("sgd", {}),
@@ -202,6 +366,12 @@ _EVERY_KERNEL: tuple[tuple[str, dict[str, float]], ...] = (
     ("rmsprop", {"momentum": 0.9}),
     ("rmsprop", {"centered": 1.0}),
     ("rmsprop", {"momentum": 0.9, "centered": 1.0}),
+    ("adamax", {}),
+    ("nadam", {}),
+    ("radam", {}),
+    ("lamb", {}),
+    ("lion", {}),
+    ("ftrl", {}),
 )
 
 
@@ -247,6 +417,11 @@ def _step_once(kind: str, given: dict[str, float], dtype: npt.DTypeLike) -> None
 
 def _sign(maximize: float) -> float:
     return -1.0 if maximize else 1.0
+
+
+def _decay(lr: float, weight_decay: float, decoupled: float) -> tuple[float, float]:
+    """What is added to the gradient, times the parameter; and what the parameter is multiplied by."""
+    return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 
 def _scalars(task: Task, *values: float) -> Array:

@@ -1,7 +1,8 @@
 """The optimizers that servers know: their settings, in the order of the wire, with defaults and ranges.
 
-Owns: names and checks, used by workers (which translate `torch.optim` objects) and servers (which have the kernels).
-Defaults are those of `torch.optim`. Flags are 0 or 1.
+Owns: names and checks, used by workers (which translate optimizer objects), the coordinator (which leaves variables
+whole for some) and servers (which have the kernels). Defaults are those of `torch.optim`, and of `shardyard.optim` for
+what torch does not have. Flags are 0 or 1.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ class Setting:
     low: float = 0.0
     high: float = math.inf
     flag: bool = False
-    fixed: bool = False
-    """May not change while the job runs, since it decides which state there is."""
+    fixed: str = ""
+    """Why it may not change while the job runs; empty: it may."""
+
+
+_STATE = "it decides which state the servers keep"
+_PRODUCT = "the servers compute the product of all steps' momenta from it and the number of updates"
 
 
 def _flag(name: str) -> Setting:
-    return Setting(name, 0.0, flag=True, fixed=True)
+    return Setting(name, 0.0, flag=True, fixed=_STATE)
 
 
 _LR = 1e-3
+_EPS = Setting("eps", 1e-8)
 _DECAY = Setting("weight_decay", 0.0)
+_DECOUPLED = _flag("decoupled_weight_decay")
 _MAXIMIZE = _flag("maximize")
 _BETAS = (Setting("beta1", 0.9, high=1.0), Setting("beta2", 0.999, high=1.0))
 
@@ -45,11 +52,11 @@ KINDS: dict[str, tuple[Setting, ...]] = {
         _flag("nesterov"),
         _MAXIMIZE,
     ),
-    "adam": (Setting("lr", _LR), *_BETAS, Setting("eps", 1e-8), _DECAY, _flag("amsgrad"), _MAXIMIZE),
+    "adam": (Setting("lr", _LR), *_BETAS, _EPS, _DECAY, _flag("amsgrad"), _MAXIMIZE),
     "adamw": (
         Setting("lr", _LR),
         *_BETAS,
-        Setting("eps", 1e-8),
+        _EPS,
         Setting("weight_decay", 1e-2),
         _flag("amsgrad"),
         _MAXIMIZE,
@@ -58,20 +65,44 @@ KINDS: dict[str, tuple[Setting, ...]] = {
         Setting("lr", 1e-2),
         Setting("lr_decay", 0.0),
         _DECAY,
-        Setting("initial_accumulator_value", 0.0, fixed=True),
+        Setting("initial_accumulator_value", 0.0, fixed=_STATE),
         Setting("eps", 1e-10),
         _MAXIMIZE,
     ),
     "rmsprop": (
         Setting("lr", 1e-2),
         Setting("alpha", 0.99),
-        Setting("eps", 1e-8),
+        _EPS,
         _DECAY,
         Setting("momentum", 0.0),
         _flag("centered"),
         _MAXIMIZE,
     ),
+    "adamax": (Setting("lr", 2e-3), *_BETAS, _EPS, _DECAY, _MAXIMIZE),
+    "nadam": (
+        Setting("lr", 2e-3),
+        Setting("beta1", 0.9, high=1.0, fixed=_PRODUCT),
+        Setting("beta2", 0.999, high=1.0),
+        _EPS,
+        _DECAY,
+        Setting("momentum_decay", 4e-3, fixed=_PRODUCT),
+        _DECOUPLED,
+        _MAXIMIZE,
+    ),
+    "radam": (Setting("lr", _LR), *_BETAS, _EPS, _DECAY, _DECOUPLED, _MAXIMIZE),
+    "lamb": (Setting("lr", _LR), *_BETAS, Setting("eps", 1e-6), Setting("weight_decay", 1e-2), _MAXIMIZE),
+    "lion": (
+        Setting("lr", 1e-4),
+        Setting("beta1", 0.9, high=1.0),
+        Setting("beta2", 0.99, high=1.0),
+        _DECAY,
+        _MAXIMIZE,
+    ),
+    "ftrl": (Setting("lr", 0.1), Setting("beta", 1.0), Setting("l1", 0.0), Setting("l2", 0.0), _MAXIMIZE),
 }
+
+WHOLE_VARIABLES = frozenset({"lamb"})
+"""The kinds whose update of an element depends on all of its variable, which therefore lies in one block."""
 
 
 def setting_names(kind: str) -> tuple[str, ...]:
@@ -115,6 +146,8 @@ def check_group(kind: str, index: int, values: Sequence[float]) -> None:
         _, momentum, dampening, _, nesterov, _ = values
         if nesterov and (momentum == 0 or dampening != 0):
             raise InvalidRequest(f"parameter group {index}: nesterov needs a momentum, and no dampening")
+    if kind == "ftrl" and values[0] == 0:
+        raise InvalidRequest(f"parameter group {index}: ftrl divides by lr, which is 0; expected more than 0")
 
 
 def check_update(spec: OptimizerSpec, groups: Sequence[Sequence[float]]) -> None:
@@ -127,9 +160,10 @@ def check_update(spec: OptimizerSpec, groups: Sequence[Sequence[float]]) -> None
         check_group(spec.kind, index, values)
         for setting, value, first in zip(KINDS[spec.kind], values, registered, strict=True):
             momentum_appears = setting.name == "momentum" and (value == 0.0) != (first == 0.0)
-            if (setting.fixed and value != first) or momentum_appears:
+            why = _STATE if momentum_appears else setting.fixed if value != first else ""
+            if why:
                 raise InvalidRequest(
                     f"parameter group {index}: {setting.name} was {first:g} when the job began and is {value:g} now",
-                    why="it decides which state the servers keep, so it may not change in a running job",
+                    why=f"{why}, so it may not change in a running job",
                     todo="start a job of another name",
                 )

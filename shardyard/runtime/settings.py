@@ -290,7 +290,8 @@ class JobSettings(Section):
     ) = Field(
         default="auto",
         description="A variable larger than this is cut into blocks of this size; auto: half of a partition's fair"
-        " share of the job's bytes, at least 1 MiB, so that variables stay whole where that costs little balance.",
+        " share of the job's bytes, at least 1 MiB, so that variables stay whole where that costs little balance."
+        " Parameters under LAMB are not cut.",
     )
     consistency: ConsistencySettings = Field(
         default_factory=ConsistencySettings, description="How pushes become updates."

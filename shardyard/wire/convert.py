@@ -300,8 +300,8 @@ def layout_to_wire(layout: JobLayout) -> common.JobLayout:
 
 
 def layout_from_wire(message: common.JobLayout) -> JobLayout:
-    """Checks that the blocks lie in their partitions' payloads as the protocol says, and that each element of each
-    variable is in exactly one of them."""
+    """Checks that the blocks lie in their partitions' payloads as the protocol says, that each element of each variable
+    is in exactly one of them, and that parameters are whole where the optimizer needs them so."""
     optimizer = optimizer_from_wire(message.optimizer)
     variables = variables_from_wire(message.variables, len(optimizer.groups))
     partitions = []
@@ -311,9 +311,21 @@ def layout_from_wire(message: common.JobLayout) -> JobLayout:
             raise MalformedPayload(f"partition {part.partition} at place {index} of a layout")
         blocks = tuple(Block(b.variable, b.offset, b.length, b.position) for b in part.blocks)
         _check_blocks(index, part.payload_bytes, blocks, variables)
+        if optimizer.kind in optimizers.WHOLE_VARIABLES:
+            _check_whole(optimizer.kind, blocks, variables)
         partitions.append(PartitionLayout(PartitionId(index), part.payload_bytes, blocks))
     _check_cover([block for partition in partitions for block in partition.blocks], variables)
     return JobLayout(variables, optimizer, tuple(partitions))
+
+
+def _check_whole(kind: str, blocks: Sequence[Block], variables: Sequence[VariableSpec]) -> None:
+    for block in blocks:
+        spec = variables[block.variable]
+        if spec.kind is VariableKind.PARAMETER and block.length != spec.elements:
+            raise MalformedPayload(
+                f"a block of {block.length} elements of variable {spec.name!r}, which has {spec.elements}; "
+                f"{kind!r} needs it whole"
+            )
 
 
 def _check_blocks(

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,29 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95)),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.02, lr_decay=0.01),
     "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.003, momentum=0.5, centered=True, alpha=0.9),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01, decoupled_weight_decay=True),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=0.01, betas=(0.9, 0.95)),
+    "lamb": lambda groups: sy.optim.LAMB(groups, lr=0.01),
+    "lion": lambda groups: sy.optim.Lion(groups, lr=0.003),
+    "ftrl": lambda groups: sy.optim.FTRL([_penalized(group) for group in groups], lr=0.02),
 }
+
+
+def _penalized(group: dict[str, Any]) -> dict[str, Any]:
+    """What a weight decay is to the others."""
+    decay = group.pop("weight_decay", 0.0)
+    return group | {"l1": decay, "l2": decay}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def batches_of(dtype: torch.dtype, steps: int = 60) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -129,7 +152,8 @@ def test_promise_6_training_equals_torch(connect: Connect, kind: str, settings: 
     for step, x, y in batches_of(torch.float64):
         for each, its in ((model, optimizer), (plain, theirs)):
             compute(each, its, step, x, y)
-            its.step()
+            with default_dtype(torch.float64):  # in which NAdam has the product of its momenta
+                its.step()
     assert_same_models(model, plain)
     assert job.step == 60
 
@@ -272,6 +296,19 @@ def test_ranks_that_disagree_on_the_rate_are_an_error(connect: Connect) -> None:
     assert "job.prepare" in caught.value.todo_text
 
 
+def test_momentum_of_nadam_that_changes_in_a_running_job_is_refused(connect: Connect) -> None:
+    model, optimizer = connect().prepare(model := mlp(), torch.optim.NAdam(model.parameters()))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.param_groups[0]["betas"] = (0.8, 0.999)
+    with pytest.raises(errors.InvalidRequest, match=r"beta1 was 0\.9 when the job began and is 0\.8 now"):
+        optimizer.step()
+    assert all(torch.equal(mine, kept) for mine, kept in zip(model.parameters(), before, strict=True))
+
+
 def test_a_scheduler_that_is_refused_leaves_the_job_free(connect: Connect) -> None:
     job = connect()
     model = mlp()
@@ -345,9 +382,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(connect: Connect) -> N
 
 def test_an_optimizer_that_does_not_exist_is_refused_with_the_alternatives(connect: Connect) -> None:
     job = connect()
-    with pytest.raises(errors.UnsupportedOptimizer, match="'lamb'") as caught:
-        job.register({"a": torch.ones(3)}, optimizer="lamb")
-    assert "adagrad, adam, adamw, rmsprop, sgd" in caught.value.todo_text
+    with pytest.raises(errors.UnsupportedOptimizer, match="'lars'") as caught:
+        job.register({"a": torch.ones(3)}, optimizer="lars")
+    assert "adagrad, adam, adamax, adamw, ftrl, lamb, lion, nadam, radam, rmsprop, sgd" in caught.value.todo_text
     with pytest.raises(errors.InvalidRequest, match="momentum"):
         job.register({"a": torch.ones(3)}, optimizer="adam", momentum=0.9)
     job.register({"a": torch.ones(3)}, optimizer="sgd", momentum=0.9)

@@ -102,6 +102,42 @@ def watched(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
     monkeypatch.setattr(gradients, "WATCHED_BYTES_MIN", 0)
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02),
+    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.02, weight_decay=0.1),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.02, weight_decay=0.1),
+    "radam": lambda groups: torch.optim.RAdam(groups, lr=0.02, betas=(0.9, 0.9)),
+    "lamb": lambda groups: sy.optim.LAMB(groups, lr=0.02),
+    "lion": lambda groups: sy.optim.Lion(groups, lr=0.02, weight_decay=0.1),
+    "ftrl": lambda groups: sy.optim.FTRL(groups, lr=0.1, l1=0.01, l2=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_state_and_counts_come_back_with_their_partitions(tmp_path: Path, kind: str) -> None:
+    model, plain = (torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3)) for _ in "ab")
+    plain.load_state_dict(model.state_dict())
+    theirs = OPTIMIZERS[kind](plain.parameters())
+    generator = torch.Generator().manual_seed(6)
+    with yard_of(tmp_path, {}) as (yard, job):
+        model, optimizer = job.prepare(model, OPTIMIZERS[kind](model.parameters()))
+        for step in range(20):
+            if step == 9:
+                yard.save()
+                yard.lose()
+            for index, (mine, other) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+                if index == 1 and step % 2:  # so that its updates are others in number
+                    mine.grad = other.grad = None
+                    continue
+                gradient = torch.randn(mine.shape, generator=generator)
+                mine.grad, other.grad = gradient, gradient.clone()
+            optimizer.step()
+            theirs.step()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert float((mine - other).detach().norm() / other.detach().norm()) <= 1e-6
+
+
 @pytest.mark.parametrize(
     ("way", "window"), [(way, window) for way in WAYS for window in (0, 1) if (way, window) != ("overlap", 1)]
 )

@@ -66,7 +66,7 @@ def specs(draw: st.DrawFn, name: str) -> VariableSpec:
 def jobs(draw: st.DrawFn) -> JobLayout:
     names = draw(st.lists(st.text(min_size=1, max_size=20), min_size=1, max_size=5, unique=True))
     kind = draw(st.sampled_from(sorted(KINDS)))
-    optimizer = OptimizerSpec(kind, (make_group(kind, {"lr": draw(st.floats(0, 1e6))}),))
+    optimizer = OptimizerSpec(kind, (make_group(kind, {"lr": draw(st.floats(0, 1e6, exclude_min=kind == "ftrl"))}),))
     variables = [draw(specs(name)) for name in names]
     return plan(variables, optimizer, partitions=draw(st.integers(1, 4)), block_bytes=64)
 

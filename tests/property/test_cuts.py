@@ -52,6 +52,12 @@ KINDS: dict[str, dict[str, float]] = {
     "adam": {"amsgrad": 1.0},
     "adagrad": {"initial_accumulator_value": 0.5},
     "rmsprop": {"centered": 1.0, "momentum": 0.5},
+    "adamax": {"weight_decay": 0.1},
+    "nadam": {"weight_decay": 0.1},
+    "radam": {"beta2": 0.9},
+    "lamb": {},
+    "lion": {"weight_decay": 0.1},
+    "ftrl": {"l1": 0.5},
 }
 PARTITION = PartitionId(0)
 SIZES = (24, 8, 40)  # elements of float64: blocks of 192, 64 and 320 bytes

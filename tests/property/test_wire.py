@@ -203,7 +203,7 @@ maps = st.builds(
 @st.composite
 def optimizer_specs(draw: st.DrawFn) -> OptimizerSpec:
     kind = draw(st.sampled_from(sorted(optimizers.KINDS)))
-    rates = draw(st.lists(st.floats(0, 10), min_size=1, max_size=3))
+    rates = draw(st.lists(st.floats(0, 10, exclude_min=kind == "ftrl"), min_size=1, max_size=3))
     return OptimizerSpec(kind, tuple(optimizers.make_group(kind, {"lr": rate}) for rate in rates))
 
 
@@ -222,12 +222,14 @@ def variable_lists(draw: st.DrawFn, group_count: int) -> tuple[VariableSpec, ...
 
 @st.composite
 def layouts(draw: st.DrawFn) -> JobLayout:
-    """Variables cut anywhere, the blocks dealt to the partitions in any order."""
+    """Variables cut anywhere, where the optimizer takes that, the blocks dealt to the partitions in any order."""
     optimizer = draw(optimizer_specs())
     variables = draw(variable_lists(len(optimizer.groups)))
     pieces: list[tuple[int, int, int]] = []
     for index, spec in enumerate(variables):
-        cuts = draw(st.lists(st.integers(1, spec.elements - 1), max_size=3, unique=True)) if spec.elements > 1 else []
+        whole = optimizer.kind in optimizers.WHOLE_VARIABLES and spec.kind is VariableKind.PARAMETER
+        may_be_cut = spec.elements > 1 and not whole
+        cuts = draw(st.lists(st.integers(1, spec.elements - 1), max_size=3, unique=True)) if may_be_cut else []
         edges = [0, *sorted(cuts), spec.elements]
         pieces += [(index, a, b - a) for a, b in itertools.pairwise(edges) if b > a]
     count = draw(st.integers(1, 3))

@@ -396,7 +396,7 @@ FEEDBACK = {"worker": "a", "path": "000000000007/worker-a.safetensors", "nbytes"
         (lambda m: m["layout"]["variables"][0].update(shape=[1] * 33), "a list of at most 32"),
         (lambda m: m["layout"]["variables"][0].update(name="b"), "each name once"),
         (lambda m: m["layout"]["variables"][0].update(name=""), "1 to 512 characters"),
-        (lambda m: m["layout"]["optimizer"].update(kind="lion"), "optimizer.kind is 'lion'"),
+        (lambda m: m["layout"]["optimizer"].update(kind="lars"), "optimizer.kind is 'lars'"),
         (lambda m: m["layout"]["optimizer"]["groups"][0].pop(), "settings of sgd"),
         (lambda m: m["layout"]["optimizer"]["groups"][0].__setitem__(0, -1.0), "settings of sgd"),
         (lambda m: m["layout"]["optimizer"]["groups"][0].__setitem__(0, 1), "numbers with a point"),

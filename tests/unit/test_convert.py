@@ -127,6 +127,20 @@ def test_bad_layout_is_malformed(spoil: Callable[[common.JobLayout], object]) ->
         convert.layout_from_wire(message)
 
 
+def test_optimizer_that_needs_whole_variables_gets_no_cut_ones() -> None:
+    def of_lamb(*partitions: tuple[int, list[tuple[int, int, int, int]]]) -> common.JobLayout:
+        message = layout(*partitions)
+        lamb = OptimizerSpec("lamb", (optimizers.make_group("lamb", {}),))
+        message.optimizer.CopyFrom(convert.optimizer_to_wire(lamb))
+        return message
+
+    with pytest.raises(MalformedPayload, match="16 elements of variable 'w', which has 20; 'lamb' needs it whole"):
+        convert.layout_from_wire(of_lamb(*GOOD))
+    # a buffer may be cut, since no optimizer changes it
+    taken = convert.layout_from_wire(of_lamb((192, [(0, 0, 20, 0), (1, 0, 2, 128)]), (64, [(1, 2, 1, 0)])))
+    assert [len(part.blocks) for part in taken.partitions] == [2, 1]
+
+
 def test_layout_beyond_the_limits_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BLOCKS_MAX", 2)
     with pytest.raises(TooLarge, match="3 blocks"):

@@ -17,6 +17,7 @@ from shardyard.ground.errors import (
     VariableConflict,
     WorkerFailed,
 )
+from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Caller,
     DataLease,
@@ -179,6 +180,16 @@ def test_layout_is_shown_only_when_all_servers_have_their_partitions(yard: Yard)
         placed = yard.variables(caller)
         assert isinstance(placed, effects.Placed)
         assert placed.initializer is initializer
+
+
+@pytest.mark.parametrize(("kind", "pieces"), [("lamb", [48]), ("adam", [16, 16, 16])])
+def test_variables_are_whole_where_the_optimizer_needs_their_norms(yard: Yard, kind: str, pieces: list[int]) -> None:
+    caller = yard.join(SETTINGS.model_copy(update={"block_bytes": 64}))
+    spec = OptimizerSpec(kind, (make_group(kind, {}),))
+    yard.handle(events.VariablesRegistered(caller, VARIABLES, spec))
+    (creation, *_) = yard.wanted(effects.CreatePartitions)
+    blocks = [block for part in creation.layout.partitions for block in part.blocks]  # type: ignore[union-attr]
+    assert [block.length for block in blocks if block.variable == 0] == pieces
 
 
 def test_refused_partitions_are_created_again(yard: Yard) -> None:

@@ -15,7 +15,14 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
 )
-from shardyard_coordinator.placement import Server, assign, fitting_block_bytes, fitting_partitions, plan
+from shardyard_coordinator.placement import (
+    Server,
+    assign,
+    fitting_block_bytes,
+    fitting_partitions,
+    plan,
+    whole_block_bytes,
+)
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -104,6 +111,14 @@ def test_fitting_blocks_are_half_a_partition_within_bounds(
 ) -> None:
     variables = [f32(f"v{index}", count) for index, count in enumerate(elements)]
     assert fitting_block_bytes(variables, partitions=partitions) == expected
+
+
+def test_whole_blocks_hold_the_largest_parameter() -> None:
+    variables = [f32("w", 100), f32("b", 5), f32("centre", 4096, kind=VariableKind.BUFFER)]
+    assert whole_block_bytes(variables) == 448
+    assert whole_block_bytes([f32("nothing", 0)]) == 64
+    with pytest.raises(TooLarge, match=r"'w' of 2147483648 elements.*norm of the whole variable.*AdamW"):
+        whole_block_bytes([f32("w", 1 << 31)])
 
 
 def test_blocks_of_one_variable_stand_side_by_side_in_their_order() -> None:

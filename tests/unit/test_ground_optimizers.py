@@ -28,8 +28,21 @@ def test_defaults_are_good_and_in_the_order_of_the_wire(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(optimizers.KINDS))
 def test_defaults_are_those_of_torch(kind: str) -> None:
     torch = pytest.importorskip("torch")
-    theirs = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "rmsprop": "RMSprop"}[kind]
-    parameters = inspect.signature(getattr(torch.optim, theirs).__init__).parameters
+    optim = pytest.importorskip("shardyard_worker.optim")
+    theirs = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adagrad": torch.optim.Adagrad,
+        "rmsprop": torch.optim.RMSprop,
+        "adamax": torch.optim.Adamax,
+        "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam,
+        "lamb": optim.LAMB,
+        "lion": optim.Lion,
+        "ftrl": optim.FTRL,
+    }[kind]
+    parameters = inspect.signature(theirs.__init__).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     if "betas" in defaults:
         defaults["beta1"], defaults["beta2"] = defaults["betas"]
@@ -52,8 +65,8 @@ def test_every_setting_has_its_range(kind: str) -> None:
 
 
 def test_what_there_is_not_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="lion"):
-        optimizers.check_spec(OptimizerSpec("lion", ()))
+    with pytest.raises(InvalidRequest, match="lars"):
+        optimizers.check_spec(OptimizerSpec("lars", ()))
     with pytest.raises(InvalidRequest, match="rho"):
         values("sgd", rho=1.0)
     with pytest.raises(InvalidRequest, match="expected 6: lr, momentum"):
@@ -65,6 +78,20 @@ def test_nesterov_needs_a_momentum() -> None:
     for bad in (values("sgd", nesterov=1), values("sgd", momentum=0.9, dampening=0.1, nesterov=1)):
         with pytest.raises(InvalidRequest, match="nesterov"):
             optimizers.check_group("sgd", 0, bad)
+
+
+def test_ftrl_needs_a_rate() -> None:
+    optimizers.check_group("ftrl", 0, values("ftrl", lr=1e-9))
+    with pytest.raises(InvalidRequest, match="lr"):
+        optimizers.check_group("ftrl", 0, values("ftrl", lr=0.0))
+
+
+def test_what_the_product_of_nadams_momenta_is_computed_from_may_not_change() -> None:
+    spec = OptimizerSpec("nadam", (values("nadam"),))
+    optimizers.check_update(spec, (values("nadam", lr=0.5, beta2=0.8, weight_decay=0.1),))
+    for bad in (values("nadam", beta1=0.8), values("nadam", momentum_decay=0.1)):
+        with pytest.raises(InvalidRequest, match="momenta"):
+            optimizers.check_update(spec, (bad,))
 
 
 def test_rates_may_change_and_what_decides_the_state_may_not() -> None:

@@ -1,4 +1,4 @@
-"""The translation of torch.optim objects, and the optimizer that takes their place."""
+"""The translation of optimizers of torch and shardyard.optim, and the optimizer that takes their place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from shardyard.ground.errors import UnsupportedOptimizer
 from shardyard.ground.optimizers import check_spec, make_group, setting_names
 from shardyard.ground.types import OptimizerSpec
+from shardyard_worker import optim
 from shardyard_worker.optimizer import ServerOptimizer, translate
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -20,10 +21,16 @@ DEFAULTS: list[tuple[type[torch.optim.Optimizer], str]] = [
     (torch.optim.AdamW, "adamw"),
     (torch.optim.Adagrad, "adagrad"),
     (torch.optim.RMSprop, "rmsprop"),
+    (torch.optim.Adamax, "adamax"),
+    (torch.optim.NAdam, "nadam"),
+    (torch.optim.RAdam, "radam"),
+    (optim.LAMB, "lamb"),
+    (optim.Lion, "lion"),
+    (optim.FTRL, "ftrl"),
 ]
 EVERY_KIND = pytest.mark.parametrize(("kind", "name"), DEFAULTS, ids=[name for _, name in DEFAULTS])
 # How torch runs an update, not what it computes.
-WITHOUT_MEANING = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
+WITHOUT_MEANING = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:
@@ -53,6 +60,8 @@ def test_every_option_of_torch_has_a_setting_or_no_meaning(kind: Make, name: str
     settings = set(setting_names(name))
     if "betas" in options:
         options = options - {"betas"} | {"beta1", "beta2"}
+    if name in ("adam", "adamw"):  # the one by the kind, which the other's class sets, and refused
+        options -= {"decoupled_weight_decay"}
     assert options - WITHOUT_MEANING == settings
 
 
@@ -90,6 +99,49 @@ def test_every_option_of_torch_has_a_setting_or_no_meaning(kind: Make, name: str
             lambda p: torch.optim.RMSprop(p, 0.3, 0.9, 1e-3, 0.1, momentum=0.8, centered=True, maximize=True),
             {"lr": 0.3, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.8, "centered": 1, "maximize": 1},
         ),
+        (
+            lambda p: torch.optim.Adamax(p, 0.3, (0.7, 0.8), 1e-3, 0.1, maximize=True),
+            {"lr": 0.3, "beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.1, "maximize": 1},
+        ),
+        (
+            lambda p: torch.optim.NAdam(
+                p, 0.3, (0.7, 0.8), 1e-3, 0.1, momentum_decay=0.2, decoupled_weight_decay=True, maximize=True
+            ),
+            {
+                "lr": 0.3,
+                "beta1": 0.7,
+                "beta2": 0.8,
+                "eps": 1e-3,
+                "weight_decay": 0.1,
+                "momentum_decay": 0.2,
+                "decoupled_weight_decay": 1,
+                "maximize": 1,
+            },
+        ),
+        (
+            lambda p: torch.optim.RAdam(p, 0.3, (0.7, 0.8), 1e-3, 0.1, decoupled_weight_decay=True, maximize=True),
+            {
+                "lr": 0.3,
+                "beta1": 0.7,
+                "beta2": 0.8,
+                "eps": 1e-3,
+                "weight_decay": 0.1,
+                "decoupled_weight_decay": 1,
+                "maximize": 1,
+            },
+        ),
+        (
+            lambda p: optim.LAMB(p, 0.3, (0.7, 0.8), eps=1e-3, weight_decay=0.1, maximize=True),
+            {"lr": 0.3, "beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.1, "maximize": 1},
+        ),
+        (
+            lambda p: optim.Lion(p, 0.3, (0.7, 0.8), weight_decay=0.1, maximize=True),
+            {"lr": 0.3, "beta1": 0.7, "beta2": 0.8, "weight_decay": 0.1, "maximize": 1},
+        ),
+        (
+            lambda p: optim.FTRL(p, 0.3, beta=0.7, l1=0.1, l2=0.2, maximize=True),
+            {"lr": 0.3, "beta": 0.7, "l1": 0.1, "l2": 0.2, "maximize": 1},
+        ),
     ],
 )
 def test_each_option_is_translated(make: Make, expected: dict[str, float]) -> None:
@@ -126,9 +178,8 @@ class OwnAdam(torch.optim.Adam):
     ("make", "names"),
     [
         (torch.optim.LBFGS, "LBFGS"),
-        (torch.optim.Adamax, "Adamax"),
         (torch.optim.SparseAdam, "SparseAdam"),
-        (torch.optim.NAdam, "NAdam"),
+        (torch.optim.Rprop, "Rprop"),
         (OwnAdam, "OwnAdam"),
     ],
 )
@@ -136,7 +187,8 @@ def test_another_optimizer_is_refused_with_its_name_and_the_alternatives(make: M
     with pytest.raises(UnsupportedOptimizer, match=names) as caught:
         translate(make(parameters()))
     for kind, _ in DEFAULTS:
-        assert f"torch.optim.{kind.__name__}" in caught.value.todo_text
+        where = "shardyard" if kind in (optim.LAMB, optim.Lion, optim.FTRL) else "torch"
+        assert f"{where}.optim.{kind.__name__}" in caught.value.todo_text
 
 
 @pytest.mark.parametrize(
@@ -144,6 +196,8 @@ def test_another_optimizer_is_refused_with_its_name_and_the_alternatives(make: M
     [
         (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable"),
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable"),
+        (lambda p: torch.optim.RAdam(p, differentiable=True), "differentiable"),
+        (lambda p: torch.optim.NAdam([{"params": p, "capturable": True}]), "capturable"),
         (lambda p: torch.optim.AdamW([{"params": p, "capturable": True}]), "capturable"),
         (lambda p: torch.optim.Adam(p, decoupled_weight_decay=True), "decoupled_weight_decay"),
     ],

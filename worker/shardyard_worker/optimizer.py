@@ -1,4 +1,5 @@
-"""A `torch.optim` object, moved to the servers: its settings become an OptimizerSpec, its `step` a push and a pull.
+"""An optimizer of torch or `shardyard.optim`, moved to the servers: its settings become an OptimizerSpec, its `step` a
+push and a pull.
 
 Owns: the translation, option by option, and the optimizer that `job.prepare` gives back. Invariant: what the servers
 cannot do exactly as torch does is refused with its name and the alternatives, never approximated. Must not know: how a
@@ -15,65 +16,56 @@ from typing import Any, overload
 import torch
 
 from shardyard.ground.errors import UnsupportedOptimizer
-from shardyard.ground.optimizers import make_group
+from shardyard.ground.optimizers import make_group, setting_names
 from shardyard.ground.types import OptimizerSpec
+from shardyard_worker import optim
 
 Group = dict[str, Any]
 
 
-def _sgd(group: Group) -> dict[str, float]:
-    return {name: float(group[name]) for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-
-
-def _adam(group: Group) -> dict[str, float]:
-    beta1, beta2 = group["betas"]
-    return {"beta1": float(beta1), "beta2": float(beta2)} | {
-        name: float(group[name]) for name in ("eps", "weight_decay", "amsgrad", "maximize")
-    }
-
-
-def _adagrad(group: Group) -> dict[str, float]:
-    names = ("lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")
-    return {name: float(group[name]) for name in names}
-
-
-def _rmsprop(group: Group) -> dict[str, float]:
-    names = ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
-    return {name: float(group[name]) for name in names}
-
-
-_TRANSLATIONS: dict[type[torch.optim.Optimizer], tuple[str, Callable[[Group], dict[str, float]]]] = {
-    torch.optim.SGD: ("sgd", _sgd),
-    torch.optim.Adam: ("adam", _adam),
-    torch.optim.AdamW: ("adamw", _adam),
-    torch.optim.Adagrad: ("adagrad", _adagrad),
-    torch.optim.RMSprop: ("rmsprop", _rmsprop),
+_KINDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.RMSprop: "rmsprop",
+    torch.optim.Adamax: "adamax",
+    torch.optim.NAdam: "nadam",
+    torch.optim.RAdam: "radam",
+    optim.LAMB: "lamb",
+    optim.Lion: "lion",
+    optim.FTRL: "ftrl",
 }
-_ALTERNATIVES = "use one of " + ", ".join(f"torch.optim.{kind.__name__}" for kind in _TRANSLATIONS)
+
+
+def _name(kind: type[torch.optim.Optimizer]) -> str:
+    return f"{'shardyard' if kind.__module__ == optim.__name__ else 'torch'}.optim.{kind.__name__}"
+
+
+_ALTERNATIVES = "use one of " + ", ".join(_name(kind) for kind in _KINDS)
 # How torch runs an update, not what it computes.
 _UNMOVABLE_FLAGS = ("differentiable", "capturable")
 
 
 def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """The optimizer as the servers know it. Raises UnsupportedOptimizer for a kind or option that they do not have."""
-    found = _TRANSLATIONS.get(type(optimizer))
-    if found is None:
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
         raise UnsupportedOptimizer(
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be moved to the servers",
             todo=_ALTERNATIVES,
         )
-    name = type(optimizer).__name__
+    name = _name(type(optimizer))
     if any(_has_stepped(state) for state in optimizer.state.values()):
         raise UnsupportedOptimizer(
-            f"torch.optim.{name} has taken steps already; its state would be lost",
+            f"{name} has taken steps already; its state would be lost",
             todo="give job.prepare an optimizer that has not taken a step",
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise UnsupportedOptimizer(
-            f"torch.optim.{name} with a hook for its steps, which would not be called any more",
+            f"{name} with a hook for its steps, which would not be called any more",
             todo="register the hook on the optimizer that job.prepare gives back",
         )
-    kind, _ = found
     for index, group in enumerate(optimizer.param_groups):
         _check_options(name, kind, index, group)
     return OptimizerSpec(kind, tuple(settings_of(kind, group) for group in optimizer.param_groups))
@@ -86,15 +78,15 @@ def _has_stepped(state: Mapping[str, Any]) -> bool:
 
 def settings_of(kind: str, group: Group) -> tuple[float, ...]:
     """A parameter group's settings as they stand now, in the order of the wire."""
-    read = next(read for name, read in _TRANSLATIONS.values() if name == kind)
-    return make_group(kind, {"lr": float(group["lr"]), **read(group)})
+    given = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | group
+    return make_group(kind, {name: float(given[name]) for name in setting_names(kind)})
 
 
 def _check_options(name: str, kind: str, index: int, group: Group) -> None:
     for flag in _UNMOVABLE_FLAGS:
         if group.get(flag):
             raise UnsupportedOptimizer(
-                f"option {flag}=True of torch.optim.{name}, parameter group {index}",
+                f"option {flag}=True of {name}, parameter group {index}",
                 todo=f"leave {flag} at False; updates run on the servers",
             )
     if kind == "adam" and group.get("decoupled_weight_decay"):
