@@ -8,6 +8,7 @@ restored from it. One rule makes damage harmless (docs/durability.md): behind th
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import tempfile
@@ -260,7 +261,9 @@ KINDS: dict[str, Callable[[Path, Path], Artifact]] = {"checkpoint": Checkpoint, 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifact]]:
     """By the kind of thing that is damaged. Logs lie in memory, since each reader notes something durably."""
-    with tempfile.TemporaryDirectory(dir=SHM if SHM.is_dir() else None) as memory:
+    with tempfile.TemporaryDirectory(
+        prefix=f"shardyard-damage-{os.getpid()}-", dir=SHM if SHM.is_dir() else None
+    ) as memory:
         yield {kind: make(tmp_path_factory.mktemp(kind), Path(memory)) for kind, make in KINDS.items()}
 
 

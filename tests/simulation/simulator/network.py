@@ -393,6 +393,8 @@ class SimulatedPeer:
             while True:
                 answer = call.take(until - call.world.now, self)
                 if answer is None:
+                    if self._closed:  # by another thread
+                        raise self.unavailable(f"{self.name} was closed")
                     return
                 decoded = method.response.decode(answer)
                 if not method.streams_out:

@@ -6,13 +6,25 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent
+SHM = Path("/dev/shm")
+
+
+def folder_name(pid: int) -> str:
+    """How the names of a process's folders begin: its number tells tests that run at the same time what is not theirs."""
+    return f"shardyard-sim-{pid}-"
+
+
+def folders_of(pid: int) -> Iterator[Path]:
+    return (SHM if SHM.is_dir() else Path(tempfile.gettempdir())).glob(f"{folder_name(pid)}*")
 
 
 def _lines_of(children: Sequence[subprocess.Popen[str]]) -> Iterator[str]:
@@ -63,6 +75,8 @@ def run_seeds(
         for child in children:
             child.kill()
             child.wait()
+            for folder in folders_of(child.pid):  # of a yard that was under way
+                shutil.rmtree(folder, ignore_errors=True)
             for pipe in (child.stdin, child.stdout):
                 with contextlib.suppress(OSError, ValueError):
                     pipe.close()  # type: ignore[union-attr]

@@ -60,6 +60,7 @@ from shardyard_worker import job as worker_job
 
 from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires
+from .parallel import SHM, folder_name
 from .substitutes import Event, installed
 from .world import EPOCH_S, MS, SECOND, Process, Stuck, Task, World, current
 
@@ -757,9 +758,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
 
 
 _os: list[SimulatedOs] = []
-SHM = Path("/dev/shm")
-FOLDER = f"shardyard-sim-{os.getpid()}-"
-"""The process's own number, so that tests that run at the same time know what is none of theirs."""
+PREFIX = folder_name(os.getpid())
 
 
 def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: bool = True) -> Ending:
@@ -767,7 +766,7 @@ def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: 
     os_ = _os[-1]
     if judged and plan.mode == "sync":
         _undisturbed(plan.undisturbed)
-    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=SHM if SHM.is_dir() else None))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM if SHM.is_dir() else None))
     was = gc.isenabled()
     gc.disable()  # what it finds ends in whichever task has the baton
     yard = Yard(plan, folder, trace)
