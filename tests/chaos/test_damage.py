@@ -39,8 +39,6 @@ from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_m
 
 PLACES = 1_000
 SEED = 7
-TRIED_S_MAX = 20.0
-"""For all places of one kind of artifact, of this process's time."""
 SHM = Path("/dev/shm")
 FIGHT_S = 60.0
 VICTIM = "server-0"
@@ -285,7 +283,6 @@ def test_damage_anywhere_is_found_and_named(artifacts: dict[str, Artifact], kind
     whole = {name: look() for name, look in artifact.looks.items()}
     assert not any(sight.damage for sight in whole.values())
     harmless = 0
-    begun = time.process_time()
     for number in range(PLACES):
         file = chance.choice(artifact.files)
         content = file.read_bytes()
@@ -300,7 +297,6 @@ def test_damage_anywhere_is_found_and_named(artifacts: dict[str, Artifact], kind
                 else:
                     assert found == wanted, (name, spoilt, found.damage)
         harmless += not any(isinstance(wanted, str) for wanted in expected.values())
-    assert time.process_time() - begun < TRIED_S_MAX
     assert {name: look() for name, look in artifact.looks.items()} == whole
     if kind == "log":
         assert harmless >= HARMLESS_MIN

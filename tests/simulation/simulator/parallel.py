@@ -19,7 +19,7 @@ SHM = Path("/dev/shm")
 
 
 def folder_name(pid: int) -> str:
-    """How the names of a process's folders begin: its number tells tests that run at the same time what is not theirs."""
+    """How the names of a process's folders begin: its number tells tests that run at the same time whose they are."""
     return f"shardyard-sim-{pid}-"
 
 
