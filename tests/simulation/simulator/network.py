@@ -286,6 +286,8 @@ class Call:
     def _give(self, item: tuple[str, Any]) -> None:
         if self.closed or self.is_copy or not self.caller.alive:
             return
+        if self.broken and item[0] != "lost":
+            return  # what was on its way behind an answer that is lost would be taken for it
         self.inbox.append(item)
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
