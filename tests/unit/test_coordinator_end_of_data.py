@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -9,64 +11,49 @@ import pytest
 from shardyard.ground.errors import StorageUnavailable
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
-    Caller,
     DataLease,
     DType,
     Generation,
     Incarnation,
     MemberRole,
     OptimizerSpec,
-    Term,
     Token,
     VariableSpec,
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.recovery import Restored
 from shardyard_coordinator.standing import describe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 FEED = FeedSpec(4, "f", 1, 1, shuffle=False, drop_last=False)
 STEPS = 4
 T = TypeVar("T")
 
 
-class Yard:
+class Yard(MachineYard):
     """A machine with one job, of one worker and one server."""
 
     def __init__(self, mode: str, *, url: str = "/checkpoints") -> None:
-        self.now_ms = 0
-        self.machine = Machine(term=Term(1), lease_ms=4_000, now_ms=0)
-        self.effects: list[effects.Effect] = []
-        self.server = self.register(MemberRole.SERVER)
-        worker = self.register(MemberRole.WORKER)
+        super().__init__(lease_ms=4_000)
+        self.server = self.add_server()
         self.settings = settings = JobSettings(
             consistency=ConsistencySettings(mode=mode),  # type: ignore[arg-type]
             data=DataSettings(batches_per_data_shard=4),
             checkpoint=CheckpointSettings(url=url),
         )
-        joined = self.handle(events.JobJoined(worker, settings.name, settings))
-        assert isinstance(joined, effects.Joined)
-        self.caller = Caller(joined.job, worker)
+        self.caller = self.join_as(self.register(MemberRole.WORKER), settings)
         spec = OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),))
-        self.handle(events.VariablesRegistered(self.caller, (VariableSpec("v", DType.FLOAT64, (8,)),), spec))
-        self.handle(events.PartitionsCreated(joined.job))
-        self.handle(events.VariablesCommitted(self.caller))
-        self.handle(events.PartitionsOpened(joined.job))
+        self.open_job(self.caller, (VariableSpec("v", DType.FLOAT64, (8,)),), spec)
 
-    def handle(self, event: events.Event) -> object:
-        self.effects = self.machine.handle(event, self.now_ms)
-        return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
-
-    def register(self, role: MemberRole) -> Incarnation:
-        answer = self.handle(
-            events.MemberRegistered(Registration(role, "s:1" if role is MemberRole.SERVER else "", 1, "0", "box", 1))
-        )
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
+    def add_server(self) -> Incarnation:
+        """In the place of the one before it, if there was one."""
+        return self.register(MemberRole.SERVER, "s:1")
 
     def until(self, kind: type[T]) -> T:
         for _ in range(1_000):
@@ -111,7 +98,7 @@ class Yard:
 
     def lose_server(self) -> Generation:
         """Another one takes its place, and its partitions from the newest checkpoint."""
-        self.server = self.register(MemberRole.SERVER)
+        self.server = self.add_server()
         generation = self.until(effects.RestorePartitions).map.generation
         self.handle(events.PartitionsRestored(self.caller.job, generation))
         return generation
@@ -226,7 +213,7 @@ def test_restore_that_fails_closes_nothing() -> None:
     yard.handle(events.FeedOpened(yard.caller, 0, FEED))
     yard.checkpoint(step=2)
     yard.close(None)
-    yard.server = yard.register(MemberRole.SERVER)
+    yard.server = yard.add_server()
     generation = yard.until(effects.RestorePartitions).map.generation
     yard.handle(events.RestoreFailed(yard.caller.job, generation, StorageUnavailable("the disk is gone")))
     again = yard.until(effects.RestorePartitions).map.generation
@@ -244,7 +231,7 @@ def test_standing_says_what_a_recovery_has_brought_back() -> None:
     assert job.checkpoint is not None
     assert (job.checkpoint.number, job.checkpoint.step, job.checkpoint.created_s) == (draft.number, 7, 1_700_000_000)
     assert job.restored is None
-    yard.server = yard.register(MemberRole.SERVER)
+    yard.server = yard.add_server()
     (job,) = describe(yard.machine, yard.now_ms).jobs
     assert job.recovering
     generation = yard.until(effects.RestorePartitions).map.generation

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from shardyard.ground.types import (
     Caller,
     DType,
     Generation,
-    Incarnation,
     MemberRole,
     OptimizerSpec,
-    Term,
     Token,
     UpdateMode,
     VariableSpec,
@@ -17,8 +18,10 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
@@ -27,33 +30,17 @@ FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=T
 STEPS = 10
 
 
-class Yard:
+class Yard(MachineYard):
     def __init__(self) -> None:
-        self.machine = Machine(term=Term(1), lease_ms=1_000, now_ms=0, checkpoints="/somewhere")
-        self.effects: list[effects.Effect] = []
+        super().__init__(checkpoints="/somewhere")
         self.register(MemberRole.SERVER, "s:0")
         self.worker = self.join()
 
-    def handle(self, event: events.Event, now_ms: int = 0) -> object:
-        self.effects = self.machine.handle(event, now_ms)
-        return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
-
-    def register(self, role: MemberRole, address: str = "") -> Incarnation:
-        answer = self.handle(events.MemberRegistered(Registration(role, address, 1, "0.9", "box", 1)))
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
-
     def join(self) -> Caller:
-        worker = self.register(MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, SETTINGS.name, SETTINGS))
-        assert isinstance(answer, effects.Joined)
-        return Caller(answer.job, worker)
+        return self.join_as(self.register(MemberRole.WORKER), SETTINGS)
 
     def run(self) -> None:
-        self.handle(events.VariablesRegistered(self.worker, VARIABLES, SGD))
-        self.handle(events.PartitionsCreated(self.worker.job))
-        self.handle(events.VariablesCommitted(self.worker))
-        self.handle(events.PartitionsOpened(self.worker.job))
+        self.open_job(self.worker, VARIABLES, SGD)
 
     def take_checkpoint(self, step: int) -> None:
         self.handle(events.Ticked())

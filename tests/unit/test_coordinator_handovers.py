@@ -300,8 +300,8 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
     lose(yard, servers=3)
     yard.register(orders.MemberRole.SERVER, "n:0")
     take(yard, worker, worker, restore(yard))
-    yard.records = [
-        effects.Persist(each.kind, {**each.body, **change}) if each.kind == kind else each for each in yard.records
+    yard.persisted = [
+        effects.Persist(each.kind, {**each.body, **change}) if each.kind == kind else each for each in yard.persisted
     ]
     with pytest.raises(ConfigurationError, match="cannot be taken"):
         yard.restart(from_snapshot=False)

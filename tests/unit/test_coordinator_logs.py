@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -19,7 +21,6 @@ from shardyard.ground.types import (
     MemberRole,
     OptimizerSpec,
     PartitionId,
-    Term,
     UpdateMode,
     VariableSpec,
 )
@@ -27,12 +28,14 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedDone, FeedSpec
 from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
-from shardyard_coordinator.records import Body, DamagedRecord, Record
+from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.recovery import SERVER_GRACE_MS
 from shardyard_coordinator.trails import Owner, Trails
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 T = TypeVar("T")
 LEASE_MS = 1_000
@@ -53,47 +56,22 @@ def settings(mode: UpdateMode = UpdateMode.ASYNC, **checkpoint: int) -> JobSetti
     )
 
 
-class Yard:
+class Yard(MachineYard):
     """A machine with servers, and what it wanted."""
 
     def __init__(self, *logs: str) -> None:
-        self.now_ms = 0
-        self.machine = Machine(term=Term(1), lease_ms=LEASE_MS, now_ms=0)
-        self.persisted: list[effects.Persist] = []
-        self.effects: list[effects.Effect] = []
+        super().__init__(lease_ms=LEASE_MS)
         self._addresses = itertools.count()
-        self.servers = [self.register(where) for where in logs]
+        self.servers = [self.add_server(where) for where in logs]
         self.others: list[Incarnation] = []
 
-    def handle(self, event: events.Event) -> object:
-        self.effects = self.machine.handle(event, self.now_ms)
-        self.persisted += [each for each in self.effects if isinstance(each, effects.Persist)]
-        replies = [each.answer for each in self.effects if isinstance(each, effects.Reply)]
-        return replies[0] if replies else None
-
-    def register(self, logs: str, role: MemberRole = MemberRole.SERVER) -> Incarnation:
-        address = f"s:{next(self._addresses)}" if role is MemberRole.SERVER else ""
-        answer = self.handle(
-            events.MemberRegistered(Registration(role, address, 1, "0", "box", 1, logs=logs)),
-        )
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
-
-    def restart(self, *, from_snapshot: bool) -> None:
-        written = self.machine.snapshot() if from_snapshot else self.persisted
-        records = [
-            Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))
-            for number, each in enumerate(written, 1)
-        ]
-        self.machine = Machine.restore(records, term=Term(self.machine.term + 1), lease_ms=LEASE_MS, now_ms=self.now_ms)
-        self.persisted = self.machine.snapshot()
+    def add_server(self, logs: str) -> Incarnation:
+        return self.register(MemberRole.SERVER, f"s:{next(self._addresses)}", logs=logs)
 
     def join(self, given: JobSettings) -> Caller:
-        worker = self.register("", MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, given.name, given))
-        assert isinstance(answer, effects.Joined)
+        worker = self.register(MemberRole.WORKER)
         self.others.append(worker)
-        return Caller(answer.job, worker)
+        return self.join_as(worker, given)
 
     def variables(self, caller: Caller) -> object:
         return self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
@@ -101,10 +79,7 @@ class Yard:
     def open(self, given: JobSettings | None = None) -> Caller:
         """Up to first values on the servers, before any checkpoint."""
         caller = self.join(given or settings())
-        self.variables(caller)
-        self.handle(events.PartitionsCreated(caller.job))
-        self.handle(events.VariablesCommitted(caller))
-        self.handle(events.PartitionsOpened(caller.job))
+        self.open_job(caller, VARIABLES, SGD)
         return caller
 
     def run(self, given: JobSettings | None = None) -> Caller:
@@ -233,7 +208,7 @@ def test_a_server_that_cannot_read_the_log_gets_nothing(short: bool | None) -> N
     recovery = yard.machine.jobs[-1].keeping.recovery
     numbers = ", ".join(map(str, sorted(lost)))
     assert recovery.waits_for == f"a server that reaches the logs in folder {HERE}, for partition {numbers}"
-    fresh = yard.register(HERE)
+    fresh = yard.add_server(HERE)
     yard.servers.append(fresh)
     wanted = yard.until(effects.RestorePartitions)
     assert not recovery.waits_for or short is not None
@@ -247,7 +222,7 @@ def test_logs_of_all_who_owned_a_partition_are_read(short: bool | None) -> None:
     for _ in range(2):
         gone.append(yard.servers[0])
         yard.kill(yard.servers[0])
-        yard.servers.append(yard.register(HERE))
+        yard.servers.append(yard.add_server(HERE))
         wanted = yard.until(effects.RestorePartitions)
         assert wanted.bases[0].logs[P] == tuple(gone)
         yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
@@ -275,7 +250,7 @@ def test_older_checkpoints_are_offered_too(short: bool | None) -> None:
     gone = yard.servers[0]
     yard.kill(gone)
     perhaps_restart(yard, short)
-    yard.servers.append(yard.register(HERE))
+    yard.servers.append(yard.add_server(HERE))
     wanted = yard.until(effects.RestorePartitions)
     assert [base.number for base in wanted.bases] == [3, 2]
     assert all(base.logs[P] == (gone,) for base in wanted.bases)
@@ -286,7 +261,7 @@ def test_damage_ends_the_job_and_an_absent_storage_does_not(failure: ShardyardEr
     yard = Yard(HERE)
     caller = yard.run()
     yard.kill(yard.servers[0])
-    yard.servers.append(yard.register(HERE))
+    yard.servers.append(yard.add_server(HERE))
     wanted = yard.until(effects.RestorePartitions)
     yard.handle(events.RestoreFailed(caller.job, wanted.map.generation, failure))
     if isinstance(failure, StorageUnavailable):
@@ -311,7 +286,7 @@ def test_closed_data_stays_closed(short: bool | None) -> None:
         yard.handle(events.LedgerRead(returned, 2))
     yard.kill(yard.servers[0])
     perhaps_restart(yard, short)
-    yard.servers.append(yard.register(HERE))
+    yard.servers.append(yard.add_server(HERE))
     wanted = yard.until(effects.RestorePartitions)
     yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
     assert isinstance(yard.handle(events.LeaseRequested(caller, 0)), FeedDone)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,6 @@ from shardyard.ground.types import (
     MemberRole,
     OptimizerSpec,
     RankSource,
-    Term,
     Token,
     UpdateMode,
     VariableSpec,
@@ -38,10 +38,13 @@ from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec
 from shardyard_coordinator.deployment import OPEN_RETRY_MS
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.jobs import LATE_MS
-from shardyard_coordinator.machine import JOBS_ENDED_MAX, Machine
-from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.machine import JOBS_ENDED_MAX
 from shardyard_coordinator.progress import Report
-from shardyard_coordinator.standing import JobStanding, describe
+from shardyard_coordinator.standing import describe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 LEASE_MS = 1_000
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.FLOAT32, (3,)))
@@ -54,53 +57,26 @@ SYNC = SETTINGS.model_copy(
         "rank_grace_ms": 0,
     }
 )
+
 FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
 
 
-class Yard:
-    """A machine with what tests need to drive it; `effects` are those of the latest event."""
+class Yard(MachineYard):
+    """With two servers, or as many as are said."""
 
     def __init__(self, servers: int = 2) -> None:
-        self.now_ms = 0
-        self.machine = Machine(term=Term(1), lease_ms=LEASE_MS, now_ms=0)
-        self.effects: list[effects.Effect] = []
-        self._pids = itertools.count(1)
+        super().__init__(lease_ms=LEASE_MS)
         self.servers = [self.register(MemberRole.SERVER, f"s:{index}") for index in range(servers)]
 
-    def handle(self, event: events.Event) -> object:
-        self.effects = self.machine.handle(event, self.now_ms)
-        replies = [each.answer for each in self.effects if isinstance(each, effects.Reply)]
-        return replies[0] if replies else None
-
-    def wanted(self, *kinds: type) -> list[effects.Effect]:
-        return [each for each in self.effects if isinstance(each, kinds)]
-
-    def register(self, role: MemberRole, address: str = "", pid: int | None = None) -> Incarnation:
-        registration = Registration(role, address, 1, "0", "box", pid or next(self._pids))
-        answer = self.handle(events.MemberRegistered(registration))
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
-
     def join(self, settings: JobSettings = SETTINGS, pid: int | None = None) -> Caller:
-        worker = self.register(MemberRole.WORKER, pid=pid)
-        answer = self.handle(events.JobJoined(worker, settings.name, settings))
-        assert isinstance(answer, effects.Joined)
-        return Caller(answer.job, worker)
+        return self.join_as(self.register(MemberRole.WORKER, pid=pid), settings)
 
     def variables(self, caller: Caller) -> object:
         return self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
 
     def run(self, caller: Caller) -> None:
         """From joined to RUNNING."""
-        self.variables(caller)
-        self.handle(events.PartitionsCreated(caller.job))
-        self.handle(events.VariablesCommitted(caller))
-        self.handle(events.PartitionsOpened(caller.job))
-
-    def beat(self, member: Incarnation, report: Report | None = None) -> effects.Standing:
-        answer = self.handle(events.HeartbeatReceived(member, report or Report()))
-        assert isinstance(answer, effects.Standing)
-        return answer
+        self.open_job(caller, VARIABLES, SGD)
 
     def advance(self, ms: int, *alive: Incarnation) -> list[effects.Effect]:
         """Time passes in small steps while some members beat; gives all effects of the ticks."""
@@ -112,9 +88,6 @@ class Yard:
             found += self.machine.handle(events.Ticked(), self.now_ms)
         self.effects = found
         return found
-
-    def job(self) -> JobStanding:
-        return describe(self.machine, self.now_ms).jobs[-1]
 
 
 @pytest.fixture

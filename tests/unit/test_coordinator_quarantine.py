@@ -31,13 +31,16 @@ from shardyard_coordinator import effects, events, standing
 from shardyard_coordinator.data_ledger import DataLedger, FeedSpec, StepLedger
 from shardyard_coordinator.effects import BatchVerdict
 from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.quarantine import QUARANTINED_MAX, Condemned, Quarantine, Suspects
 from shardyard_coordinator.records import Body, DamagedRecord
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
 from restoring import numbered, renew, state_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 SPEC = FeedSpec(samples=95, fingerprint="f", batch_size=10, epochs=2, shuffle=True, drop_last=False)
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
@@ -46,60 +49,39 @@ SHARD = DataShardSource(0, 0, 0)
 MAX = limits.SEQUENCE_MAX
 
 
-class Yard:
+class Yard(MachineYard):
     """A machine with one server, and workers that come, lease, announce and die."""
 
     def __init__(self, mode: UpdateMode = UpdateMode.ASYNC, deaths: int = 3, checkpoints: str | None = None) -> None:
-        self.machine = Machine(term=Term(1), lease_ms=1_000, now_ms=0, checkpoints=checkpoints)
-        self.persisted: list[effects.Persist] = []
-        self.told: list[str] = []
+        super().__init__(checkpoints=checkpoints)
         self.settings = JobSettings(
             workers_expected=1,
             rank_grace_ms=0,
             consistency=ConsistencySettings(mode=mode, logical_ranks=2),
             data=DataSettings(batches_per_data_shard=5, poison_deaths=deaths),
         )
-        self.job = JobId(0)
-        self.server = self._register(MemberRole.SERVER, "s:1")
+        self.job_id = JobId(0)
+        self.server = self.register(MemberRole.SERVER, "s:1")
         first = self.hire()
-        for event in (
-            events.VariablesRegistered(self.caller(first), VARIABLES, SGD),
-            events.PartitionsCreated(self.job),
-            events.VariablesCommitted(self.caller(first)),
-            events.PartitionsOpened(self.job),
-            events.FeedOpened(self.caller(first), 0, SPEC),
-        ):
-            self.handle(event)
+        self.open_job(self.caller(first), VARIABLES, SGD)
+        self.handle(events.FeedOpened(self.caller(first), 0, SPEC))
         self.first = first
 
     def handle(self, event: events.Event) -> object:
-        reply: object = None
-        for effect in self.machine.handle(event, 0):
-            match effect:
-                case effects.Reply(answer):
-                    reply = answer
-                case effects.Persist():
-                    self.persisted.append(effect)
-                case effects.Tell(text):
-                    self.told.append(text)
-                case effects.FenceOnServers(job, _, workers):
-                    self.handle(events.WorkersFenced(job, workers))
-        return reply
-
-    def _register(self, role: MemberRole, address: str = "") -> Incarnation:
-        answer = self.handle(events.MemberRegistered(Registration(role, address, 1, "0", "box", len(self.persisted))))
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
+        """Servers refuse at once whom they are told to."""
+        answer = super().handle(event)
+        for wanted in self.effects:
+            if isinstance(wanted, effects.FenceOnServers):
+                self.handle(events.WorkersFenced(wanted.job, wanted.workers))
+        return answer
 
     def hire(self) -> Incarnation:
-        worker = self._register(MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, self.settings.name, self.settings))
-        assert isinstance(answer, effects.Joined)
-        self.job = answer.job
+        worker = self.register(MemberRole.WORKER)
+        self.job_id = self.join_as(worker, self.settings).job
         return worker
 
     def caller(self, worker: Incarnation) -> Caller:
-        return Caller(self.job, worker)
+        return Caller(self.job_id, worker)
 
     def lease(self, worker: Incarnation) -> DataLease:
         found = self.handle(events.LeaseRequested(self.caller(worker), 0))
@@ -112,11 +94,6 @@ class Yard:
         found = self.handle(events.BatchBegun(self.caller(worker), source, token, sequence, highest))
         assert isinstance(found, BatchVerdict), found
         return found
-
-    def kill(self, worker: Incarnation) -> None:
-        member = next(each for each in self.machine.members if each.incarnation == worker)
-        agent = self._register(MemberRole.AGENT, f"a:{worker}")
-        self.handle(events.ExitReported(agent, member.registration.pid, -9))
 
     def die_at(self, *sequences: int) -> None:
         """One worker after the other, each at a batch of the first data shard."""
@@ -326,7 +303,7 @@ def test_list_has_the_samples_by_position() -> None:
         yard.hire()
         yard.kill(worker)
     assert verdict.counts is False
-    listed = standing.list_quarantined(yard.machine, yard.job)
+    listed = standing.list_quarantined(yard.machine, yard.job_id)
     (batch,) = listed.batches
     assert (batch.feed, batch.epoch, batch.begin, batch.end) == (0, 1, 10, 20)
     assert listed.feeds == ((0, SPEC),)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +39,11 @@ from shardyard_coordinator.machine import JOBS_ENDED_MAX, Machine
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.records import Body, Record
-from shardyard_coordinator.standing import JobStanding, describe
+from shardyard_coordinator.standing import describe
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 LEASE_MS = 1_000
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.FLOAT32, (3,)))
@@ -46,64 +52,29 @@ SETTINGS = JobSettings(partitions=3, idle_ms=5_000)
 SYNC = JobSettings(
     partitions=3, consistency=ConsistencySettings(mode=UpdateMode.SYNC), workers_expected=2, rank_grace_ms=0
 )
+
 FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
 
 
-class Yard:
-    """A machine, and all that it wrote down."""
-
+class Yard(MachineYard):
     def __init__(self, servers: int = 2) -> None:
-        self.now_ms = 0
-        self.machine = Machine(term=Term(1), lease_ms=LEASE_MS, now_ms=0)
-        self.effects: list[effects.Effect] = []
-        self.persisted: list[effects.Persist] = []
-        self._pids = itertools.count(1)
+        super().__init__(lease_ms=LEASE_MS)
         self.servers = [self.register(MemberRole.SERVER, f"s:{index}") for index in range(servers)]
 
-    def handle(self, event: events.Event) -> object:
-        self.effects = self.machine.handle(event, self.now_ms)
-        self.persisted += [each for each in self.effects if isinstance(each, effects.Persist)]
-        replies = [each.answer for each in self.effects if isinstance(each, effects.Reply)]
-        return replies[0] if replies else None
-
-    def wanted(self, *kinds: type) -> list[effects.Effect]:
-        return [each for each in self.effects if isinstance(each, kinds)]
-
     def restart(self, *, from_snapshot: bool = False) -> list[effects.Effect]:
-        """Another machine in the place of this one, a minute later, in the next term. What it does again."""
+        """A minute later."""
         self.now_ms += 60_000
-        written = self.machine.snapshot() if from_snapshot else self.persisted
-        self.machine = restored(journaled(written), term=self.machine.term + 1, now_ms=self.now_ms)
-        self.persisted = self.machine.snapshot()
-        return self.machine.resume()
-
-    def register(self, role: MemberRole, address: str = "") -> Incarnation:
-        answer = self.handle(
-            events.MemberRegistered(Registration(role, address, 1, "0.9", "box", next(self._pids), Incarnation(77), 3))
-        )
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
+        return super().restart(from_snapshot=from_snapshot)
 
     def join(self, settings: JobSettings = SETTINGS) -> Caller:
-        worker = self.register(MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, settings.name, settings))
-        assert isinstance(answer, effects.Joined)
-        return Caller(answer.job, worker)
+        return self.join_as(self.register(MemberRole.WORKER, agent=Incarnation(77), local_index=3), settings)
 
     def variables(self, caller: Caller) -> object:
         return self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
 
     def run(self, caller: Caller) -> None:
         """From joined to RUNNING."""
-        self.variables(caller)
-        self.handle(events.PartitionsCreated(caller.job))
-        self.handle(events.VariablesCommitted(caller))
-        self.handle(events.PartitionsOpened(caller.job))
-
-    def beat(self, member: Incarnation, report: Report | None = None) -> effects.Standing:
-        answer = self.handle(events.HeartbeatReceived(member, report or Report()))
-        assert isinstance(answer, effects.Standing)
-        return answer
+        self.open_job(caller, VARIABLES, SGD)
 
     def lease(self, caller: Caller) -> DataLease:
         answer = self.handle(events.LeaseRequested(caller, 0))
@@ -120,9 +91,6 @@ class Yard:
             self.handle(events.Ticked())
             found += self.effects
         return found
-
-    def job(self) -> JobStanding:
-        return describe(self.machine, self.now_ms).jobs[-1]
 
 
 def journaled(persisted: list[effects.Persist]) -> list[Record]:

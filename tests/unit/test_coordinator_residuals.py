@@ -12,10 +12,9 @@ from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.types import Incarnation, MemberRole, Term
 from shardyard.runtime.settings import JobSettings
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events, standing
+from shardyard_coordinator import door, events, standing
 from shardyard_coordinator.losses import LostResiduals
 from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.records import Body
 
@@ -23,34 +22,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
 from restoring import numbered, renew, state_of
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
+
 SETTINGS = JobSettings(workers_expected=3)
 
 
-class Yard:
-    def __init__(self) -> None:
-        self.machine = Machine(term=Term(1), lease_ms=1_000, now_ms=0)
-        self.persisted: list[effects.Persist] = []
-        self.told: list[str] = []
-
-    def handle(self, event: events.Event) -> object:
-        found = self.machine.handle(event, 0)
-        self.persisted += [each for each in found if isinstance(each, effects.Persist)]
-        self.told += [each.text for each in found if isinstance(each, effects.Tell)]
-        return next((each.answer for each in found if isinstance(each, effects.Reply)), None)
-
+class Yard(MachineYard):
     def hire(self, residual: float) -> Incarnation:
-        pid = len(self.persisted)
-        answer = self.handle(events.MemberRegistered(Registration(MemberRole.WORKER, "", 1, "0", "box", pid)))
-        assert isinstance(answer, effects.Registered)
-        self.handle(events.JobJoined(answer.incarnation, SETTINGS.name, SETTINGS))
-        self.handle(events.HeartbeatReceived(answer.incarnation, Report(residual_norm=residual)))
-        return answer.incarnation
-
-    def kill(self, worker: Incarnation) -> None:
-        pid = next(each.registration.pid for each in self.machine.members if each.incarnation == worker)
-        agent = self.handle(events.MemberRegistered(Registration(MemberRole.AGENT, f"a:{pid}", 1, "0", "box", 1)))
-        assert isinstance(agent, effects.Registered)
-        self.handle(events.ExitReported(agent.incarnation, pid, -9))
+        worker = self.join_as(self.register(MemberRole.WORKER), SETTINGS).incarnation
+        self.beat(worker, Report(residual_norm=residual))
+        return worker
 
     def lost(self) -> tuple[int, float]:
         (job,) = standing.describe(self.machine, 0).jobs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +21,10 @@ from shardyard.ground.types import (
     DataLease,
     DType,
     Generation,
-    Incarnation,
     JobId,
     MemberRole,
     OptimizerSpec,
     PartitionId,
-    Term,
     Token,
     UpdateMode,
     VariableSpec,
@@ -34,11 +33,12 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec
 from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
-from shardyard_coordinator.records import Record
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 LEASE_MS = 1_000_000
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.FLOAT32, (8,)))
@@ -76,29 +76,13 @@ ORIGIN = Origin(
 )
 
 
-class Yard:
+class Yard(MachineYard):
     def __init__(self) -> None:
-        self.now_ms = 0
-        self.machine = Machine(term=Term(1), lease_ms=LEASE_MS, now_ms=0, checkpoints="here")
-        self.records: list[effects.Persist] = []
-        self.effects: list[effects.Effect] = []
+        super().__init__(lease_ms=LEASE_MS, checkpoints="here")
         self.servers = [self.register(MemberRole.SERVER, f"s:{index}") for index in range(3)]
 
-    def handle(self, event: events.Event) -> object:
-        self.effects = self.machine.handle(event, self.now_ms)
-        self.records += [each for each in self.effects if isinstance(each, effects.Persist)]
-        return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
-
-    def register(self, role: MemberRole, address: str = "") -> Incarnation:
-        answer = self.handle(events.MemberRegistered(Registration(role, address, 1, "0", "box", 7)))
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
-
     def join(self, settings: JobSettings = SETTINGS) -> Caller:
-        worker = self.register(MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, settings.name, settings))
-        assert isinstance(answer, effects.Joined)
-        return Caller(answer.job, worker)
+        return self.join_as(self.register(MemberRole.WORKER), settings)
 
     def order(self, origin: Origin = ORIGIN) -> bool:
         answer = self.handle(events.RestoreOrdered(origin))
@@ -117,16 +101,6 @@ class Yard:
     def restored(self, wanted: effects.RestorePartitions | None) -> None:
         assert wanted is not None
         self.handle(events.PartitionsRestored(wanted.subject.job, wanted.map.generation))
-
-    def restart(self, *, from_snapshot: bool) -> None:
-        written = self.machine.snapshot() if from_snapshot else self.records
-        records = [
-            Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))
-            for number, each in enumerate(written, 1)
-        ]
-        term = Term(self.machine.term + 1)
-        self.machine = Machine.restore(records, term=term, lease_ms=LEASE_MS, now_ms=self.now_ms, checkpoints="here")
-        self.records = self.machine.snapshot()
 
     @property
     def state(self) -> JobState:

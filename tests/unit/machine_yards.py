@@ -1,0 +1,102 @@
+"""A coordinator's machine with members that only say what a test lets them say: events in, effects out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+from shardyard.ground.types import Caller, Incarnation, MemberRole, OptimizerSpec, Term, VariableSpec
+from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator import effects, events
+from shardyard_coordinator.machine import Machine
+from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.progress import Report
+from shardyard_coordinator.records import Record
+from shardyard_coordinator.standing import JobStanding, describe
+
+
+class MachineYard:
+    """`effects` are those of the latest event, `persisted` and `told` all of their kind."""
+
+    def __init__(self, *, lease_ms: int = 1_000, checkpoints: str | None = None) -> None:
+        self.now_ms = 0
+        self.lease_ms = lease_ms
+        self.checkpoints = checkpoints
+        self.machine = Machine(term=Term(1), lease_ms=lease_ms, now_ms=0, checkpoints=checkpoints)
+        self.effects: list[effects.Effect] = []
+        self.persisted: list[effects.Persist] = []
+        self.told: list[str] = []
+        self._pids = itertools.count(1)
+
+    def handle(self, event: events.Event) -> object:
+        """The answer, if there is one."""
+        self.effects = self.machine.handle(event, self.now_ms)
+        self.persisted += [each for each in self.effects if isinstance(each, effects.Persist)]
+        self.told += [each.text for each in self.effects if isinstance(each, effects.Tell)]
+        return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
+
+    def wanted(self, *kinds: type) -> list[effects.Effect]:
+        return [each for each in self.effects if isinstance(each, kinds)]
+
+    # ---- members
+
+    def register(
+        self,
+        role: MemberRole,
+        address: str = "",
+        *,
+        pid: int | None = None,
+        logs: str = "",
+        agent: Incarnation | None = None,
+        local_index: int = 0,
+    ) -> Incarnation:
+        given = Registration(role, address, 1, "0.9", "box", pid or next(self._pids), agent, local_index, logs)
+        answer = self.handle(events.MemberRegistered(given))
+        assert isinstance(answer, effects.Registered)
+        return answer.incarnation
+
+    def join_as(self, worker: Incarnation, settings: JobSettings) -> Caller:
+        answer = self.handle(events.JobJoined(worker, settings.name, settings))
+        assert isinstance(answer, effects.Joined)
+        return Caller(answer.job, worker)
+
+    def open_job(self, caller: Caller, variables: tuple[VariableSpec, ...], optimizer: OptimizerSpec) -> None:
+        """From joined to first values on the servers."""
+        self.handle(events.VariablesRegistered(caller, variables, optimizer))
+        self.handle(events.PartitionsCreated(caller.job))
+        self.handle(events.VariablesCommitted(caller))
+        self.handle(events.PartitionsOpened(caller.job))
+
+    def beat(self, member: Incarnation, report: Report | None = None) -> effects.Standing:
+        answer = self.handle(events.HeartbeatReceived(member, report or Report()))
+        assert isinstance(answer, effects.Standing)
+        return answer
+
+    def kill(self, worker: Incarnation) -> None:
+        """As its agent reports it."""
+        pid = next(each.registration.pid for each in self.machine.members if each.incarnation == worker)
+        agent = self.register(MemberRole.AGENT, f"a:{worker}")
+        self.handle(events.ExitReported(agent, pid, -9))
+
+    def job(self) -> JobStanding:
+        return describe(self.machine, self.now_ms).jobs[-1]
+
+    # ---- another machine
+
+    def restart(self, *, from_snapshot: bool = False) -> list[effects.Effect]:
+        """Another machine in the place of this one, in the next term, from what was written down. What it does
+        again."""
+        written = self.machine.snapshot() if from_snapshot else self.persisted
+        records = [
+            Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))
+            for number, each in enumerate(written, 1)
+        ]
+        self.machine = Machine.restore(
+            records,
+            term=Term(self.machine.term + 1),
+            lease_ms=self.lease_ms,
+            now_ms=self.now_ms,
+            checkpoints=self.checkpoints,
+        )
+        self.persisted = self.machine.snapshot()
+        return self.machine.resume()
