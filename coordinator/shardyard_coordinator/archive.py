@@ -271,12 +271,12 @@ class Archive:
     def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
         """What each partition was written as."""
         if ask.subject.mode is not UpdateMode.SYNC:
-            return self._save_at(ask, None)
+            return self._save_at(ask, None, 0)
         draft = ask.draft
         step, ahead, told = draft.step, 0, False
-        for _ in range(TRIES):
+        for attempt in range(TRIES):
             try:
-                return self._save_at(ask, step)
+                return self._save_at(ask, step, attempt)
             except InvalidRequest as error:
                 if "newest" not in error.facts:
                     raise
@@ -292,7 +292,9 @@ class Archive:
             f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )
 
-    def _save_at(self, ask: _Ask, step: int | None) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
+    def _save_at(
+        self, ask: _Ask, step: int | None, attempt: int
+    ) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
         def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
             reply = self._servers.save(
                 ask.subject.job,
@@ -305,6 +307,7 @@ class Archive:
                 wait_ms=STEP_WAIT_MS,
                 oldest=ask.oldest,
                 logs=ask.logs,
+                attempt=attempt,
             )
             if sorted(each.partition for each in reply.partitions) != sorted(owned):
                 raise NotReady(f"server {server.incarnation} has saved other partitions than it was given")

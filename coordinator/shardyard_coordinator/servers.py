@@ -126,6 +126,7 @@ class Servers:
         wait_ms: int,
         oldest: int,
         logs: Iterable[Incarnation],
+        attempt: int,
     ) -> wire.SaveCheckpointReply:
         """A server's partitions into a checkpoint."""
         request = wire.SaveCheckpointRequest(
@@ -139,6 +140,7 @@ class Servers:
             wait_ms=wait_ms,
             oldest=oldest,
             logs=sorted(logs),
+            attempt=attempt,
         )
         at = "" if step is None else f" at step {step}"
         what = f"to write its partitions of job {job} into checkpoint {number}{at}"

@@ -40,6 +40,7 @@ class SaveOrder:
     """`step`: the version of a synchronous job that is saved; None: what is there. `base`: the number of a committed
     checkpoint, of whose blocks those that are the same are left out; 0: none. `wait_ms`: for the step. With a log,
     `oldest` is the oldest checkpoint that may still be restored, and `logs` are the gone servers whose logs that needs.
+    `attempt`: how many steps were named for this number before.
     """
 
     number: int
@@ -48,6 +49,12 @@ class SaveOrder:
     wait_ms: int
     oldest: int = 0
     logs: frozenset[Incarnation] = frozenset()
+    attempt: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the order of what was asked for."""
+        return self.number, self.attempt
 
 
 @dataclass(frozen=True)
@@ -90,10 +97,11 @@ class Saver:
         try:
             if self._last is not None:
                 last, saved = self._last
-                if (order.number, order.step) == (last.number, last.step):
+                if order.place == last.place:
                     return saved
-                if order.number < last.number:
-                    raise InvalidRequest(f"checkpoint {order.number} after checkpoint {last.number} was written")
+                if order.place < last.place:
+                    what = f"checkpoint {order.number}, attempt {order.attempt}"
+                    raise InvalidRequest(f"{what}, after {last.number}, attempt {last.attempt}, was written")
             found = self._save_all(partitions, order, storage, between)
             self._last = order, found
             return found

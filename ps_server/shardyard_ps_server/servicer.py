@@ -91,6 +91,7 @@ class Servicer:
             request.wait_ms,
             request.oldest,
             frozenset(Incarnation(server) for server in request.logs),
+            request.attempt,
         )
         if order.number > CHECKPOINT_NUMBER_MAX or order.wait_ms > limits.CHECKPOINT_WAIT_MS_MAX:
             raise InvalidRequest(f"checkpoint {order.number}, waited for for {order.wait_ms} ms")

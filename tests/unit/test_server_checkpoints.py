@@ -144,9 +144,17 @@ def values(
 
 
 def save(
-    store: Store, folder: Path, number: int, *, step: int | None = None, base: int = 0, wait_ms: int = 0
+    store: Store,
+    folder: Path,
+    number: int,
+    *,
+    step: int | None = None,
+    base: int = 0,
+    wait_ms: int = 0,
+    attempt: int = 0,
 ) -> list[Saved]:
-    return store.save(COORDINATOR, HERE, GENERATION, SaveOrder(number, step, base, wait_ms), str(folder))
+    order = SaveOrder(number, step, base, wait_ms, attempt=attempt)
+    return store.save(COORDINATOR, HERE, GENERATION, order, str(folder))
 
 
 def entries(saved: Sequence[Saved], life: int = 2) -> tuple[PartitionEntry, ...]:
@@ -540,9 +548,21 @@ def test_order_that_comes_again_writes_nothing(tmp_path: Path) -> None:
 def test_order_that_comes_after_a_later_one_is_refused(tmp_path: Path) -> None:
     store = leased(server())
     save(store, tmp_path, 2)
-    with pytest.raises(InvalidRequest, match="checkpoint 1 after checkpoint 2"):
+    with pytest.raises(InvalidRequest, match="checkpoint 1, attempt 0, after 2, attempt 0, was written"):
         save(store, tmp_path, 1)
     assert len(list(tmp_path.rglob("*.safetensors"))) == len(OWNED), "nothing is written"
+
+
+def test_step_that_was_named_before_and_is_reached_after_another_was_written_is_not(tmp_path: Path) -> None:
+    """The order for it may come, or be waited for, until workers are there; the manifest has the other step's files."""
+    store = leased(server(UpdateMode.SYNC))
+    save(store, tmp_path, 1, step=0, attempt=1)
+    before = {each: each.read_bytes() for each in tmp_path.rglob("*.safetensors")}
+    for rank in range(2):
+        push(store, 0, source=RankSource(Rank(rank)))
+    with pytest.raises(InvalidRequest, match="attempt 0, after 1, attempt 1, was written"):
+        save(store, tmp_path, 1, step=1)
+    assert {each: each.read_bytes() for each in tmp_path.rglob("*.safetensors")} == before
 
 
 def test_order_that_comes_while_another_is_carried_out_is_put_off(tmp_path: Path) -> None:
