@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
 # test processes side by side
-JOBS   ?= 3
+JOBS   ?= 2
 NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 

@@ -39,10 +39,10 @@ def train(yard: RoleYard, probes: Probes, mode: str, *, kills: int, **settings: 
     for kill in range(kills):
         before = [computed(script) for script, _ in started]
         yard.kill_coordinator()
-        for (script, _), count in zip(started, before, strict=True):
-            if kill == 0:
-                # with the map that everyone has, and the work that was leased
-                script.wait_for(f"computed {count + 4}")
+        if kill == 0:
+            # with the map that everyone has, and the work that was leased: who began first may be through with it
+            latest = before.index(min(before))
+            started[latest][0].wait_for(f"computed {before[latest] + 4}")
         yard.restart_coordinator()
     return [finish(script, out) for script, out in started]
 
