@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -20,7 +21,10 @@ from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.optimizers import KINDS, check_group, make_group
 from shardyard_ps_server import kernels, optimizers
 from shardyard_ps_server.optimizers import Slot
-from shardyard_worker import optim
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from torch_optimizers import TORCH
 
 ELEMENTS = 1037  # no multiple of a vector's width
 STEPS = 200
@@ -29,20 +33,6 @@ UPDATES = ("step", "mu_product")
 """What torch keeps with a parameter, and servers compute from their count of its updates."""
 BOUNDS = {np.dtype(np.float32): 1e-6, np.dtype(np.float64): 1e-12}
 DTYPES = [pytest.param(np.float32, id="float32"), pytest.param(np.float64, id="float64")]
-
-TORCH = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-    "rmsprop": torch.optim.RMSprop,
-    "adamax": torch.optim.Adamax,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "lamb": optim.LAMB,
-    "lion": optim.Lion,
-    "ftrl": optim.FTRL,
-}
 
 CASES: list[tuple[str, dict[str, float]]] = [
     ("sgd", {}),
