@@ -88,8 +88,6 @@ from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
 """So many fenced workers are named to servers again and again, the latest."""
-LAST_TRIES: Final = 3
-"""A job whose last checkpoint could not be taken so often ends without."""
 LATE_MS: Final = 10_000
 """A job that is left by its last worker stays open for so long if fewer workers than expected have said goodbye: one
 that starts late, or is restarted, finds its work done, where it would else begin the whole run anew."""
@@ -125,7 +123,7 @@ class Job:
         self._chief_is_done = False
         self._finish_at_ms: int | None = None
         self._last_ticket = 0
-        self._last_failures = 0
+        self._last_failure = ""
         if settings.consistency.mode is UpdateMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
@@ -274,7 +272,8 @@ class Job:
             return []
         if self.state is JobState.FINISHING:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
-                return self._end_without(f"it was not written within {self.settings.idle_ms / 1000:g} s")
+                late = f"it was not written within {self.settings.idle_ms / 1000:g} s{self._last_failure}"
+                return self._end_without(late)
             self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self._step)
             return self._keep(now_ms, servers)
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
@@ -370,11 +369,8 @@ class Job:
         if self.state.ended:
             return []
         effects = self.keeping.fail_checkpoint(draft, failure, now_ms)
-        # where a server does not answer, its partitions will be somebody's; job.idle_ms is the bound of that
-        if effects and self._last_ticket and draft >= self._last_ticket and not isinstance(failure, errors.NotReady):
-            self._last_failures += 1
-            if self._last_failures >= LAST_TRIES:
-                return [*effects, *self._end_without(f"it failed {LAST_TRIES} times, at last by: {failure.what}")]
+        if self._last_ticket and draft >= self._last_ticket:
+            self._last_failure = f", and failed at last by: {failure.what}"
         return effects
 
     def ask_checkpoint(self, ticket: int) -> list[Effect]:

@@ -32,7 +32,6 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.jobs import LAST_TRIES
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
@@ -220,31 +219,34 @@ def test_job_that_is_not_written_down_ends_at_once() -> None:
     assert yard.state is JobState.FINISHED
 
 
-def test_job_whose_storage_fails_ends_after_some_tries_and_says_so() -> None:
+@pytest.mark.parametrize("failure", [StorageUnavailable("no space left"), NotReady("server 1.2 does not answer")])
+def test_job_whose_last_checkpoint_fails_tries_again_for_its_idle_time_and_says_so(failure: ShardyardError) -> None:
+    """What came after the newest one would be lost with the job."""
     yard = begun()
     yard.report(step=40)
     yard.leave()
-    for number in range(LAST_TRIES):
+    for number in range(4):
         assert yard.state is JobState.FINISHING
         yard.tick(1_000 << number)
-        yard.break_off()
-    assert yard.state is JobState.FINISHED
-    assert any(
-        "without its last checkpoint: it failed 3 times, at last by: no space left" in text for text in yard.told
-    )
-
-
-def test_servers_that_do_not_answer_cost_no_try_of_the_last_checkpoint() -> None:
-    """With logs all that was acknowledged will be there when others have read them, and would go with them."""
-    yard = begun()
-    yard.report(step=40)
-    yard.leave()
-    for number in range(LAST_TRIES + 1):
-        yard.tick(1_000 << number)
-        yard.break_off(NotReady("server 1.2 does not answer"))
-        assert yard.state is JobState.FINISHING
+        yard.break_off(failure)
+    assert yard.state is JobState.FINISHING
     yard.tick(SETTINGS.idle_ms)
     assert yard.state is JobState.FINISHED
+    late = f"without its last checkpoint: it was not written within 20 s, and failed at last by: {failure.what}"
+    assert any(late in text for text in yard.told)
+
+
+def test_job_whose_storage_recovers_has_its_last_checkpoint() -> None:
+    yard = begun()
+    yard.report(step=40)
+    yard.leave()
+    for number in range(3):
+        yard.tick(1_000 << number)
+        yard.break_off()
+    yard.tick(8_000)
+    yard.commit()
+    assert yard.state is JobState.FINISHED
+    assert not any("without its last checkpoint" in text for text in yard.told)
 
 
 def test_job_whose_last_checkpoint_does_not_come_ends_and_says_so() -> None:
