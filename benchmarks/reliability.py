@@ -6,9 +6,9 @@ One worker takes steps on leased data, on three servers, all of them processes o
 when they die. `recovery`: a server is killed (kill -9), again and again; from the kill to the first step that was
 acknowledged after it, on all partitions, and of that the time until the coordinator noticed. `coordinator`: the same,
 with the coordinator, for which a worker waits when it needs another data shard, of 20 steps. `pause`: how long steps
-take while a checkpoint is written, and while none is. `locks`: for how long a partition is locked, in one process, with
-checkpoints and without. `overhead`: steps a second, with a checkpoint every minute, and with none. `log`: steps a
-second, with a log and with checkpoints alone.
+take while a checkpoint is written, and while none is, and what that costs of a minute. `locks`: for how long a
+partition is locked, in one process, with checkpoints and without. `overhead`: steps a second, with a checkpoint every
+minute, and with none. `log`: steps a second, with a log and with checkpoints alone.
 
 Every parameter counts the samples: at the end of each measurement all of them must say how many were acknowledged.
 """
@@ -44,6 +44,8 @@ DURABILITIES = ("checkpoint", "wal")
 CHECKPOINT_S = 2
 """From one checkpoint to the next while servers are killed."""
 DEFAULT_S = 60
+PAUSE_S = 0.5
+"""For so long after a checkpoint steps may still take longer than others."""
 LOOK_S = 0.005
 SETTLE_S = 3.0
 """After a recovery, before the next kill: what was taken back has been computed again."""
@@ -193,8 +195,18 @@ def pause(nbytes: int, seconds: float) -> Figures:
         )
         if not watch.spans or not during.any():
             raise NotRecovered(f"no step in {len(watch.spans)} checkpoints; measure for longer")
+        usual_ms = float(np.percentile(each_ms[~during], 50))
+        near = np.array(
+            [
+                any(begin <= end and start <= finish + PAUSE_S for begin, finish in watch.spans)
+                for start, end in pairwise(times)
+            ]
+        )
+        lost_ms = float(np.sum(each_ms[near] - usual_ms)) / len(watch.spans)
         return {
-            "p50_ms": float(np.percentile(each_ms[~during], 50)),
+            "lost_ms": lost_ms,
+            "lost_share": lost_ms / (1e3 * DEFAULT_S),
+            "p50_ms": usual_ms,
             "p99_ms": float(np.percentile(each_ms[~during], 99)),
             "during_p50_ms": float(np.percentile(each_ms[during], 50)),
             "during_p99_ms": float(np.percentile(each_ms[during], 99)),

@@ -3,8 +3,8 @@ update turns one version's bytes into the next one's.
 
 Owns: optimizer state, update counts per block. Invariants: an update is elementwise, or one of a variable that is not
 cut, and takes contributions in the order given, so the bits depend neither on how variables were cut nor on who hosts
-them (promise 6); values are written out of place. Called under the partition's lock. Must not know: ledgers, versions,
-threads.
+them (promise 6); values are written out of place. Called by whoever has the partition's turn. Must not know: ledgers,
+versions, threads.
 """
 
 from __future__ import annotations
@@ -135,8 +135,9 @@ class Blocks:
 
     def keep_all(self) -> None:
         """All state is about to change."""
-        if self._cut is not None:
-            self._cut.keep(0, self._part.payload_bytes)
+        cut = self._cut
+        if cut is not None:
+            cut.keep(0, self._part.payload_bytes)
 
     def end_cut(self, cut: StateCut) -> None:
         if self._cut is cut:
@@ -262,6 +263,7 @@ class Blocks:
             self.reserve_sums()
             weights = np.array(shares, np.float64)
         whole = _are_whole(members)
+        cut = self._cut  # which may end meanwhile
         for run in self._runs(None if whole else [member.present for member in members]):
             having = _indices(run.present)
             if run.present is not None and not having:
@@ -280,8 +282,8 @@ class Blocks:
                     self._end(run, new),
                 )
                 count = self._whole_count + self._counts[run.first] + 1
-                if self._cut is not None:
-                    self._cut.keep(run.start, run.stop)
+                if cut is not None:
+                    cut.keep(run.start, run.stop)
                 self._optimizer.update(groups[run.group], count, task, self._state[run.group])
         if whole:
             self._whole_count += 1

@@ -3,15 +3,15 @@
 Values need no copy: a version is never written again while somebody holds it. Optimizer state is changed in place, so
 what an update is about to change is copied before, and the rest when there is time, a piece at a time.
 
-Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. `keep` and
-`keep_next` are called under the partition's lock. Must not know: what the state means.
+Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. `keep` is
+called by whoever updates the partition, `keep_next` by one other thread. Must not know: what the state means.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from threading import Condition
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from shardyard.ground.types import PartitionId, SourceMark, Token, Version
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 PIECE_BYTES = MIB
-"""The lock is held for one copy of so much."""
+"""An update waits for one copy of so much."""
 
 
 class StateCut:
@@ -33,6 +33,7 @@ class StateCut:
         nbytes = max(map(len, state.values()), default=0)
         self._kept = [False] * -(-nbytes // PIECE_BYTES)
         self._next = 0
+        self._copying = threading.Lock()
 
     @property
     def complete(self) -> bool:
@@ -59,12 +60,13 @@ class StateCut:
         return self._copies[name]
 
     def _keep(self, piece: int) -> None:
-        if self._kept[piece]:
-            return
-        self._kept[piece] = True
-        at = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
-        for name, values in self._state.items():
-            np.copyto(self._copies[name][at], values[at])
+        with self._copying:
+            if self._kept[piece]:
+                return
+            at = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+            for name, values in self._state.items():
+                np.copyto(self._copies[name][at], values[at])
+            self._kept[piece] = True
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,12 @@ class Cut:
     counts: npt.NDArray[np.int64]
     values: Bytes
     state: StateCut
-    lock: Condition
     let_go: Callable[[], None]
 
     def complete(self) -> None:
-        """Copies what no update has made a copy of yet."""
-        while True:
-            with self.lock:
-                self.state.keep_next()
-                if self.state.complete:
-                    return
+        """Copies what no update has made a copy of yet, while updates go on."""
+        while not self.state.complete:
+            self.state.keep_next()
 
     def release(self) -> None:
         self.let_go()

@@ -80,6 +80,11 @@ class Gate(Generic[T]):
         """Whether that rank alone is missing."""
         return self._count == len(self._gathered) - 1 and self._gathered[rank] is None
 
+    def with_last(self, rank: Rank, contribution: T) -> tuple[T, ...]:
+        """The contributions of the step, in rank order, with that of the one that is missing; changes nothing."""
+        assert self.completes(rank), (rank, self.missing())
+        return tuple([contribution if gathered is None else gathered for gathered in self._gathered])
+
     @property
     def is_empty(self) -> bool:
         """Whether no rank has contributed to the step."""
@@ -88,14 +93,12 @@ class Gate(Generic[T]):
     def missing(self) -> tuple[Rank, ...]:
         return tuple(Rank(rank) for rank, gathered in enumerate(self._gathered) if gathered is None)
 
-    def take(self) -> tuple[T, ...]:
-        """The contributions of the step, in rank order; the next step is gathered from here on."""
-        taken = tuple([gathered for gathered in self._gathered if gathered is not None])
-        assert len(taken) == len(self._gathered), self.missing()
+    def next_step(self) -> None:
+        """The step was taken, with the rank that alone was missing; the next one is gathered from here on."""
+        assert self._count == len(self._gathered) - 1, self.missing()
         self._gathered = [None] * len(self._gathered)
         self._count = 0
         self.step += 1
-        return taken
 
 
 def _first_difference(mine: Weighted, theirs: Weighted) -> str:

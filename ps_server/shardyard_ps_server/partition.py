@@ -1,12 +1,16 @@
-"""A partition: blocks, versions and ledger under one lock, and the way of a push through them.
+"""A partition: blocks, versions and ledger, changed by one at a time, and the way of a push through them.
 
 The way is gather, verdict, apply. In a synchronous job a push is recorded as its logical rank's contribution, and the
 last one of a step takes the step; in an asynchronous job each push is a step of its own. Either way the verdict names
 the members and their shares, and the blocks apply them into the next version.
 
+Whoever changes the partition has its turn meanwhile, however long the arithmetic takes. What others see, version,
+ledger and gate, changes under the lock, in one moment in which the turn's owner has all that it needs: so readers, and
+checkpoints that copy, wait for nobody's arithmetic.
+
 Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all, so memory is asked for
-before anything changes; the generation is checked under the lock (rule A3); first values are written only before the
-partition is opened. Must not know: other partitions, sockets.
+before anything changes; the generation is checked within the turn (rule A3), and who raises it takes the turn after;
+first values are written only before the partition is opened. Must not know: other partitions, sockets.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ from shardyard_ps_server.versions import Bytes, Memory, Versions, aligned_empty,
 class Partition:
     """One partition of a job. Safe for several threads.
 
-    `check_current` is called under the lock before anything changes, and raises StaleGeneration where the partition has
-    moved on meanwhile.
+    `check_current` is called within the turn before anything changes, and raises StaleGeneration where the partition
+    has moved on meanwhile.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Partition:
         self._open = False
         # the version at which a checkpoint is to be cut, then that cut
         self._named: int | Cut | TooLarge | None = None
+        self._turn = threading.Lock()
         self._changed = threading.Condition()
 
     @property
@@ -91,7 +96,7 @@ class Partition:
 
     def set_values(self, payload: Bytes, check_current: Callable[[], None]) -> None:
         """Overwrites the first values. Raises InvalidRequest where the partition is open."""
-        with self._changed:
+        with self._turn:
             check_current()
             if self._open:
                 raise InvalidRequest(f"first values for partition {self.id}, which is open")
@@ -99,14 +104,14 @@ class Partition:
 
     def open(self) -> None:
         """The first values are final from here on."""
-        with self._changed:
+        with self._turn:
             self._open = True
 
     # ---- checkpoints
 
     def cut(self) -> Cut:
         """What the partition is now; to be released. Raises TooLarge."""
-        with self._changed:
+        with self._turn, self._changed:
             return self._cut()
 
     def name_cut(self, number: int, *, between: bool = False) -> None:
@@ -114,7 +119,7 @@ class Partition:
         `unname_cut` must come. `between`: where a part of the next step was recorded already, that version has passed.
         Raises InvalidRequest (facts: newest, and gathering where it has passed so) where it has passed, or another cut
         is under way, TooLarge."""
-        with self._changed:
+        with self._turn, self._changed:
             newest = self._versions.newest.number
             if newest > number:
                 raise InvalidRequest(
@@ -168,9 +173,7 @@ class Partition:
                 self._blocks.end_cut(state)
                 self._versions.release(values)
 
-        return Cut(
-            self.id, version, marks, self._ledger.floor, self._blocks.counts, values, state, self._changed, release
-        )
+        return Cut(self.id, version, marks, self._ledger.floor, self._blocks.counts, values, state, release)
 
     def arrays(self, index: int, cut: Cut) -> dict[str, npt.NDArray[Any]]:
         """The arrays of a block at a cut that is complete: "values", and optimizer state by the slots' names."""
@@ -183,12 +186,13 @@ class Partition:
     def restore(self, state: PartitionState) -> None:
         """From here on the partition, open, is as it was at a cut; what came since never happened. Readers of what was
         there are not disturbed. Raises CheckpointDamaged where state is missing, TooLarge, having changed nothing."""
-        with self._changed:
-            new = self._versions.blank()
+        with self._turn:
+            new = self._blank()
             found = [self._blocks.arrays(block.index, new) for block in state.blocks]
             for block, into in zip(state.blocks, found, strict=True):
                 if {"values", *block.slots} != into.keys():
-                    self._versions.give_back(new)
+                    with self._changed:
+                        self._versions.give_back(new)
                     raise CheckpointDamaged(
                         f"block {block.index} of partition {self.id} with the state {sorted(block.slots)}; expected "
                         f"{sorted(into.keys() - {'values'})}"
@@ -199,14 +203,15 @@ class Partition:
                 for name, values in ("values", block.values), *block.slots.items():
                     into[name][:] = values
             self._blocks.restore_counts([block.count for block in state.blocks])
-            self._versions.restore(state.version, new)
-            self._ledger.restore(state.marks, state.floor)
-            if self._gate is not None:
-                self._gate = Gate(self.id, self._ranks, step=state.version.number)
-                self._spare += self._kept
-                self._kept = []
-            self._open = True
-            self._changed.notify_all()
+            with self._changed:
+                self._versions.restore(state.version, new)
+                self._ledger.restore(state.marks, state.floor)
+                if self._gate is not None:
+                    self._gate = Gate(self.id, self._ranks, step=state.version.number)
+                    self._spare += self._kept
+                    self._kept = []
+                self._open = True
+                self._changed.notify_all()
 
     def forget(
         self,
@@ -216,13 +221,13 @@ class Partition:
         check_current: Callable[[], None],
     ) -> None:
         """Rule A7. Raises StaleGeneration: a partition that was restored since may not have it closed."""
-        with self._changed:
+        with self._turn, self._changed:
             check_current()
             self._ledger.forget(done, workers, floor)
 
     def pass_over(self, key: SourceKey, next_sequence: int, check_current: Callable[[], None]) -> None:
         """Rule A11. Raises StaleGeneration."""
-        with self._changed:
+        with self._turn, self._changed:
             check_current()
             self._ledger.pass_over(key, next_sequence)
 
@@ -234,7 +239,7 @@ class Partition:
             self._ledger.check_open(key, token)
 
     def open_source(self, key: SourceKey, token: Token) -> Watermark:
-        with self._changed:
+        with self._turn, self._changed:
             return Watermark(self.id, self._ledger.open(key, token), self._versions.newest)
 
     def watermark(self, key: SourceKey) -> Watermark:
@@ -271,16 +276,19 @@ class Partition:
     def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
         """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having
         changed nothing."""
-        with self._changed:
-            check_current()
-            if self._judge(name, contribution):
+        with self._turn:
+            with self._changed:
+                check_current()
+                duplicate = self._judge(name, contribution)
+            if duplicate:
                 outcome = Outcome.DUPLICATE
             elif self._gate is None:
                 outcome = self._count(name, contribution)
             else:
                 outcome = self._record(self._gate, name, contribution)
             failpoint("push.after_partition")
-            return PartResult(self.id, outcome, self._ledger.next(name.key), self._versions.newest)
+            with self._changed:
+                return PartResult(self.id, outcome, self._ledger.next(name.key), self._versions.newest)
 
     def _judge(self, name: PushName, contribution: Contribution) -> bool:
         duplicate = self._ledger.is_duplicate(name)
@@ -294,23 +302,29 @@ class Partition:
         return duplicate
 
     def _count(self, name: PushName, contribution: Contribution) -> Outcome:
-        if contribution.groups is not None and contribution.weight > 0:  # an empty push makes no version
-            self._apply((contribution,), (1.0,), self._versions.blank())
-        self._ledger.advance(name)
+        # an empty push makes no version
+        makes = contribution.groups is not None and contribution.weight > 0
+        new = self._next((contribution,), (1.0,)) if makes else None
+        with self._changed:
+            self._ledger.advance(name)
+            if new is not None:
+                self._publish(new)
         return Outcome.APPLIED
 
     def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
         source = name.key.source
         assert isinstance(source, RankSource)
         if not gate.completes(source.rank):
-            gate.record(source.rank, self._keep(contribution))
-            self._ledger.advance(name)
+            kept = self._keep(contribution)
+            with self._changed:
+                gate.record(source.rank, kept)
+                self._ledger.advance(name)
             return Outcome.RECORDED
-        new = self._room()
-        gate.record(source.rank, contribution)
-        self._ledger.advance(name)
-        members, shares = verdict(gate.take())
-        self._apply(members, shares, new)
+        new = self._next(*verdict(gate.with_last(source.rank, contribution)))
+        with self._changed:
+            gate.next_step()
+            self._ledger.advance(name)
+            self._publish(new)
         self._spare += self._kept
         self._kept = []
         return Outcome.APPLIED
@@ -325,15 +339,21 @@ class Partition:
         self._kept.append(copy)
         return contribution._replace(payload=copy)
 
-    def _room(self) -> Bytes:
-        """A buffer for the next version, with all else that a step needs."""
+    def _next(self, members: Sequence[Contribution], shares: Sequence[float]) -> Bytes:
+        """The next version's values. All that a step needs is asked for before anything changes. Raises TooLarge."""
         if self._ranks > 1:
             self._blocks.reserve_sums()
-        return self._versions.blank()
-
-    def _apply(self, members: Sequence[Contribution], shares: Sequence[float], new: Bytes) -> None:
+        new = self._blank()
         self._blocks.update(members, shares, self._versions.values, new)
         failpoint("push.before_publish")
+        return new
+
+    def _blank(self) -> Bytes:
+        with self._changed:
+            new = self._versions.idle()
+        return self._versions.another() if new is None else new
+
+    def _publish(self, new: Bytes) -> None:
         version = self._versions.publish(new)
         self._changed.notify_all()
         if self._gate is not None and version.number == self._named:

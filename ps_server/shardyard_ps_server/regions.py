@@ -12,7 +12,7 @@ import logging
 import mmap
 import threading
 
-from shardyard.ground.errors import NotShareable
+from shardyard.ground.errors import NotShareable, TooLarge
 from shardyard.ground.types import Place, Ticket
 from shardyard.transport.same_host import Shared, available
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -50,10 +50,16 @@ class Regions:
                     return aligned_empty(nbytes), None
                 self._taken = 0
             region = self._regions[-1]
-            at = self._taken
-            region.populate(at, room)
+            place = Place(len(self._regions) - 1, self._taken)
             self._taken += room
-            return region.bytes[at : at + nbytes], Place(len(self._regions) - 1, at)
+        try:
+            region.populate(place.at, room)  # takes long, and others take theirs meanwhile
+        except TooLarge:
+            with self._lock:
+                if region is self._regions[-1] and self._taken == place.at + room:
+                    self._taken = place.at
+            raise
+        return region.bytes[place.at : place.at + nbytes], place
 
     def tickets(self, *, known: int = 0) -> tuple[Ticket, ...]:
         """All regions from number `known` on."""

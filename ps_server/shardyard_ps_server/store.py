@@ -614,7 +614,7 @@ class Store:
             hosted.find(part).set_values(piece, lambda: self._check_current(hosted, order))
 
     def push(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> tuple[PartResult, ...]:
-        """Applies an admitted push whose payload is complete: each part once, under its partition's lock."""
+        """Applies an admitted push whose payload is complete: each part once, in its partition's turn."""
         if hosted.wal is not None and order.shared_at is not None:
             payload = _aligned(payload)  # the log and the update must read the same (rule C5)
         counted = order.kind is PushKind.GRADIENT
@@ -792,7 +792,7 @@ class Store:
             return [self._jobs[job] for job in sorted(self._jobs)]
 
     def _check_current(self, hosted: HostedJob, order: PushOrder) -> None:
-        """For partitions, under their lock: what was true when the push was admitted still is."""
+        """For partitions, in their turn: what was true when the push was admitted still is."""
         if self.admit(order.caller, order.server, order.generation) is not hosted:
             raise NotFound(f"job {hosted.job} was dropped while {order.name} was on its way")
 

@@ -2,7 +2,8 @@
 
 Owns: a small set of equal buffers. Invariants: a buffer that a reader holds, or that one of the last two versions
 stands in, is never written (docs/ledger.md, rule B3); so a pull needs no copy and no lock while it is sent, and version
-t can be read until t+1 is complete everywhere. Called under the partition's lock. Must not know: what the bytes mean.
+t can be read until t+1 is complete everywhere. Called under the partition's lock, but for `another`. Must not know:
+what the bytes mean.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Versions:
         self._memory = memory
         self._places: dict[int, Place] = {}
         self._life = 1
-        first = self._take()
+        first = self.another()
         first[:] = 0
         self._kept: deque[tuple[int, Bytes]] = deque([(0, first)], maxlen=KEPT)
         self._idle: list[Bytes] = []
@@ -60,22 +61,23 @@ class Versions:
         """The newest version's buffer, to read from."""
         return self._kept[-1][1]
 
-    def blank(self) -> Bytes:
-        """A buffer that nobody reads, to write the next version into. Raises TooLarge."""
-        return self._idle.pop() if self._idle else self._take()
+    def idle(self) -> Bytes | None:
+        """A buffer that nobody reads, to write the next version into, if there is one."""
+        return self._idle.pop() if self._idle else None
 
-    def place(self, buffer: Bytes) -> Place | None:
-        """Where others find the buffer, if they can."""
-        return self._places.get(id(buffer))
-
-    def _take(self) -> Bytes:
+    def another(self) -> Bytes:
+        """One more such buffer. May take long, and needs no lock. Raises TooLarge."""
         buffer, place = self._memory(self._nbytes)
         if place is not None:
             self._places[id(buffer)] = place
         return buffer
 
+    def place(self, buffer: Bytes) -> Place | None:
+        """Where others find the buffer, if they can."""
+        return self._places.get(id(buffer))
+
     def publish(self, buffer: Bytes) -> Version:
-        """Makes `buffer` (of `blank`) the next version."""
+        """Makes `buffer` (of `idle` or `another`) the next version."""
         if len(self._kept) == KEPT:
             self._retire(self._kept[0][1])
         self.newest = Version(self._life, self.newest.number + 1)
@@ -83,11 +85,11 @@ class Versions:
         return self.newest
 
     def give_back(self, buffer: Bytes) -> None:
-        """A buffer of `blank` was not needed."""
+        """A buffer of `idle` or `another` was not needed."""
         self._idle.append(buffer)
 
     def restore(self, version: Version, buffer: Bytes) -> None:
-        """`buffer` (of `blank`) is that version, and no earlier one is kept."""
+        """`buffer` (of `idle` or `another`) is that version, and no earlier one is kept."""
         for _, kept in self._kept:
             self._retire(kept)
         self._kept = deque([(version.number, buffer)], maxlen=KEPT)

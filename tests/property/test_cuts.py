@@ -173,8 +173,7 @@ def test_rule_a9_cut_is_what_was_there_and_updates_go_on(kind: str, seed: int) -
     cut = partition.cut()
     for _ in range(chance.randrange(5)):
         advance(1)
-        with cut.lock:
-            cut.state.keep_next()
+        cut.state.keep_next()
     found = Taken(blocks_at(partition, cut), cut.version, cut.counts.tolist(), cut.marks, cut.floor)
     cut.release()
     assert_same(found, before)

@@ -133,10 +133,9 @@ class TakesAsTheyCome(Gate[T]):
         super().record(rank, contribution)  # type: ignore[arg-type]
         self._came.append(contribution)
 
-    def take(self) -> tuple[T, ...]:
-        super().take()
+    def with_last(self, rank: object, contribution: T) -> tuple[T, ...]:
         came, self._came = self._came, []
-        return tuple(came)
+        return (*came, contribution)
 
 
 @pytest.mark.parametrize("mode", MODES)

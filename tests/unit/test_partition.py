@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +53,7 @@ from shardyard.ground.types import (
 from shardyard_ps_server import blocks as blocks_module
 from shardyard_ps_server import versions as versions_module
 from shardyard_ps_server.blocks import Contribution, Groups
+from shardyard_ps_server.cuts import PIECE_BYTES
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -408,6 +412,89 @@ def test_steps_pushed_by_a_thread_for_each_rank_are_counted_once() -> None:
     in_threads(3, push)
     assert partition.describe()[0] == Version(1, steps)
     assert values(partition)[0] == -2 * steps
+
+
+# ---- turn and lock
+
+
+class Held:
+    """Updates wait in their arithmetic until they may go on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        update = blocks_module.Blocks.update
+
+        def wait_and_update(blocks: blocks_module.Blocks, *given: Any) -> None:
+            self.begun.set()
+            assert self.may_end.wait(DEADLINE_S)
+            update(blocks, *given)
+
+        patch.setattr(blocks_module.Blocks, "update", wait_and_update)
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_nobody_who_reads_waits_for_the_arithmetic_of_an_update(
+    monkeypatch: pytest.MonkeyPatch, mode: UpdateMode
+) -> None:
+    held = Held(monkeypatch)
+    if mode is UpdateMode.ASYNC:
+        partition, pushed = asynchronous(), name(SHARD, 0)
+    else:
+        partition, pushed = synchronous(2), rank(1, 0)
+        partition.push(rank(0, 0), gradient(1), current)
+    with ThreadPoolExecutor(3) as threads:
+        update = threads.submit(partition.push, pushed, gradient(1), current)
+        assert held.begun.wait(DEADLINE_S)
+        try:
+            reads = [partition.describe, partial(values, partition), partial(partition.watermark, pushed.key)]
+            newest, read, watermark = [threads.submit(each).result(DEADLINE_S) for each in reads]
+            changes = threads.submit(partition.cut), threads.submit(partition.open)
+            assert not any(change.done() for change in changes)
+        finally:
+            held.may_end.set()
+        assert newest[0] == watermark.version == Version(1, 0)
+        assert (watermark.next, read) == (0, [0.0] * ELEMENTS)
+        assert update.result(DEADLINE_S).outcome is Outcome.APPLIED
+        cut = changes[0].result(DEADLINE_S)
+        assert cut.version == Version(1, 1)
+        cut.release()
+    assert values(partition)[0] == -1.0
+
+
+def test_cut_is_of_one_moment_whatever_updates_come_while_it_is_copied() -> None:
+    """With gradients of 1 and momentum 1, update n leaves n everywhere in the momentum."""
+    elements = 4 * PIECE_BYTES // 4
+    group = (make_group("sgd", {"lr": 1.0, "momentum": 1.0}),)
+    layout = JobLayout(
+        (VariableSpec("a", DType.FLOAT32, (elements,)),),
+        OptimizerSpec("sgd", group),
+        (PartitionLayout(PartitionId(0), elements * 4, (Block(0, 0, elements, 0),)),),
+    )
+    partition = Partition(layout, PartitionId(0), UpdateMode.ASYNC, 0)
+    partition.open_source(SourceKey(SHARD), TOKEN)
+    payload = aligned_empty(elements * 4)
+    payload.view(np.float32)[:] = 1
+    ends = threading.Event()
+
+    def push_on() -> int:
+        for sequence in itertools.count():
+            partition.push(name(SHARD, sequence), Contribution(1.0, group, payload, (True,)), current)
+            if ends.is_set():
+                return sequence
+        raise AssertionError
+
+    with ThreadPoolExecutor(1) as threads:
+        pushes = threads.submit(push_on)
+        try:
+            for _ in range(30):
+                cut = partition.cut()
+                cut.complete()
+                copied = partition.arrays(0, cut)["momentum_buffer"]
+                assert copied.min() == copied.max() == cut.version.number
+                cut.release()
+        finally:
+            ends.set()
+        assert pushes.result(DEADLINE_S) > 1
 
 
 # ---- pulls

@@ -228,18 +228,17 @@ def ranks_are_counted_by_their_worker(patch: Patch) -> None:
 @mutation("B2", "sync")
 def applied_in_the_order_of_arrival(patch: Patch) -> None:
     """a step sums its ranks as they came"""
-    real_record, real_take = gate.Gate.record, gate.Gate.take
+    real_record = gate.Gate.record
 
     def record(self: Any, rank: Any, contribution: Any) -> None:
         self.__dict__.setdefault("came", []).append(contribution)
         real_record(self, rank, contribution)
 
-    def take(self: Any) -> Any:
-        real_take(self)
-        return tuple(self.__dict__.pop("came"))
+    def with_last(self: Any, rank: Any, contribution: Any) -> Any:
+        return (*self.__dict__.pop("came", ()), contribution)
 
     patch.setattr(gate.Gate, "record", record)
-    patch.setattr(gate.Gate, "take", take)
+    patch.setattr(gate.Gate, "with_last", with_last)
 
 
 @mutation("B3", "sync", 31, 10)
@@ -264,19 +263,13 @@ def random_numbers_are_nobodys(patch: Patch) -> None:
 @mutation("B6", "sync")
 def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     """a partition leaves out of a step whose contribution came last"""
-    real_record, real_take = gate.Gate.record, gate.Gate.take
+    real = gate.Gate.with_last
 
-    def record(self: Any, rank: Any, contribution: Any) -> None:
-        self.__dict__["latest"] = contribution
-        real_record(self, rank, contribution)
+    def with_last(self: Any, rank: Any, contribution: Any) -> Any:
+        taken = real(self, rank, contribution)
+        return tuple(each._replace(groups=None) if each is contribution and len(taken) > 1 else each for each in taken)
 
-    def take(self: Any) -> Any:
-        latest = self.__dict__.pop("latest")
-        taken = real_take(self)
-        return tuple(each._replace(groups=None) if each is latest and len(taken) > 1 else each for each in taken)
-
-    patch.setattr(gate.Gate, "record", record)
-    patch.setattr(gate.Gate, "take", take)
+    patch.setattr(gate.Gate, "with_last", with_last)
 
 
 @mutation("B7", "sync-checkpoint", 10, 3)
