@@ -88,6 +88,7 @@ class CreatePartitions:
     mode: UpdateMode
     logical_ranks: int
     durability: Durability
+    staleness: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class ForgetSources:
 @dataclass(frozen=True, slots=True)
 class RestorePartitions:
     """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
-    same."""
+    same; `working`: the workers that have work."""
 
     subject: Subject
     map: PartitionMap
@@ -196,6 +197,7 @@ class RestorePartitions:
     bases: tuple[Base, ...]
     life: int
     partitions: frozenset[PartitionId]
+    working: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

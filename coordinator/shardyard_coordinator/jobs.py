@@ -16,6 +16,7 @@ from typing import Final
 
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
+    ConsistencyMode,
     DataLease,
     DataShardSource,
     Durability,
@@ -124,7 +125,7 @@ class Job:
         self._finish_at_ms: int | None = None
         self._last_ticket = 0
         self._last_failure = ""
-        if settings.consistency.mode is UpdateMode.SYNC:
+        if settings.consistency.mode is ConsistencyMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
                 grace_ms=settings.rank_grace_ms,
@@ -302,7 +303,8 @@ class Job:
             workers = self.departed.ask(now_ms)
             reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
         holds = due or (self.state is not JobState.FINISHING and self._waits_to_hand_over)
-        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, holds=holds)]
+        living = frozenset(self.workers)
+        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, living, holds=holds)]
 
     # ---- recovery and checkpoints
 
@@ -915,7 +917,7 @@ class Job:
     @property
     def _goes_back_in_part(self) -> bool:
         """Whether partitions that lost their server go back to a checkpoint, and no other does."""
-        asynchronous = self.settings.consistency.mode is UpdateMode.ASYNC
+        asynchronous = self.settings.consistency.mode.updates is UpdateMode.ASYNC
         return asynchronous and self.settings.durability is Durability.CHECKPOINT
 
     @property

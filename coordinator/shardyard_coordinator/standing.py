@@ -140,7 +140,7 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         name=job.settings.name,
         state=job.state,
         failure=job.failure,
-        mode=job.settings.consistency.mode,
+        mode=job.settings.consistency.mode.updates,
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
         workers=len(job.workers),
         step=job.progress.step,

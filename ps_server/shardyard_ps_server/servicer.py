@@ -61,6 +61,8 @@ class Servicer:
                 f"partitions for server {Incarnation(request.server)}; here is server {self._store.incarnation}"
             )
         layout = convert.layout_from_wire(request.layout)
+        if len(request.working) > limits.MEMBERS_MAX:
+            raise TooLarge(f"{len(request.working)} workers; at most {limits.MEMBERS_MAX} are taken")
         self._store.create(
             caller.job,
             Generation(request.generation),
@@ -70,6 +72,8 @@ class Servicer:
             request.logical_ranks,
             _restore(request.restore),
             convert.durability_from_wire(request.durability),
+            request.staleness if request.HasField("staleness") else None,
+            [Incarnation(worker) for worker in request.working],
         )
         return wire.CreatePartitionsReply()
 
