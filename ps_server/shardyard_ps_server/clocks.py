@@ -28,15 +28,20 @@ class Clocks:
         self.staleness_max = 0
         """The largest number of steps of another worker that were missing in values that were given."""
         self._clocks: dict[Incarnation, int] = {}
+        self._rested: dict[Incarnation, int] = {}
+        """The last turn of each worker that has ended with a rest: what is said of it may come late."""
 
     def expect(self, workers: Iterable[Incarnation]) -> None:
-        """These take steps, as somebody else knows."""
-        for worker in workers:
-            self._clocks.setdefault(worker, UNHEARD)
+        """These take steps, as somebody else knows; nobody else does who has not been heard here."""
+        heard = {worker: clock for worker, clock in self._clocks.items() if clock != UNHEARD}
+        self._clocks = dict.fromkeys(workers, UNHEARD) | heard
 
     def hear(self, worker: Incarnation, pace: Pace) -> int:
         """What a worker says of itself. Its clock here from now on."""
+        if pace.turn <= self._rested.get(worker, -1):
+            return pace.clock
         if pace.stride is Stride.RESTS:
+            self._rested[worker] = pace.turn
             self.leave(worker)
             return pace.clock
         clock = pace.clock

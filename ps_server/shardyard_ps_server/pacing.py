@@ -29,6 +29,7 @@ class Pacing:
     def expect(self, workers: Iterable[Incarnation]) -> None:
         with self._changed:
             self._clocks.expect(workers)
+            self._changed.notify_all()
 
     def hear(self, worker: Incarnation, pace: Pace) -> int | None:
         """Of an exchange whose push, if it had one, is counted. The clock of one that joins."""
@@ -37,9 +38,10 @@ class Pacing:
             self._changed.notify_all()
             return clock if pace.stride is Stride.JOINS else None
 
-    def leave(self, worker: Incarnation) -> None:
+    def leave(self, workers: Iterable[Incarnation]) -> None:
         with self._changed:
-            self._clocks.leave(worker)
+            for worker in workers:
+                self._clocks.leave(worker)
             self._changed.notify_all()
 
     def await_others(self, worker: Incarnation, pace: Pace, until: float) -> str:

@@ -276,11 +276,12 @@ class Store:
         for hosted in self.hosted() if fresh else ():
             for incarnation in sorted(fresh):
                 self.take_back(hosted, incarnation)
-                if hosted.pacing is not None:
-                    hosted.pacing.leave(incarnation)
             if hosted.wal is not None:  # what was recorded before counts, from before this returns
                 with suppress(NotReady):
                     hosted.wal.drain()
+        for hosted in self.hosted():
+            if hosted.pacing is not None:  # which may have been told to expect them since they were fenced
+                hosted.pacing.leave(fenced)
 
     # ---- the coordinator's orders
 
@@ -334,7 +335,7 @@ class Store:
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
             states = self._load(job, hosted, layout, owned, restore)
             if hosted is not None:
-                if hosted.pacing is not None:
+                if hosted.pacing is not None and generation > hosted.generation:  # else it came before
                     hosted.pacing.expect(working)
                 self._give(hosted, generation, owned, states, restore)
                 return
@@ -708,7 +709,7 @@ class Store:
         with self._lock:
             fenced = worker in self._standing.fenced
         if fenced:  # since it was admitted
-            hosted.pacing.leave(worker)
+            hosted.pacing.leave([worker])
         return clock
 
     def hold(self, hosted: HostedJob, wish: PullWish, pace: Pace | None = None) -> tuple[PullResult, Held]:

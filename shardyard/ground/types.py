@@ -398,10 +398,11 @@ class Stride(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How far a worker is. `clock`: the steps that it has taken, the push of this exchange included. `ahead`: so many
-    steps later the values are used that it asks for."""
+    """How far a worker is. `turn`: how often it has joined before; `clock`: the steps that it has taken, the push of
+    this exchange included. `ahead`: so many steps later the values are used that it asks for."""
 
     stride: Stride
+    turn: int = 0
     clock: int = 0
     ahead: int = 0
 

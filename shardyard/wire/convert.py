@@ -420,7 +420,9 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         header.attach.CopyFrom(ticket_to_wire(order.attach))
     if order.pace is not None:
         pace = order.pace
-        header.pace.CopyFrom(server.Pace(stride=_STRIDES[pace.stride], clock=pace.clock, ahead=pace.ahead))
+        header.pace.CopyFrom(
+            server.Pace(stride=_STRIDES[pace.stride], turn=pace.turn, clock=pace.clock, ahead=pace.ahead)
+        )
     return header
 
 
@@ -508,7 +510,7 @@ def pull_to_wire(wish: PullWish) -> server.PullRequest:
 def _pace_from_wire(message: server.Pace) -> Pace:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
         raise InvalidRequest(f"a pace of {message.clock} steps, {message.ahead} ahead; more than can be counted")
-    return Pace(_known(_STRIDES, message.stride, "the stride of a worker"), message.clock, message.ahead)
+    return Pace(_known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead)
 
 
 def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> server.PullRequest:

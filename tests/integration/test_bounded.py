@@ -6,16 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.ground import errors
 from shardyard.runtime import configuration
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker

@@ -11,6 +11,7 @@ one; a worker that waits for work, or has left its loop, has said so. Must not k
 from __future__ import annotations
 
 import contextlib
+from typing import NoReturn
 
 from shardyard.ground import errors
 from shardyard.ground.types import Pace, PushName, Stride
@@ -25,9 +26,12 @@ class BoundedStrategy(AsyncStrategy):
         bound = self._bound_of(training)
         super().__init__(training)
         self._bound = bound
+        self._turn = 0
         self._clock = 0
         self._resting = True
         self._leaves = False
+        self._known_to: Router | None = None
+        """Whose servers have heard how far this worker is."""
 
     @staticmethod
     def _bound_of(training: Training) -> int:
@@ -42,7 +46,8 @@ class BoundedStrategy(AsyncStrategy):
         return bound
 
     def resume(self) -> None:
-        if not self._resting:
+        # while it had nothing leased nobody told servers that were new to expect it
+        if not self._resting and self._known_to is self._training.router:
             return
         self._training.complete()
         self._join()
@@ -54,11 +59,12 @@ class BoundedStrategy(AsyncStrategy):
         with contextlib.suppress(LostWork):  # told where the work was given up; here only its end matters
             self.drain()
         self._training.complete()
-        self._training.reach(Router.rest)
+        self._training.reach(lambda router: router.rest(self._turn))
+        self._turn += 1
         self._resting = True
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
-        if not self._leaves:  # the script's own work, of which nobody could know before
+        if self._resting and not self._leaves:  # the script's own work, of which nobody could know before
             self.resume()
         super().contribute(name, sending)
 
@@ -69,6 +75,10 @@ class BoundedStrategy(AsyncStrategy):
 
     # ---- inside
 
+    def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
+        self._clock -= 1  # the step that was not taken
+        super()._give_up(name, error)
+
     def _make_wish(self) -> Wish:
         if self._leaves:
             return NEWEST
@@ -76,7 +86,7 @@ class BoundedStrategy(AsyncStrategy):
         return self._wish_at(Stride.STEPS)
 
     def _wish_at(self, stride: Stride) -> Wish:
-        pace = Pace(stride, self._clock, self._session.settings.worker.window)
+        pace = Pace(stride, self._turn, self._clock, self._session.settings.worker.window)
         return Wish(0, exactly=False, wait_ms=SLICE_MS, prefetched=True, pace=pace)
 
     def _newest(self) -> Answer:
@@ -87,6 +97,7 @@ class BoundedStrategy(AsyncStrategy):
 
     def _arrive(self, answer: Answer) -> None:
         if not answer.missing:
+            self._known_to = self._training.router
             self._training.load()
             return
         router = self._training.router
@@ -117,6 +128,7 @@ class BoundedStrategy(AsyncStrategy):
                 if not answer.missing:
                     break
                 self._session.check()
+        self._known_to = self._training.router
         self._training.load()
         self._step = max(self._step, answer.version_max)
         return answer

@@ -133,7 +133,6 @@ class AsyncFeed(Feed):
     def batches(self) -> Iterator[Any]:
         try:
             while (lease := self._lease()) is not None:
-                self._strategy.resume()
                 yield from self._go_through(lease)
         finally:
             self._rest()
@@ -164,6 +163,7 @@ class AsyncFeed(Feed):
             marks = self._training.reach(lambda router: router.open_sources([(key, lease.token)]))[key]
         except StaleToken:
             return
+        self._strategy.resume()
         size = self._settings.batch_size
         samples = self._orders.of(lease.source.epoch)[lease.begin : lease.end]
         nexts = [mark.next for mark in marks]

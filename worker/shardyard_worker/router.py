@@ -207,11 +207,11 @@ class Router:
 
         return self._answer(self._exchange(ask, lambda: f"version {wish.number} of the parameters", pushes=False))
 
-    def rest(self) -> None:
-        """Tells the servers that this worker takes no steps for now."""
+    def rest(self, turn: int) -> None:
+        """Tells the servers that this worker takes no steps for now: the end of that turn."""
 
         def tell(line: Line) -> tuple[PushOrder, Sequence[Piece]]:
-            return replace(self._order(line.server, PushKind.NOTHING), pace=Pace(Stride.RESTS)), ()
+            return replace(self._order(line.server, PushKind.NOTHING), pace=Pace(Stride.RESTS, turn)), ()
 
         self._exchange(tell, lambda: "word that this worker takes no steps for now", pushes=False)
 

@@ -173,6 +173,7 @@ class AsyncStrategy(Strategy):
             self._land(name, sending, partial(self._push, shipment))
             return
         self.drain()
+        self._open_again(name)  # landing may have met another map
         self._wish = self._make_wish()
         flight = self._pool.submit(self._training.router.push_pull, shipment, self._wish)
         self._flight = _Flight(name, sending, shipment, flight)

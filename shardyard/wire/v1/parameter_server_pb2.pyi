@@ -334,14 +334,16 @@ class SharedMemory(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("stride", "clock", "ahead")
+    __slots__ = ("stride", "clock", "ahead", "turn")
     STRIDE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     stride: Stride
     clock: int
     ahead: int
-    def __init__(self, stride: _Optional[_Union[Stride, str]] = ..., clock: _Optional[int] = ..., ahead: _Optional[int] = ...) -> None: ...
+    turn: int
+    def __init__(self, stride: _Optional[_Union[Stride, str]] = ..., clock: _Optional[int] = ..., ahead: _Optional[int] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
     __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace")
