@@ -1,5 +1,5 @@
-"""Bounded staleness, in yards inside this process: what every gradient is computed on lacks at most so many steps of any
-other worker, whoever joins, rests, leaves and dies (docs/ledger.md, rule C3)."""
+"""Bounded staleness, in yards inside this process: what a gradient is computed on lacks at most so many steps of any
+other worker, whoever joins, rests and leaves (docs/ledger.md, rule C3)."""
 
 from __future__ import annotations
 
