@@ -7,8 +7,10 @@ the gradients of all steps, to the bit: a hundredth of a gradient is sent at a t
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,12 +24,14 @@ import pytest
 import torch
 from alone import SYNC, status
 from torch.utils.data import TensorDataset
+from yards import ROLE, Probes, RoleYard, Script, finish
 
 import shardyard as sy
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, left_name
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import errors
+from shardyard.ground.types import Incarnation
 from shardyard.runtime import configuration
 from shardyard.runtime.settings import Settings
 from shardyard.wire import methods
@@ -308,3 +312,104 @@ def test_worker_that_can_write_nowhere_leaves_all_the_same(
     assert found.residual_lost_norm == pytest.approx(norm, rel=1e-5)
     yard.train(second, 2)
     assert not np.array_equal(has(second), sum_of(second))
+
+
+# ---- processes of their own
+
+
+SAMPLES, EPOCHS, HOLD_AT = 160, 2, 6
+EXPECTED = EPOCHS * whole_numbers(SAMPLES).sum(0).numpy()
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Iterator[Probes]:
+    with Probes(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def roles(tmp_path: Path) -> Iterator[RoleYard]:
+    begun = RoleYard(tmp_path, servers=1)
+    yield begun
+    begun.stop()
+
+
+def start(roles: RoleYard, probes: Probes, *options: str, workers: int) -> tuple[Script, Path]:
+    """One of so many workers; two have a logical rank."""
+    given = {name.replace(".", "__"): value for name, value in (SYNC | CODED).items()}
+    given |= {"job__consistency__logical_ranks": 2, "job__workers_expected": workers, "coordinator": roles.address}
+    options += ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--hold-at", str(HOLD_AT))
+    return probes.start("sums", *options, **given)
+
+
+def whole(found: Any) -> np.ndarray[Any, Any]:
+    return np.array(found, np.float32).reshape(SHAPE)
+
+
+def left_on(roles: RoleYard) -> list[Path]:
+    return sorted((roles.state / "checkpoints").rglob("*-left.safetensors"))
+
+
+def command(*arguments: str) -> list[str]:
+    script = Script([*ROLE, *arguments], {})
+    assert script.wait() == 0, script.output
+    return script.lines
+
+
+def test_hand_over_outlives_the_coordinator_and_checkpoint_commands_leave_it_alone(
+    roles: RoleYard, probes: Probes, tmp_path: Path
+) -> None:
+    """Values are of the mean of two ranks, and gradients are subtracted."""
+    go, on = tmp_path / "go", tmp_path / "on"
+    leaver, out = start(roles, probes, "--hold", str(go), "--leave-at", str(HOLD_AT), workers=2)
+    other, other_out = start(roles, probes, "--hold", str(on), workers=2)
+    for script in (leaver, other):
+        script.wait_for(f"computed {HOLD_AT}")
+    other.process.send_signal(signal.SIGSTOP)
+    go.touch()
+    gone = finish(leaver, out)
+    assert np.count_nonzero(whole(gone["residual"])) > 300
+    (file,) = left_on(roles)
+    roles.kill_coordinator()
+    url = str(roles.state / "checkpoints")
+    for name in (("list",), ("verify",), ("prune", "--keep", "2")):
+        command("checkpoint", *name, "--url", url)
+    assert left_on(roles) == [file]
+    roles.restart_coordinator()
+    other.process.send_signal(signal.SIGCONT)
+    on.touch()
+    result = finish(other, other_out)
+    assert any("takes up what worker" in line for line in other.lines)
+    status = roles.ended()
+    assert status.jobs[0].residuals_lost == 0
+    assert np.array_equal(whole(result["sums"]) * 2 - whole(result["residual"]), EXPECTED)
+    assert left_on(roles) == []
+    assert command("checkpoint", "verify", "--url", url)
+
+
+def test_worker_that_is_killed_before_it_has_taken_it_up_leaves_it_to_the_next(
+    roles: RoleYard, probes: Probes, tmp_path: Path
+) -> None:
+    go, never = tmp_path / "go", tmp_path / "never"
+    leaver, out = start(roles, probes, "--hold", str(go), "--leave-at", str(HOLD_AT), workers=2)
+    taker, taker_out = start(roles, probes, "--hold", str(never), workers=2)
+    for script in (leaver, taker):
+        script.wait_for(f"computed {HOLD_AT}")
+    third, third_out = start(roles, probes, "--hold", str(go), workers=2)
+    third.wait_for("joined job")
+    taker.process.send_signal(signal.SIGSTOP)
+    go.touch()
+    finish(leaver, out)
+    taker.kill()
+    result = finish(third, third_out)
+    assert any("takes up what worker" in line for line in third.lines)
+    roles.ended()
+    killed = whole(json.loads(Path(f"{taker_out}.held").read_text()))
+    assert np.array_equal(whole(result["sums"]) * 2 - whole(result["residual"]) - killed, EXPECTED)
+    told = [json.loads(line) for line in command("audit", "probe", "--coordinator", roles.address) if line[:1] == "{"]
+    handed = [each for each in told if each["event"] in ("feedback_handed_over", "feedback_taken")]
+    assert [each["event"] for each in handed] == ["feedback_handed_over", "feedback_taken"]
+    term, _, number = handed[0]["worker"].partition(".")
+    assert handed[1]["of"] == left_name(Incarnation((int(term) << 32) + int(number)))
+    residuals = {each["worker"]: each["residual"] for each in told if each["event"] == "worker_gone"}
+    assert residuals[handed[0]["worker"]] == 0.0
