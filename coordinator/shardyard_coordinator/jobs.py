@@ -476,7 +476,9 @@ class Job:
 
     def _finish(self, now_ms: int) -> list[Effect]:
         """All workers have said goodbye: what the newest checkpoint lacks is written down before the job ends."""
-        if self.keeping.is_whole_at(self._step):
+        committed = self.keeping.book.committed
+        kept = () if committed is None else committed.feedback
+        if self.keeping.is_whole_at(self._step) and all(each.file in kept for each in self.handovers.left):
             return self._end(JobState.FINISHED)
         self.state = JobState.FINISHING
         self._last_ticket = self.keeping.ask_for_the_last(self._step)

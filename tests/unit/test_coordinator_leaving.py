@@ -13,15 +13,20 @@ from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path,
 from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, MalformedPayload, NotFound, TooLarge
 from shardyard.ground.limits import JOB_BYTES_MAX
-from shardyard.ground.types import Caller, Durability, Generation, JobId, Token, UpdateMode
+from shardyard.ground.types import Caller, Durability, Generation, JobId, Term, Token, UpdateMode
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, handovers
 from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import HandOverVerdict
 from shardyard_coordinator.handovers import HOLD_MS, NEVER, Fate
+from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import describe
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
+
+from restoring import numbered, renew, state_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -264,10 +269,12 @@ def test_file_that_may_have_been_pruned_meanwhile_is_written_again() -> None:
     assert ask(yard, first, left_of(first, number + 1)) == HandOverVerdict(Fate.HANDED_OVER)
 
 
-def test_last_checkpoint_has_what_nobody_has_taken_up() -> None:
+@pytest.mark.parametrize("step", [0, 5])
+def test_last_checkpoint_has_what_nobody_has_taken_up(step: int) -> None:
+    """Also where nothing else has changed since the one before."""
     yard = Yard()
     (only,) = run(yard, 1)
-    yard.handle(events.HeartbeatReceived(only.incarnation, Report(step=5)))
+    yard.handle(events.HeartbeatReceived(only.incarnation, Report(step=step)))
     file = hand_over(yard, only)
     leave(yard, only)
     taking = None
@@ -276,8 +283,20 @@ def test_last_checkpoint_has_what_nobody_has_taken_up() -> None:
     assert taking is not None
     assert taking.left == (file,)
     number = taking.draft.number
-    yard.handle(events.CheckpointTaken(only.job, number, number, 5, feedback=(file,)))
+    yard.handle(events.CheckpointTaken(only.job, number, number, step, feedback=(file,)))
+    assert yard.state is effects.JobState.FINISHED
     assert any(f"nobody has taken up what workers {file.worker} had not sent" in each for each in yard.told)
+
+
+def test_no_further_checkpoint_is_taken_at_the_end_where_the_last_one_has_it_already() -> None:
+    yard = Yard()
+    first, second = run(yard, 2, SYNC.model_copy(update={"workers_expected": 2}))
+    file = hand_over(yard, first)
+    leave(yard, first)
+    number = begin_checkpoint(yard, second, ms=HOLD_MS).draft.number
+    yard.handle(events.CheckpointTaken(first.job, number, number, 0, feedback=(file,)))
+    leave(yard, second)
+    assert yard.state is effects.JobState.FINISHED
 
 
 # ---- a job that goes back
@@ -326,9 +345,10 @@ def test_job_that_comes_back_by_logs_hands_over_all_the_same() -> None:
     first, second, _ = run(yard, 3, SYNC.model_copy(update={"durability": Durability.WAL}))
     file = hand_over(yard, first)
     lose(yard, servers=1)
+    assert ask(yard, second).fate is Fate.WRITE, "nothing that was acknowledged is taken back"
     yard.restored(yard.tick())
-    assert yard.machine.jobs[-1].handovers.left[0].file == file
-    assert ask(yard, second).fate in (Fate.WRITE, Fate.WAIT)
+    assert [each.file for each in yard.machine.jobs[-1].handovers.left] == [file]
+    assert ask(yard, second, left_of(second)).fate is Fate.HANDED_OVER
 
 
 # ---- what is lost
@@ -422,6 +442,24 @@ def test_job_without_a_storage_or_of_the_other_kind_hands_over_nothing() -> None
         ask(other, first)
     with pytest.raises(NotFound):
         ask(other, Caller(JobId(77), first.incarnation))
+
+
+def test_records_of_all_of_it_make_the_same_machine() -> None:
+    yard = Yard()
+    first, second, third, fourth = run(yard, 4)
+    for worker in (first, second):
+        hand_over(yard, worker)
+    ask(yard, third)
+    assert take(yard, fourth, left_name(first.incarnation), NEVER, "its SHA-256 is wrong")
+    leave(yard, first)
+    leave(yard, third, residual_lost=NORM)
+    renew(yard.machine, yard.now_ms)
+    for written in (yard.persisted, yard.machine.snapshot()):
+        again = Machine.restore(
+            numbered(written), term=Term(1), lease_ms=yard.lease_ms, now_ms=yard.now_ms, checkpoints="here"
+        )
+        assert state_of(again) == state_of(yard.machine)
+        assert again.snapshot() == yard.machine.snapshot()
 
 
 @pytest.mark.parametrize(
