@@ -8,6 +8,7 @@ is due, or lost with a worker that died. So it is in each checkpoint: nobody tak
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import Counter
@@ -45,23 +46,26 @@ SETTINGS: JobSettings = handing.SETTINGS.model_copy(
 
 @dataclass
 class Worker:
-    """`settled`: it leaves, and neither steps nor copies nor takes up any more; `gone`: it has handed over."""
+    """`reading`: what it was told to take up, and has not claimed; `settled`: it leaves, and neither steps nor copies
+    nor takes up any more; `held_ms`: since when no checkpoint is begun for it; `gone`: it has handed over."""
 
     caller: Caller
     atoms: set[int] = field(default_factory=set)
     gone_back: Generation = NEVER
+    reading: list[HandOver] = field(default_factory=list)
     settled: bool = False
+    held_ms: float = math.inf
     gone: bool = False
     added: set[tuple[int, str]] = field(default_factory=set)
 
 
 @dataclass
 class Taking:
-    """A checkpoint under way. `excused`: what may be lacking, of who has written for too long, or was due since the job
-    went back, and is taken up meanwhile."""
+    """A checkpoint under way. `copies`: what workers remember, None: they copy it later; `excused`: what may be lacking,
+    of who has written for too long, or was due since the job went back, and is taken up meanwhile."""
 
     effect: effects.TakeCheckpoint
-    copies: dict[str, frozenset[int]]
+    copies: dict[str, frozenset[int]] | None
     excused: frozenset[int]
 
 
@@ -119,6 +123,7 @@ class Yard(orders.Yard):
             "join": 2,
             "step": 8,
             "hear": 6,
+            "claim": 6,
             "leave": 4,
             "write": 4,
             "goodbye": 3,
@@ -176,19 +181,25 @@ class Yard(orders.Yard):
         if worker.gone_back != self.current:
             self.follow(worker)
             return
-        for handed in self.beat(worker.caller.incarnation, Report(residual_norm=1.0)).feedback:
-            if not handed.own:
+        told = self.beat(worker.caller.incarnation, Report(residual_norm=1.0)).feedback
+        worker.reading = [handed for handed in told if not handed.own]
+
+    def do_claim(self) -> None:
+        worker = self.random.choice(self.stays)
+        reading, worker.reading = worker.reading, []
+        for handed in reading:
+            if handed.generation <= worker.gone_back:
                 self.take(worker, handed)
 
     def do_leave(self) -> None:
         """But for the last that stays."""
         worker = self.random.choice(self.stays)
-        if len(self.stays) < 2 or not worker.atoms:
+        if len(self.stays) < 2 or not worker.atoms or worker.reading:
             return
         fate = self.ask(worker)
         self.met[fate.value] += 1
         assert fate in (Fate.WAIT, Fate.WRITE, Fate.VOID)
-        worker.settled = fate is not Fate.WAIT
+        worker.settled, worker.held_ms = fate is not Fate.WAIT, self.now_ms
         if fate is Fate.VOID:
             assert worker.gone_back != self.current
             worker.gone = True
@@ -235,14 +246,18 @@ class Yard(orders.Yard):
         for effect in self.effects:
             if isinstance(effect, effects.TakeCheckpoint):
                 assert self.taking is None
-                copies = {
-                    worker_name(each.caller.incarnation): frozenset(each.atoms)
-                    for each in self.stays
-                    if each.caller.incarnation in effect.keepers and each.gone_back == self.current
-                }
-                slow = [each.atoms for each in self.workers if each.settled and not each.gone]
+                copies = self.copies_for(effect) if self.random.random() < 0.5 else None
+                writing = [each for each in self.workers if each.settled and not each.gone]
+                slow = [each.atoms for each in writing if self.now_ms - each.held_ms >= HOLD_MS]
                 self.taking = Taking(effect, copies, frozenset().union(*slow, self.not_followed()))
                 self.met["with what was left"] += bool(effect.left)
+
+    def copies_for(self, effect: effects.TakeCheckpoint) -> dict[str, frozenset[int]]:
+        return {
+            worker_name(each.caller.incarnation): frozenset(each.atoms)
+            for each in self.stays
+            if each.caller.incarnation in effect.keepers and each.gone_back == self.current
+        }
 
     def do_end(self) -> None:
         """A checkpoint is committed, or not."""
@@ -253,16 +268,17 @@ class Yard(orders.Yard):
         if self.random.random() < 0.2:
             self.handle(events.CheckpointFailed(job, number, NotReady("a server")))
             return
+        copies = self.copies_for(taking.effect) if taking.copies is None else taking.copies
         remembered = [
             FeedbackFile(name, FileRef(feedback_path(number, name), Written(9, "ab" * 32)))
-            for name, atoms in taking.copies.items()
+            for name, atoms in copies.items()
             if atoms
         ]
         before = self.machine.jobs[-1].keeping.book.committed
         self.handle(events.CheckpointTaken(job, number, number, 0, feedback=(*remembered, *taking.effect.left)))
         if self.machine.jobs[-1].keeping.book.committed is before:
             return
-        files = taking.copies | {each.worker: self.files[each.worker] for each in taking.effect.left}
+        files = copies | {each.worker: self.files[each.worker] for each in taking.effect.left}
         found = [atom for atoms in files.values() for atom in atoms]
         assert len(found) == len(set(found)), "something is in the checkpoint twice"
         lacking = self.steps - self.lost - set(found)
@@ -289,6 +305,8 @@ class Yard(orders.Yard):
 
     def do_restart(self) -> None:
         self.taking = None
+        for worker in self.workers:
+            worker.held_ms = -math.inf
         self.restart(from_snapshot=self.random.random() < 0.5)
 
     def heal(self) -> None:
@@ -301,6 +319,7 @@ class Yard(orders.Yard):
                     self.do_end()
             self.do_goodbye()
             for worker in self.stays:
+                worker.reading = []
                 self.follow(worker)
         assert not self.due
         assert all(not each.settled for each in self.workers)
