@@ -61,8 +61,8 @@ class Worker:
 
 @dataclass
 class Taking:
-    """A checkpoint under way. `copies`: what workers remember, None: they copy it later; `excused`: what may be lacking,
-    of who has written for too long, or was due since the job went back, and is taken up meanwhile."""
+    """A checkpoint under way. `copies`: what workers remember, None: they copy it later; `excused`: what may be
+    lacking, of who has written for too long, or was due since the job went back, and is taken up meanwhile."""
 
     effect: effects.TakeCheckpoint
     copies: dict[str, frozenset[int]] | None
