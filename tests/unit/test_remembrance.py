@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path
 from shardyard.checkpoints.storage import Written, open_storage
 from shardyard.ground.errors import NotFound
+from shardyard.ground.failpoints import armed
 from shardyard.ground.types import Caller, Incarnation, JobId
 from shardyard.runtime.settings import JobSettings
 from shardyard.runtime.waiting import Vigil
@@ -483,6 +485,19 @@ def test_file_that_nobody_wants_any_more_is_deleted(worker: Worker, fate: int) -
     worker.push(0)
     worker.made.hand_over()
     assert worker.files == []
+
+
+def test_file_that_cannot_be_deleted_is_no_loss(worker: Worker) -> None:
+    worker.session.says(WRITE, VOID)
+    worker.push(0)
+    with armed("storage.before_delete", fails):
+        worker.made.hand_over()
+    assert worker.files == [f"digits/{feedback_path(1, LEFT)}"]
+    assert worker.session.progress.residual_lost == 0.0
+
+
+def fails(place: str) -> None:
+    raise OSError(errno.EIO, place)
 
 
 def test_file_that_was_written_before_a_checkpoint_is_written_again(worker: Worker) -> None:

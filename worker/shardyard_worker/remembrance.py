@@ -316,8 +316,11 @@ class Remembrance:
         request.length, request.sha256 = written.nbytes, bytes.fromhex(written.sha256)
         reply = self._ask_fate(request)
         if reply.fate != wire.FEEDBACK_FATE_HANDED_OVER:
-            with self._session.vigil.over(lambda: f"a file that nobody needs to be deleted from {url}"):
-                library.drop_feedback(job, file)
+            try:
+                with self._session.vigil.over(lambda: f"a file that nobody needs to be deleted from {url}"):
+                    library.drop_feedback(job, file)
+            except ShardyardError as error:
+                log.info("%s is left to the next checkpoint: %s", file.file.path, error.what)
         return reply
 
     def _tell_fate(self, fate: int, norm: float) -> None:
