@@ -116,9 +116,10 @@ class Archive:
         oldest: int = 0,
         logs: Collection[Incarnation] = (),
         keepers: Collection[Incarnation] = (),
+        left: Collection[FeedbackFile] = (),
     ) -> Taken:
         """Writes a checkpoint and prunes those before. `base`: the number of this run's newest committed one, 0 without
-        any; `oldest`, `logs` and `keepers`: as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable,
+        any; `oldest`, `logs`, `keepers` and `left`: as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable,
         CheckpointDamaged."""
         library = CheckpointLibrary(open_storage(url))
         draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
@@ -133,9 +134,9 @@ class Archive:
                 self._feedback.await_copies(subject.job, collecting, ready_ms=ready_ms, copied_ms=COPY_WAIT_MS)
                 saved = self._save(ask)
                 self._feedback.await_files(subject.job, collecting, FEEDBACK_WAIT_MS)
-                remembered = _found(library, subject, collecting)
+                remembered = (*_found(library, subject, collecting), *_there(library, subject, left))
                 return self._commit(library, ask, former, saved, remembered, keep)
-        return self._commit(library, ask, former, self._save(ask), (), keep)
+        return self._commit(library, ask, former, self._save(ask), _there(library, subject, left), keep)
 
     def _commit(
         self,
@@ -270,6 +271,11 @@ class Archive:
             f"checkpoint {', '.join(map(str, damaged[:8]))} of job {name!r}: {findings[0].path}: {findings[0].what}"
         )
 
+    def drop_feedback(self, url: str, job: str, file: FeedbackFile) -> None:
+        """Deletes what a worker had not sent when it left, unless a checkpoint has it. Raises StorageUnavailable,
+        CheckpointDamaged."""
+        CheckpointLibrary(open_storage(url)).drop_feedback(job, file)
+
     # ---- inside
 
     def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
@@ -383,6 +389,16 @@ def _found(library: CheckpointLibrary, subject: Subject, collecting: Collecting)
         what = f"checkpoint {number} of job {subject.name!r} lacks what worker {worker} has not sent yet"
         log.warning("%s: %s", what, why)
     return tuple(found)
+
+
+def _there(library: CheckpointLibrary, subject: Subject, left: Collection[FeedbackFile]) -> tuple[FeedbackFile, ...]:
+    """The files that workers have left, as far as they are on the storage. Raises StorageUnavailable."""
+    found = tuple(each for each in left if library.has_file(subject.name, each.file))
+    for each in left:
+        if each not in found:
+            where = f"{library.storage.locate(subject.name)}/{each.file.path}"
+            log.warning("what worker %s had not sent is not in a checkpoint: %s is not there", each.worker, where)
+    return found
 
 
 def _entry(

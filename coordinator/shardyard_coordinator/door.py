@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shardyard.checkpoints.convert import written_from_wire
+from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX, FeedbackFile, FileRef, feedback_path, left_name
 from shardyard.ground import limits
 from shardyard.ground.errors import MalformedPayload, TooLarge
 from shardyard.ground.types import (
@@ -38,10 +39,19 @@ from shardyard_coordinator import events
 from shardyard_coordinator.audit import Page
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.effects import BatchVerdict, CheckpointStanding, JobState, Joined, Placed, Rebased, Standing
+from shardyard_coordinator.effects import (
+    BatchVerdict,
+    CheckpointStanding,
+    HandOverVerdict,
+    JobState,
+    Joined,
+    Placed,
+    Rebased,
+    Standing,
+)
 from shardyard_coordinator.feedback import Said, Wanted
 from shardyard_coordinator.feedback import Stage as FeedbackStage
-from shardyard_coordinator.handovers import HandOver
+from shardyard_coordinator.handovers import Fate, HandOver
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.recovery import Restored
@@ -58,6 +68,14 @@ _STATES: dict[JobState, wire.JobState] = {
     JobState.FINISHING: wire.JOB_STATE_FINISHING,
     JobState.FINISHED: wire.JOB_STATE_FINISHED,
     JobState.FAILED: wire.JOB_STATE_FAILED,
+}
+
+_FATES: dict[Fate, wire.FeedbackFate] = {
+    Fate.WAIT: wire.FEEDBACK_FATE_WAIT,
+    Fate.WRITE: wire.FEEDBACK_FATE_WRITE,
+    Fate.HANDED_OVER: wire.FEEDBACK_FATE_HANDED_OVER,
+    Fate.UNWANTED: wire.FEEDBACK_FATE_UNWANTED,
+    Fate.VOID: wire.FEEDBACK_FATE_VOID,
 }
 
 _FEEDBACK_STAGES: dict[wire.FeedbackStage, FeedbackStage] = {
@@ -89,8 +107,6 @@ def registered(request: wire.RegisterRequest) -> events.MemberRegistered:
 def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
     if len(request.metrics) > limits.METRICS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
-    if not 0 <= request.residual_norm < math.inf:
-        raise MalformedPayload(f"a residual of 2-norm {request.residual_norm}; expected a number from 0")
     report = Report(
         step=request.step,
         samples=request.samples,
@@ -99,7 +115,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
             for metric in request.metrics
         ),
         waiting_for=convert.text(request.waiting_for, "what a member waits for"),
-        residual_norm=request.residual_norm,
+        residual_norm=_residual(request.residual_norm),
         pushed=_pushed(request.pushed),
     )
     if len(request.logs) > limits.JOBS_MAX:
@@ -110,7 +126,14 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
 
 def left(request: wire.LeaveRequest) -> events.MemberLeft:
     error = convert.text(request.error, "an error")
-    return events.MemberLeft(Incarnation(request.caller.incarnation), error, _pushed(request.pushed))
+    lost = _residual(request.residual_lost)
+    return events.MemberLeft(Incarnation(request.caller.incarnation), error, _pushed(request.pushed), lost)
+
+
+def _residual(norm: float) -> float:
+    if not 0 <= norm < math.inf:
+        raise MalformedPayload(f"a residual of 2-norm {norm}; expected a number from 0")
+    return norm
 
 
 def _pushed(pushed: int) -> int:
@@ -217,6 +240,19 @@ def feedback_read(request: wire.TakeUpFeedbackRequest) -> events.FeedbackRead:
     )
 
 
+def hand_over_asked(request: wire.HandOverFeedbackRequest) -> events.HandOverAsked:
+    """What is said of a file that is not written is passed over."""
+    caller, gone_back = convert.caller_from_wire(request.caller), Generation(request.gone_back)
+    if not request.number:
+        return events.HandOverAsked(caller, gone_back)
+    if request.number > CHECKPOINT_NUMBER_MAX:
+        raise TooLarge(f"a file in folder {request.number}; the last one is {CHECKPOINT_NUMBER_MAX}")
+    name = left_name(caller.incarnation)
+    written = written_from_wire(request.length, request.sha256, "a worker's file")
+    file = FeedbackFile(name, FileRef(feedback_path(request.number, name), written))
+    return events.HandOverAsked(caller, gone_back, file, _residual(request.norm))
+
+
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseAsked:
     if request.next > limits.SEQUENCE_MAX:
         raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
@@ -296,6 +332,10 @@ def join_reply(joined: Joined) -> wire.JoinJobReply:
         logical_ranks=joined.logical_ranks,
         chief=joined.chief,
     )
+
+
+def hand_over_reply(verdict: HandOverVerdict) -> wire.HandOverFeedbackReply:
+    return wire.HandOverFeedbackReply(fate=_FATES[verdict.fate], url=verdict.url)
 
 
 def placed_reply(placed: Placed) -> wire.RegisterVariablesReply:

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     DataLease,
@@ -31,7 +32,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.checkpoints import Committed, Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
-from shardyard_coordinator.handovers import NEVER, HandOver
+from shardyard_coordinator.handovers import NEVER, Fate, HandOver
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Entry
@@ -154,7 +155,7 @@ class PassOver:
 class TakeCheckpoint:
     """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any. With
     logs, `oldest` is the oldest one that may be restored, and `logs` are the servers whose logs that needs. `keepers`
-    are the workers with error feedback."""
+    are the workers with error feedback; `left` is what workers that are gone had not sent, and nobody has taken up."""
 
     subject: Subject
     map: PartitionMap
@@ -165,6 +166,7 @@ class TakeCheckpoint:
     oldest: int = 0
     logs: frozenset[Incarnation] = frozenset()
     keepers: tuple[Incarnation, ...] = ()
+    left: tuple[FeedbackFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,15 @@ class RestorePartitions:
     life: int
     partitions: frozenset[PartitionId]
     working: tuple[Incarnation, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DropFeedback:
+    """Nothing follows: what is left on the storage is deleted after the next checkpoint. `job_name`: whose it is."""
+
+    url: str
+    job_name: str
+    file: FeedbackFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +306,14 @@ class FeedbackVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class HandOverVerdict:
+    """What becomes of what a worker that leaves has not sent. `url`: to write it to."""
+
+    fate: Fate
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointStanding:
     """What became of a checkpoint that was asked for: `taken`, `failure`, or neither yet."""
 
@@ -317,6 +336,7 @@ Answer = (
     | RestorePlanned
     | CheckpointStanding
     | FeedbackVerdict
+    | HandOverVerdict
     | Rebased
     | Registered
     | Standing
@@ -351,6 +371,7 @@ Effect = (
     | TakeCheckpoint
     | ForgetSources
     | RestorePartitions
+    | DropFeedback
     | DropJob
     | ForgetServer
     | Reply

@@ -53,11 +53,12 @@ class HeartbeatReceived:
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
     """`error`: type and message of what ended a worker's script, or empty; `pushed`: a worker's acknowledged pushes
-    without leased data."""
+    without leased data; `residual_lost`: the 2-norm of what it could not hand over."""
 
     incarnation: Incarnation
     error: str
     pushed: int = 0
+    residual_lost: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,17 @@ class FeedbackRead:
     generation: Generation
     worker: str
     failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverAsked:
+    """A worker leaves and has not sent all, of that 2-norm. `gone_back`: the generation with which its job has last
+    gone back as a whole, as far as it has followed; `file`: it is written."""
+
+    caller: Caller
+    gone_back: Generation
+    file: FeedbackFile | None = None
+    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +327,7 @@ Event = (
     | PassedOver
     | CheckpointAsked
     | FeedbackRead
+    | HandOverAsked
     | RestoreOrdered
     | RestoreCancelled
     | PartitionsCreated

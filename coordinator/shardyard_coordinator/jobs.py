@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+from shardyard.checkpoints.manifest import left_name
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
     ConsistencyMode,
@@ -42,10 +43,12 @@ from shardyard_coordinator.effects import (
     BatchVerdict,
     CheckpointStanding,
     Done,
+    DropFeedback,
     DropJob,
     Effect,
     FeedbackVerdict,
     FenceOnServers,
+    HandOverVerdict,
     JobState,
     LeaseClosed,
     PassOver,
@@ -63,11 +66,13 @@ from shardyard_coordinator.events import (
     BatchBegun,
     CheckpointTaken,
     FeedbackRead,
+    HandOverAsked,
     LeaseReturned,
+    MemberLeft,
     RebaseAsked,
     WatermarksRead,
 )
-from shardyard_coordinator.handovers import HandOver, HandOvers
+from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
 from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
@@ -187,7 +192,7 @@ class Job:
     def lose(self, worker: Incarnation, how: str, now_ms: int) -> list[Effect]:
         """A worker died. Its work waits until the servers refuse what it may still send."""
         said = self.progress.of(worker)
-        residual = said.residual_norm
+        residual = 0.0 if self.handovers.has_from(worker) else said.residual_norm
         record = self._remove(worker, how, now_ms, died=True, residual=residual, pushed=said.pushed)
         if self.state.ended:
             return [record]
@@ -224,12 +229,14 @@ class Job:
             return [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation in living]
         return self._fence(*self.fencing) if self.fencing else []
 
-    def leave(self, worker: Incarnation, error: str, now_ms: int, pushed: int) -> list[Effect]:
+    def leave(self, left: MemberLeft, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
-        have said so. `pushed`: its acknowledged pushes without leased data."""
-        residual = self.progress.of(worker).residual_norm if error else 0.0
+        have said so."""
+        worker, error = left.incarnation, left.error
+        residual = self.progress.of(worker).residual_norm if error else left.residual_lost
+        residual = 0.0 if self.handovers.has_from(worker) else residual
         how = f"left ({error})" if error else "left"
-        record = self._remove(worker, how, now_ms, goodbye=not error, residual=residual, pushed=pushed)
+        record = self._remove(worker, how, now_ms, goodbye=not error, residual=residual, pushed=left.pushed)
         if self.state.ended:
             return [record]
         if error and not self.workers:
@@ -302,9 +309,10 @@ class Job:
         if due and self.departed is not None and self.deployment.map is not None:
             workers = self.departed.ask(now_ms)
             reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
-        holds = due or (self.state is not JobState.FINISHING and self._waits_to_hand_over)
-        living = frozenset(self.workers)
-        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, living, holds=holds)]
+        waits = self._waits_to_hand_over or self.handovers.holds(now_ms, self.deployment.workers)
+        holds = due or (self.state is not JobState.FINISHING and waits)
+        left, living = tuple(each.file for each in self.handovers.left), frozenset(self.workers)
+        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, living, holds=holds, left=left)]
 
     # ---- recovery and checkpoints
 
@@ -331,17 +339,85 @@ class Job:
 
     def handed_to(self, worker: Incarnation) -> tuple[HandOver, ...]:
         """What the worker's error feedback shall take up."""
-        return self.handovers.told_to(worker, self.workers, self.deployment.workers)
+        return self.handovers.told_to(worker, self.workers, self.deployment.workers, frozen=self._is_frozen)
 
     def take_feedback(self, read: FeedbackRead) -> list[Effect]:
         worker, lost = read.caller.incarnation, bool(read.failure)
-        taken, record = self.handovers.take(worker, self.workers, read.generation, read.worker, lost=lost)
-        effects: list[Effect] = [] if record is None else self._records([record])
-        if record is not None and lost:
-            self.residuals.add_unknown()
+        claim = self.handovers.take(
+            worker, self.workers, read.generation, read.worker, lost=lost, frozen=self._is_frozen
+        )
+        effects: list[Effect] = [] if claim.record is None else self._records([claim.record])
+        if claim.lost is not None:
+            self.residuals.add_lost(claim.lost)
             what = f"what worker {read.worker} had not sent is lost: worker {worker} could not take it up"
             effects.append(Tell(f"{self.title}: {what}: {read.failure}", warning=True))
-        return [*effects, Reply(FeedbackVerdict(taken))]
+        return [
+            *effects,
+            *self._drop([claim.left] if claim.left is not None else []),
+            Reply(FeedbackVerdict(claim.taken)),
+        ]
+
+    def hand_over_feedback(self, asked: HandOverAsked, now_ms: int) -> list[Effect]:
+        """A worker leaves whose steps have no room for what it has not sent. Raises InvalidRequest where nobody could
+        read it, TooLarge."""
+        worker, url = asked.caller.incarnation, self.keeping.book.url
+        if self.ranks is None:
+            raise errors.InvalidRequest(
+                f"{self.title} is asynchronous: what a worker has not sent when it leaves is its last push"
+            )
+        fate = self._fate_of(asked)
+        if fate not in (Fate.WAIT, Fate.WRITE):
+            return [Reply(HandOverVerdict(fate))]
+        if url is None:
+            raise errors.InvalidRequest(
+                f"{self.title} has no storage", why="job.checkpoint.url is never, or there is no state folder"
+            )
+        # what is older than the newest checkpoint, and not in it, was pruned
+        if fate is Fate.WAIT or asked.file is None or asked.file.file.number <= self.keeping.book.base:
+            if fate is Fate.WRITE:
+                self.handovers.begin_leaving(worker, now_ms)
+            return [Reply(HandOverVerdict(fate, url))]
+        record = self.handovers.hand_over(Left(worker, url, asked.file, asked.norm), now_ms)
+        told = f"{self.title}: worker {worker} leaves; what it has not sent (2-norm {asked.norm:.3g}) is handed over"
+        return [*self._records([record]), Tell(told), Reply(HandOverVerdict(Fate.HANDED_OVER))]
+
+    def _fate_of(self, asked: HandOverAsked) -> Fate:
+        worker, keeping = asked.caller.incarnation, self.keeping
+        if self.handovers.has_from(worker):
+            return Fate.HANDED_OVER
+        goes_back = keeping.recovery.needed and keeping.trails is None
+        if asked.gone_back != self.handovers.generation or goes_back:
+            return Fate.VOID
+        if not self._goes_on_without(worker):
+            return Fate.UNWANTED
+        if self._is_frozen or left_name(worker) in self.handovers.due:
+            return Fate.WAIT
+        return Fate.WRITE
+
+    def _goes_on_without(self, worker: Incarnation) -> bool:
+        """Whether there is, or may come, a worker that takes further steps when this one has left."""
+        if self.state is not JobState.RUNNING or self._is_through:
+            return False
+        if any(each != worker and not self.handovers.is_leaving(each) for each in self.workers):
+            return True
+        return self._goodbyes + len(self.workers) < self.settings.workers_expected
+
+    @property
+    def _is_through(self) -> bool:
+        """Whether all data of a synchronous job is done, and nobody has taken steps without any since."""
+        feeds = self.feeds
+        return isinstance(feeds, StepLedger) and feeds.finished and self._step <= feeds.end(len(feeds) - 1)
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether a checkpoint is being taken: nothing that was left may change hands between its files."""
+        return self.keeping.book.draft is not None
+
+    def _drop(self, unneeded: Iterable[Left]) -> list[Effect]:
+        """Files that nobody reads any more; while a manifest may be written that names them, they are left alone."""
+        if self.keeping.book.is_writing:
+            return []
+        return [DropFeedback(each.url, self.settings.name, each.file) for each in unneeded]
 
     @property
     def _waits_to_hand_over(self) -> bool:
@@ -397,7 +473,9 @@ class Job:
 
     def _finish(self, now_ms: int) -> list[Effect]:
         """All workers have said goodbye: what the newest checkpoint lacks is written down before the job ends."""
-        if self.keeping.is_whole_at(self._step):
+        committed = self.keeping.book.committed
+        kept = () if committed is None else committed.feedback
+        if self.keeping.is_whole_at(self._step) and all(each.file in kept for each in self.handovers.left):
             return self._end(JobState.FINISHED)
         self.state = JobState.FINISHING
         self._last_ticket = self.keeping.ask_for_the_last(self._step)
@@ -756,9 +834,10 @@ class Job:
                 require(self.departed is not None, "workers that are gone, of a job that does not go back in part")
                 assert self.departed is not None
                 self.departed.restore(body)
-            case "feedback_due" | "feedback_taken":
-                if self.handovers.restore(kind, body):
-                    self.residuals.add_unknown()
+            case "feedback_due" | "feedback_handed_over" | "feedback_taken" | "feedback_taken_before":
+                lost = self.handovers.restore(kind, body, now_ms)
+                if lost is not None:
+                    self.residuals.add_lost(lost)
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -883,6 +962,7 @@ class Job:
         if died:
             self.suspects.lose(worker, self._held(worker))
         self.suspects.leave(worker)
+        self.handovers.forget(worker)
         if goodbye:
             self._goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
@@ -981,9 +1061,11 @@ class Job:
     def _end(self, state: JobState, gone: Incarnation | None = None) -> list[Effect]:
         self.state = state
         said = f"{self.title} has ended: {self.failure.what}" if self.failure else f"{self.title} is finished"
-        if self.handovers.due:
-            said += f"; nobody has taken up what workers {', '.join(self.handovers.due[:8])} had not sent"
-        drops = [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation != gone]
+        untaken = [*self.handovers.due, *(each.file.worker for each in self.handovers.left)]
+        if untaken:
+            said += f"; nobody has taken up what workers {', '.join(untaken[:8])} had not sent"
+        drops: list[Effect] = [*self._drop(self.handovers.left)]
+        drops += [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation != gone]
         return [*self._records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
 
     def _rank_records(self, given: Sequence[RankGiven]) -> list[Effect]:

@@ -72,7 +72,7 @@ class LostPushes:
 
 
 class LostResiduals:
-    """Of one job: workers that went without a goodbye, and took along what compression had not sent yet."""
+    """Of one job: workers that took along what compression had not sent yet, though others went on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -84,9 +84,12 @@ class LostResiduals:
             self.count += 1
             self.norm = min(math.hypot(self.norm, norm), sys.float_info.max)
 
-    def add_unknown(self) -> None:
-        """One whose norm nobody knows."""
-        self.count += 1
+    def add_lost(self, norm: float) -> None:
+        """What a worker had not sent and nobody could take up; 0: nobody knows the norm."""
+        if norm:
+            self.add(norm)
+        else:
+            self.count += 1
 
     # ---- records
 

@@ -144,6 +144,8 @@ class Machine:
                 return asked.ask_checkpoint(ticket)
             case events.FeedbackRead(caller):
                 return self._require_job(caller).take_feedback(event)
+            case events.HandOverAsked(caller):
+                return self._require_job(caller).hand_over_feedback(event, now_ms)
             case events.RestoreOrdered(origin):
                 return self._order_restore(origin, now_ms)
             case events.RestoreCancelled(job_name):
@@ -222,7 +224,7 @@ class Machine:
             return [*self._lose(member, "left", now_ms), Reply(Done())]
         how = f"left ({event.error})" if event.error else "left"
         effects = self._remove(member, how)
-        return [*effects, *job.leave(member.incarnation, event.error, now_ms, event.pushed), Reply(Done())]
+        return [*effects, *job.leave(event, now_ms), Reply(Done())]
 
     def _report_exit(self, event: events.ExitReported, now_ms: int) -> list[Effect]:
         agent = self._members.require(event.agent, MemberRole.AGENT)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
+from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground import errors
 from shardyard.ground.types import (
     ConsistencyMode,
@@ -86,14 +87,15 @@ class Safekeeping:
         workers: Set[Incarnation] = frozenset(),
         *,
         holds: bool = False,
+        left: tuple[FeedbackFile, ...] = (),
     ) -> list[Effect]:
         """`step`: where the job stands; `servers`, `workers`: the living; `gone`: workers of which nothing can come any
-        more; `holds`: no checkpoint is begun now."""
+        more; `holds`: no checkpoint is begun now; `left`: what nobody has taken up of what they had not sent."""
         if self.origin is not None and self._deployment.stage is Stage.EMPTY and servers:
             return self._begin_with(self.origin, servers, now_ms)
         if self.recovery.needed:
             return self._recover(servers, workers, now_ms)
-        return [] if holds else self._begin_checkpoint(now_ms, step, gone)
+        return [] if holds else self._begin_checkpoint(now_ms, step, gone, left)
 
     # ---- beginning with a checkpoint, or going back to one that was chosen
 
@@ -378,7 +380,9 @@ class Safekeeping:
         self.book.want()
         return False
 
-    def _begin_checkpoint(self, now_ms: int, step: int, gone: tuple[Incarnation, ...]) -> list[Effect]:
+    def _begin_checkpoint(
+        self, now_ms: int, step: int, gone: tuple[Incarnation, ...], left: tuple[FeedbackFile, ...]
+    ) -> list[Effect]:
         deployed = self._deployment
         if deployed.stage is not Stage.OPEN or not self.book.is_due(now_ms, step):
             return []
@@ -404,6 +408,7 @@ class Safekeeping:
                 0 if self.trails is None else self.trails.oldest,
                 frozenset() if self.trails is None else self.trails.needed,
                 self._deployment.workers if self.keeps_feedback else (),
+                left,
             ),
         ]
 

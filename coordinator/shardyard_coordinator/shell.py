@@ -133,6 +133,7 @@ class Coordinator:
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
         service.on(methods.REPORT_FEEDBACK, self._report_feedback)
         service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
+        service.on(methods.HAND_OVER_FEEDBACK, self._hand_over_feedback)
         service.on(methods.RESTORE_CHECKPOINT, self._restore_checkpoint)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
@@ -206,6 +207,9 @@ class Coordinator:
         caller, said = door.feedback_reported(request)
         copy = self._feedback.report(caller.job, caller.incarnation, request.number, said)
         return wire.ReportFeedbackReply(copy=copy)
+
+    def _hand_over_feedback(self, request: wire.HandOverFeedbackRequest, _: Context) -> wire.HandOverFeedbackReply:
+        return door.hand_over_reply(self._ask(door.hand_over_asked(request), effects.HandOverVerdict))
 
     def _take_up_feedback(self, request: wire.TakeUpFeedbackRequest, _: Context) -> wire.TakeUpFeedbackReply:
         answer = self._ask(door.feedback_read(request), effects.FeedbackVerdict)
@@ -366,6 +370,8 @@ class Coordinator:
                 self._later(self._fence, effect)
             case effects.DropJob():
                 self._later(self._drop, effect)
+            case effects.DropFeedback():
+                self._later(self._drop_feedback, effect)
             case effects.TakeCheckpoint():
                 self._later(self._write_checkpoint, effect)
             case effects.ForgetSources():
@@ -459,6 +465,14 @@ class Coordinator:
         except ShardyardError as error:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
+    def _drop_feedback(self, effect: effects.DropFeedback) -> None:
+        what = f"a file of what worker {effect.file.worker} had not sent to be deleted from {effect.url}"
+        try:
+            with self._vigil.over(lambda: what):
+                self._archive.drop_feedback(effect.url, effect.job_name, effect.file)
+        except ShardyardError as error:
+            log.warning("%s is left to the next checkpoint: %s", effect.file.file.path, error.what)
+
     def _write_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
         job, draft = wanted.subject.job, wanted.draft
         failure: ShardyardError = Internal("the coordinator could not take it; its log has more")
@@ -475,6 +489,7 @@ class Coordinator:
                     oldest=wanted.oldest,
                     logs=wanted.logs,
                     keepers=wanted.keepers,
+                    left=wanted.left,
                 )
         except ShardyardError as error:
             failure = error

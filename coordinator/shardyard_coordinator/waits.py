@@ -79,6 +79,9 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
         yield "recovery", _recovery(job)
     elif job.deployment.stage is not Stage.OPEN and job.workers:
         yield "deployment", _deployment(job.deployment)
+    if job.handovers.left:
+        left = _named([each.worker for each in job.handovers.left])
+        yield "feedback", f"a worker to take up what worker {left} had not sent"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

@@ -370,7 +370,7 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         found.append(Text(said, style="red"))
     if job.residuals_lost:
         workers = f"{job.residuals_lost:,} worker{'s'[: job.residuals_lost != 1]}"
-        said = f"  {workers} died with what compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
+        said = f"  {workers} took along what compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
         found.append(Text(said, style="red"))
     if job.HasField("checkpoint"):
         found.append(Text(f"  newest checkpoint: {describe_checkpoint(job.checkpoint, report.status.time_ms)}"))

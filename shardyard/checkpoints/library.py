@@ -142,6 +142,16 @@ class CheckpointLibrary:
         path = feedback_path(number, worker)
         return FeedbackFile(worker, self._write(job, path, feedback_file.pieces(worker, state)))
 
+    def drop_feedback(self, job: str, file: FeedbackFile) -> bool:
+        """Deletes a worker's file unless a checkpoint names it, which prune knows then. Whether it did. Raises
+        CheckpointDamaged, having deleted nothing, where nobody knows what a checkpoint names."""
+        path = file.file.path
+        later = (number for number in self.numbers(job) if number >= file.file.number)
+        if any(path == each.path for number in later for each in self.load(job, number).files()):
+            return False
+        self.storage.delete_file(f"{_folder(job)}/{path}")
+        return True
+
     def has_file(self, job: str, file: FileRef) -> bool:
         """Whether a file that somebody says to have written is there, in its length."""
         try:

@@ -147,14 +147,15 @@ class Enrolment:
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=self._deadline_ms / 1000 + 1)
 
-    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0) -> None:
+    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> None:
         """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
         `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death. `pushed`: a
-        worker's acknowledged pushes without leased data."""
+        worker's acknowledged pushes without leased data; `residual_lost`: the 2-norm of what it could not hand over."""
         # a heartbeat may be under way for longer than the lease; a goodbye that waited for it would come too late
         self._stop.set()
         try:
-            self._say_goodbye(wire.LeaveRequest(error=error[:1000], pushed=pushed), patience_ms)
+            said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost)
+            self._say_goodbye(said, patience_ms)
         finally:
             self.stop()
 

@@ -96,6 +96,9 @@ REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coor
 TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
 REPORT_FEEDBACK = _unary(_C, "ReportFeedback", coordinator.ReportFeedbackRequest, coordinator.ReportFeedbackReply)
 TAKE_UP_FEEDBACK = _unary(_C, "TakeUpFeedback", coordinator.TakeUpFeedbackRequest, coordinator.TakeUpFeedbackReply)
+HAND_OVER_FEEDBACK = _unary(
+    _C, "HandOverFeedback", coordinator.HandOverFeedbackRequest, coordinator.HandOverFeedbackReply
+)
 RESTORE_CHECKPOINT = _unary(
     _C, "RestoreCheckpoint", coordinator.RestoreCheckpointRequest, coordinator.RestoreCheckpointReply
 )

@@ -340,7 +340,7 @@ class CoordinatorWorld:
             "Heartbeat": [
                 encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x"))
             ],
-            "Leave": [encoded(wire.LeaveRequest(caller=lone, error="E: no"))],
+            "Leave": [encoded(wire.LeaveRequest(caller=lone, error="E: no", residual_lost=0.5))],
             "ReportExit": [
                 encoded(wire.ReportExitRequest(caller=common.Caller(incarnation=self.agent), pid=77, exit_code=-9))
             ],
@@ -375,6 +375,10 @@ class CoordinatorWorld:
                 encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=3, failure="no room")),
             ],
             "TakeUpFeedback": [encoded(wire.TakeUpFeedbackRequest(caller=caller, generation=1, worker="10000002a"))],
+            "HandOverFeedback": [
+                encoded(wire.HandOverFeedbackRequest(caller=caller)),
+                encoded(wire.HandOverFeedbackRequest(caller=caller, number=3, length=9, sha256=bytes(32), norm=0.5)),
+            ],
             "RestoreCheckpoint": [
                 encoded(wire.RestoreCheckpointRequest(job_name="default", number=1)),
                 encoded(wire.RestoreCheckpointRequest(job_name="other")),

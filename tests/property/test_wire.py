@@ -64,6 +64,7 @@ from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
+from shardyard_coordinator import door
 
 bounded = settings(max_examples=100, deadline=None)
 
@@ -490,11 +491,15 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (server.SharedMemory, convert.ticket_from_wire),
     (coordinator.DataLease, convert.data_lease_from_wire),
     (coordinator.HandOver, handed_from_wire),
+    (coordinator.HandOverFeedbackRequest, door.hand_over_asked),
+    (coordinator.LeaveRequest, door.left),
 ]
 
 
-@pytest.mark.parametrize(("kind", "door"), DOORS, ids=[kind.DESCRIPTOR.name for kind, _ in DOORS])
-def test_arbitrary_bytes_at_a_door_are_a_value_or_a_typed_error(kind: type[Any], door: Callable[[Any], object]) -> None:
+@pytest.mark.parametrize(("kind", "taken"), DOORS, ids=[kind.DESCRIPTOR.name for kind, _ in DOORS])
+def test_arbitrary_bytes_at_a_door_are_a_value_or_a_typed_error(
+    kind: type[Any], taken: Callable[[Any], object]
+) -> None:
     @bounded
     @given(st.lists(fields, max_size=6).map(b"".join))
     def run(data: bytes) -> None:
@@ -503,7 +508,7 @@ def test_arbitrary_bytes_at_a_door_are_a_value_or_a_typed_error(kind: type[Any],
         except DecodeError:
             return
         try:
-            door(message)
+            taken(message)
         except (MalformedPayload, TooLarge, InvalidRequest):
             return
 

@@ -288,7 +288,6 @@ def test_end_of_a_job_tells_of_what_nobody_has_taken_up() -> None:
     [
         ("feedback_due", {"generation": 0}),
         ("feedback_due", {"feedback": [["7", "p", 3]]}),
-        ("feedback_due", {"taken": [["7", 0]]}),
         ("feedback_taken", {"of": "nobody"}),
         ("checkpoint_committed", {"feedback": [["7", "p", -3, ""]]}),
     ],

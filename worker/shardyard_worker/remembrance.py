@@ -3,8 +3,9 @@ the job has gone back.
 
 Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: what is written is
 of one moment between two pushes; what the job has gone back from is forgotten before the next push under the new map;
-what is handed over is read and checked first, then claimed, then taken up, so that it is sent by one worker; a worker
-that leaves sends what it remembers when no checkpoint is under way that has it too.
+what is handed over is read and checked first, then claimed, then taken up, so that it is sent by one worker, once; a
+worker that leaves sends what it remembers, or hands it over, when no checkpoint is under way that has it too, and
+leaves in bounded time, whatever becomes of it.
 Must not know: what the state is made of (feedback), what is pushed.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,10 +24,11 @@ from typing import Final
 from shardyard.checkpoints.convert import handed_from_wire
 from shardyard.checkpoints.feedback_file import State
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.manifest import worker_name
+from shardyard.checkpoints.manifest import left_name, worker_name
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import limits
-from shardyard.ground.errors import NotFound, ShardyardError
+from shardyard.ground.compression import RESIDUAL
+from shardyard.ground.errors import CoordinatorUnavailable, MalformedPayload, NotFound, NotReady, ShardyardError
 from shardyard.ground.types import JobLayout
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -37,8 +40,11 @@ log = logging.getLogger("shardyard.worker")
 
 READY_AGAIN_MS: Final = 10
 SETTLE_MS: Final = 30_000
-"""A worker that leaves waits for so long for a checkpoint that has what it remembers; then it leaves all the same."""
+"""A worker that leaves waits for so long for a checkpoint that has what it remembers, and for the coordinator to say
+what becomes of that; then it leaves all the same."""
 SETTLE_AGAIN_MS: Final = 50
+WRITES_MAX: Final = 3
+"""Of what is handed over, where checkpoints were committed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Remembrance:
         self._asked = 0
         self._copied = 0
         self._gone_back = 0
+        self._added: set[tuple[int, str]] = set()
 
     # ---- from heartbeats
 
@@ -180,7 +187,7 @@ class Remembrance:
                 self._feedback.check(read)
             except ShardyardError as error:
                 failure = error.what
-            if claim(self._session, handed, failure, self._check) and not failure:
+            if self._claims(handed, failure):
                 state = read
         with self.between.held():
             self._feedback.go_back(state)
@@ -188,15 +195,18 @@ class Remembrance:
         log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
 
     def _add(self, handed: wire.HandOver) -> None:
-        """What a worker that is gone has not sent."""
+        """What a worker that is gone has not sent. A heartbeat that was under way meanwhile may name it again."""
+        if (handed.generation, handed.worker) in self._added:
+            return
         state, failure = self._read(handed)
         found: dict[int, Array] = {}
         try:
             found = self._feedback.residuals_in(state)
         except ShardyardError as error:
             failure = error.what
-        if not claim(self._session, handed, failure, self._check) or failure:
+        if not self._claims(handed, failure):
             return
+        self._added.add((handed.generation, handed.worker))
 
         def add() -> None:
             self._feedback.absorb(found)
@@ -213,8 +223,14 @@ class Remembrance:
                 name = self._session.job_settings.name
                 return library.load_feedback(name, handed_from_wire(handed), self._layout), ""
         except ShardyardError as error:
-            log.warning("what worker %s had not sent is lost: %s", handed.worker, error.what)
             return {}, error.what
+
+    def _claims(self, handed: wire.HandOver, failure: str) -> bool:
+        """Whether it is this worker's now, and can be taken up."""
+        taken = claim(self._session, handed, failure, self._check)
+        if taken and failure:
+            log.warning("what worker %s had not sent is lost: %s", handed.worker, failure)
+        return taken and not failure
 
     def _tell(self) -> None:
         """What would be lost if this process died now."""
@@ -239,6 +255,93 @@ class Remembrance:
                 time.sleep(SETTLE_AGAIN_MS / 1000)
                 self._session.refresh()
 
+    def hand_over(self) -> None:
+        """Before this worker leaves a job that has no room for what it has not sent: that is written for who goes on,
+        if somebody does."""
+        try:
+            self._hand_over()
+        except ShardyardError as error:
+            norm = self._session.progress.residual_lost = self._norm()
+            what = "what compression has not sent yet is lost with this worker"
+            log.warning("%s (2-norm %.3g): %s", what, norm, error.what)
+
+    def _hand_over(self) -> None:
+        request = wire.HandOverFeedbackRequest(
+            caller=convert.caller_to_wire(self._session.caller), gone_back=self._gone_back
+        )
+        asked = self._norm() > 0 or self._busy
+        # before it settles, since it may be part of a checkpoint that is being taken
+        fate = self._ask_fate(request) if asked else wire.HandOverFeedbackReply()
+        self.settle()
+        with self.between.held():
+            state = _residuals(self._feedback.state_dict())
+        if not state:
+            return
+        if not asked:
+            fate = self._ask_fate(request)
+        request.norm = self._norm()
+        for _ in range(WRITES_MAX):
+            if fate.fate != wire.FEEDBACK_FATE_WRITE:
+                break
+            fate = self._leave_behind(fate.url, state, request)
+        self._tell_fate(fate.fate, request.norm)
+
+    def _ask_fate(self, request: wire.HandOverFeedbackRequest) -> wire.HandOverFeedbackReply:
+        """Of what this worker has not sent; not WAIT. Raises CoordinatorUnavailable."""
+        give_up = time.monotonic() + SETTLE_MS / 1000
+
+        def check() -> None:
+            self._session.check()
+            if time.monotonic() >= give_up:
+                raise CoordinatorUnavailable(f"nobody has said within {SETTLE_MS / 1000:g} s what becomes of it")
+
+        with self._session.vigil.over(lambda: "a checkpoint to be over, before what is not sent is handed over"):
+            while True:
+                reply = self._session.ask(methods.HAND_OVER_FEEDBACK, request, check=check)
+                if reply.fate != wire.FEEDBACK_FATE_WAIT:
+                    return reply
+                time.sleep(SETTLE_AGAIN_MS / 1000)
+                self._session.refresh()
+
+    def _leave_behind(
+        self, url: str, state: State, request: wire.HandOverFeedbackRequest
+    ) -> wire.HandOverFeedbackReply:
+        """Writes it, and says so. Raises StorageUnavailable, CoordinatorUnavailable."""
+        job, name = self._session.job_settings.name, left_name(self._session.caller.incarnation)
+        with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
+            library = CheckpointLibrary(open_storage(url))
+            request.number = library.next_number(job)
+            file = library.write_feedback(job, request.number, name, state)
+        written = file.file.written
+        request.length, request.sha256 = written.nbytes, bytes.fromhex(written.sha256)
+        reply = self._ask_fate(request)
+        if reply.fate != wire.FEEDBACK_FATE_HANDED_OVER:
+            try:
+                with self._session.vigil.over(lambda: f"a file that nobody needs to be deleted from {url}"):
+                    library.drop_feedback(job, file)
+            except ShardyardError as error:
+                log.info("%s is left to the next checkpoint: %s", file.file.path, error.what)
+        return reply
+
+    def _tell_fate(self, fate: int, norm: float) -> None:
+        match fate:
+            case wire.FEEDBACK_FATE_HANDED_OVER:
+                log.info("hands over what compression has not sent yet (2-norm %.3g)", norm)
+            case wire.FEEDBACK_FATE_VOID:
+                log.info("the job goes back to a checkpoint, and so does what compression has not sent")
+            case wire.FEEDBACK_FATE_UNWANTED:
+                log.warning(
+                    "what compression has not sent yet is lost with this worker (2-norm %.3g): a step of a synchronous"
+                    " job has room for its logical ranks only, and nobody goes on",
+                    norm,
+                )
+                return
+            case wire.FEEDBACK_FATE_WRITE:
+                raise NotReady(f"{WRITES_MAX} times a checkpoint was committed while it was written")
+            case _:
+                raise MalformedPayload(f"fate {fate} of what was not sent; expected one that has a name")
+        self._session.progress.residual_norm = 0.0
+
     def close(self) -> None:
         """Ends the thread; what it has not begun is given up."""
         with self._lock:
@@ -248,10 +351,21 @@ class Remembrance:
             with self._session.vigil.over(lambda: "what compression has not sent to be written"):
                 self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def _norm(self) -> float:
+        """The 2-norm of what was not sent."""
+        with self.between.held():
+            norm = self._feedback.lost_norm
+        return norm if math.isfinite(norm) else sys.float_info.max
+
     def _check(self) -> None:
         if self._closed:
             raise CancelledError
         self._session.check()
+
+
+def _residuals(state: State) -> State:
+    """What was not sent, of a state; others' momenta and factors are of no use to who takes it up."""
+    return {name: value for name, value in state.items() if name.startswith(f"{RESIDUAL}.") and value.any()}
 
 
 def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:

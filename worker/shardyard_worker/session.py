@@ -54,6 +54,8 @@ class Progress:
     residual_norm: float = 0.0
     pushed: int = 0
     """Acknowledged pushes without leased data."""
+    residual_lost: float = 0.0
+    """For the goodbye: the 2-norm of what compression has not sent, and could not hand over though others go on."""
 
 
 class Session:
@@ -125,7 +127,8 @@ class Session:
             self._report_last()
         # a coordinator that is being started again shall hear that this worker is done, not that it died
         patience_ms = 0 if error or lost else self.settings.worker.retry_budget_ms
-        self._enrolment.leave(error, patience_ms=patience_ms, pushed=self.progress.pushed)
+        said = self.progress
+        self._enrolment.leave(error, patience_ms=patience_ms, pushed=said.pushed, residual_lost=said.residual_lost)
         self._peer.close()
         self.vigil.close()
 

@@ -76,7 +76,7 @@ class Strategy(ABC):
     @abstractmethod
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         """Before this worker leaves in good order: what is under way is waited for, and what compression has not sent
-        yet is sent under these settings, or, where that is not possible, told. Raises LostWork."""
+        yet is sent under these settings, or handed over to who goes on. Raises LostWork."""
 
     @abstractmethod
     def close(self) -> None:
@@ -240,7 +240,7 @@ class AsyncStrategy(Strategy):
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         self.drain()
-        residual = self._training.residual(groups, sends=True)
+        residual = self._training.residual(groups)
         if residual is not None:
             log.info("pushes what compression has not sent yet (2-norm %.3g)", residual.norm)
             self.contribute(None, residual.sending)
@@ -323,14 +323,9 @@ class SyncStrategy(Strategy):
     def drain(self) -> None:
         """Nothing is ever under way: `contribute` returns when the step is complete."""
 
-    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
-        residual = self._training.residual(groups, sends=False)
-        if residual is not None:
-            log.warning(
-                "what compression has not sent yet is lost with this worker (2-norm %.3g): a step of a synchronous job"
-                " has room for its logical ranks only",
-                residual.norm,
-            )
+    def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
+        """A step has room for its logical ranks only."""
+        self._training.hand_over()
 
     def close(self) -> None:
         """Has no threads."""

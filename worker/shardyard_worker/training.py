@@ -340,10 +340,15 @@ class Training:
             self.feedback.undo()
             self._end_push()
 
-    def residual(self, groups: tuple[tuple[float, ...], ...], *, sends: bool) -> Residual | None:
-        """What compression has never sent, as a gradient under these settings, if there is any. `sends`: it will be
-        sent; a checkpoint that has it is waited for."""
-        if sends and self._remembrance is not None:
+    def hand_over(self) -> None:
+        """What compression has never sent, to who goes on."""
+        if self._remembrance is not None:
+            self._remembrance.hand_over()
+
+    def residual(self, groups: tuple[tuple[float, ...], ...]) -> Residual | None:
+        """What compression has never sent, as a gradient under these settings, if there is any. A checkpoint that has
+        it is waited for."""
+        if self._remembrance is not None:
             self._remembrance.settle()
         with self.between_pushes():
             found = {} if self.feedback is None else self.feedback.residuals()

@@ -109,6 +109,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackReply.FromString,
                 _registered_method=True)
+        self.HandOverFeedback = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/HandOverFeedback',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.HandOverFeedbackRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.HandOverFeedbackReply.FromString,
+                _registered_method=True)
         self.RestoreCheckpoint = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/RestoreCheckpoint',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.SerializeToString,
@@ -242,6 +247,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOverFeedback(self, request, context):
+        """For a worker of a synchronous job with error feedback that leaves, and has not sent all: whether somebody goes on who could
+        take that up, and then that it is written. Ask again while the answer is WAIT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestoreCheckpoint(self, request, context):
         """For a person: the job goes back to a checkpoint, as a whole; where it does not run, its next run begins with it.
         """
@@ -347,6 +360,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.TakeUpFeedback,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackReply.SerializeToString,
+            ),
+            'HandOverFeedback': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOverFeedback,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.HandOverFeedbackRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.HandOverFeedbackReply.SerializeToString,
             ),
             'RestoreCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreCheckpoint,
@@ -774,6 +792,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/TakeUpFeedback',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeUpFeedbackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOverFeedback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/HandOverFeedback',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.HandOverFeedbackRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.HandOverFeedbackReply.FromString,
             options,
             channel_credentials,
             insecure,

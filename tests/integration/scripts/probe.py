@@ -3,7 +3,8 @@
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
 `count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
 `own`: four variables, to all of which each push adds 1, without leased data.
-`sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too.
+`sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too, also
+    where it is held.
 `loader`: the network again, with a DataLoader of its own and two loader processes.
 """
 
@@ -96,9 +97,14 @@ def train_sums(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         (-(sums * added).sum()).backward()
         optimizer.step()
         computed += 1
+        if computed == options.hold_at:
+            with open(f"{options.out}.held", "w") as file:
+                json.dump(job.compression_state()["residual.0"].tolist(), file)
         announce(computed)
         while computed == options.hold_at and not os.path.exists(options.hold):
             time.sleep(0.01)
+        if computed == options.leave_at:
+            break
     state = job.compression_state()
     return {"sums": sums.detach().tolist(), "residual": state["residual.0"].tolist(), "computed": computed}
 
@@ -130,6 +136,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold", default="")
+    parser.add_argument("--leave-at", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
