@@ -44,11 +44,13 @@ class Clocks:
             self._rested[worker] = pace.turn
             self.leave(worker)
             return pace.clock
-        clock = pace.clock
+        clock, known = pace.clock, self._clocks.get(worker, UNHEARD)
         if pace.stride is Stride.JOINS:
+            if known != UNHEARD:
+                return known  # it has joined, and asks again
             others = [each for other, each in self._clocks.items() if other != worker and each != UNHEARD]
             clock = min(others, default=clock)
-        self._clocks[worker] = max(clock, self._clocks.get(worker, UNHEARD))
+        self._clocks[worker] = max(clock, known)
         return self._clocks[worker]
 
     def leave(self, worker: Incarnation) -> None:
@@ -62,11 +64,9 @@ class Clocks:
         if found is None:
             return None
         clock, other = found
-        lacking = self._clocks.get(worker, pace.clock) + pace.ahead - clock
+        mine = self._clocks.get(worker, pace.clock) if pace.stride is Stride.JOINS else pace.clock
+        lacking = mine + pace.ahead - clock
         if clock == UNHEARD or lacking > self.bound:
             return other, clock
         self.staleness_max = max(self.staleness_max, lacking)
         return None
-
-    def items(self) -> list[tuple[Incarnation, int]]:
-        return sorted(self._clocks.items())

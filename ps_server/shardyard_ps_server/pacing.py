@@ -66,7 +66,8 @@ class Pacing:
         wanted = pace.clock + pace.ahead - self.bound
         return f"worker {slowest}, which has taken {clock} steps, to have taken {wanted} (staleness {self.bound})"
 
-    def describe(self) -> tuple[int, list[tuple[Incarnation, int]]]:
-        """The largest staleness so far, and each worker's clock."""
+    @property
+    def staleness_max(self) -> int:
+        """The most steps of a worker that were missing in values that were given to another one."""
         with self._changed:
-            return self._clocks.staleness_max, self._clocks.items()
+            return self._clocks.staleness_max

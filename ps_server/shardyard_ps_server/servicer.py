@@ -205,6 +205,8 @@ class Servicer:
             workers_streaming=counters.streams - counters.streams_attached,
         )
         for hosted in self._store.hosted():
+            if hosted.pacing is not None:
+                reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
             for number in sorted(hosted.partitions):
                 partition = hosted.partitions[number]
                 version, sources = partition.describe()

@@ -3,6 +3,7 @@ other worker, whoever joins, rests and leaves (docs/ledger.md, rule C3)."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,9 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.runtime import configuration
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker
 
@@ -110,3 +114,104 @@ def test_promise_5_no_gradient_lacks_more_steps_of_another_worker_than_the_bound
     assert max(lacks) <= staleness
     if staleness:
         assert max(lacks) > 0
+
+
+def test_who_comes_late_begins_beside_the_slowest_and_nobody_waits_for_it_to_catch_up() -> None:
+    with yard() as connect:
+        first = connect()
+        veteran = Traced(first, 0)
+        batches = first.batches(DATA, batch_size=1)
+        for _ in itertools.islice(batches, 20):
+            veteran.step()
+        with connect() as second:
+            late = Traced(second, 1)
+            theirs = second.batches(DATA, batch_size=1)
+            for _ in itertools.islice(theirs, 2):
+                late.step()
+            for _ in itertools.islice(batches, 3 + 2):  # as far as the bound lets it
+                veteran.step()
+            ahead = ThreadPoolExecutor(1)
+            next(batches)
+            step = ahead.submit(veteran.step)
+            with pytest.raises(TimeoutError):
+                step.result(0.5)
+            next(theirs)
+            late.step()
+            step.result(DEADLINE_S)
+            ahead.shutdown()
+            theirs.close()  # it rests: the other one is free
+            for _ in itertools.islice(batches, 10):
+                veteran.step()
+            assert int(second.pull()["0"][0]) == 20 + 5 + 1 + 10
+        for _ in itertools.islice(batches, 10):
+            veteran.step()
+        batches.close()
+        first.close()
+
+
+def test_promise_7_who_waits_says_for_whom_and_how_far_that_one_is(caplog: pytest.LogCaptureFixture) -> None:
+    with yard(**{"job.consistency.staleness": 1}) as connect, ThreadPoolExecutor(1) as threads:
+        jobs = [connect(), connect()]
+        traced = [Traced(job, place) for place, job in enumerate(jobs)]
+        feeds = [job.batches(DATA, batch_size=1) for job in jobs]
+        for feed in feeds:
+            next(feed)
+        traced[1].step()
+        next(feeds[1])
+        step = threads.submit(traced[1].step)
+        slowest = jobs[0]._session.caller.incarnation
+        until = time.monotonic() + DEADLINE_S
+        expected = f"waits for worker {slowest}, which has taken 0 steps, to have taken 1 (staleness 1)"
+        while expected not in jobs[1]._session.vigil.waiting_for:
+            assert time.monotonic() < until, jobs[1]._session.vigil.waiting_for
+            time.sleep(0.05)
+        traced[0].step()
+        step.result(DEADLINE_S)
+        for feed, job in zip(feeds, jobs, strict=True):
+            feed.close()
+            job.close()
+
+
+def test_worker_with_data_of_its_own_joins_with_its_first_push() -> None:
+    with yard(**{"job.consistency.staleness": 0}) as connect, ThreadPoolExecutor(1) as threads:
+        jobs = [connect(), connect()]
+        traced = [Traced(job, place) for place, job in enumerate(jobs)]
+        traced[0].step()  # alone so far
+        second = threads.submit(traced[1].step)
+        second.result(DEADLINE_S) if second.done() else traced[0].step()
+        second.result(DEADLINE_S)
+        jobs[0].close()
+        for _ in range(3):
+            traced[1].step()
+        jobs[1].close()
+
+
+def test_window_beyond_the_bound_is_refused() -> None:
+    given = BOUNDED | {"job.consistency.staleness": 0, "worker.window": 1}
+    with sy.connect(settings=given) as job, pytest.raises(sy.errors.ConfigurationError, match=r"worker\.window 1"):
+        Traced(job, 0)
+
+
+def test_status_shows_the_bound_and_the_most_that_was_missing() -> None:
+    with yard() as connect:
+        jobs = [connect(), connect()]
+        traced = [Traced(job, place) for place, job in enumerate(jobs)]
+        feeds = [job.batches(DATA, batch_size=1) for job in jobs]
+        for feed in feeds:
+            next(feed)
+        for _ in range(2):
+            traced[1].step()
+            next(feeds[1])
+        peer = jobs[0]._session.network.connect(COORDINATOR, name="coordinator")
+        (job,) = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).jobs
+        assert (job.HasField("staleness"), job.staleness) == (True, 3)
+        said = [
+            jobs[0]
+            ._session.network.connect(owner.address, name="server")
+            .call(methods.DESCRIBE_SERVER, server_wire.DescribeServerRequest(), timeout_ms=5_000)
+            for owner in job.map.owners
+        ]
+        assert {(each.job, each.most) for reply in said for each in reply.staleness} == {(job.job, 2)}
+        for feed, each in zip(feeds, jobs, strict=True):
+            feed.close()
+            each.close()

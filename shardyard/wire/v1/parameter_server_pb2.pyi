@@ -515,8 +515,16 @@ class DescribedPartition(_message.Message):
     open: bool
     def __init__(self, job: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., sources: _Optional[int] = ..., open: bool = ...) -> None: ...
 
+class DescribedStaleness(_message.Message):
+    __slots__ = ("job", "most")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    most: int
+    def __init__(self, job: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
+
 class DescribeServerReply(_message.Message):
-    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming")
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -525,6 +533,7 @@ class DescribeServerReply(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_STREAMING_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     server: int
     partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
     pushes_applied: int
@@ -533,4 +542,5 @@ class DescribeServerReply(_message.Message):
     bytes_sent: int
     workers_attached: int
     workers_streaming: int
-    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ...) -> None: ...
+    staleness: _containers.RepeatedCompositeFieldContainer[DescribedStaleness]
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ...) -> None: ...
