@@ -154,6 +154,10 @@ class HostedJob:
                 facts={"generation": str(self.generation)},
             )
 
+    def begins_anew(self, generation: Generation, restore: Restore) -> bool:
+        """Whether nothing of what is here is to stay: a server died before anything was built on first values."""
+        return generation > self.generation and not restore.url
+
     @property
     def durability(self) -> Durability:
         return Durability.CHECKPOINT if self.wal is None else Durability.WAL
@@ -285,9 +289,10 @@ class Store:
         restore: Restore = NO_RESTORE,
         durability: Durability = Durability.CHECKPOINT,
     ) -> None:
-        """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
-        here already stay as they are unless they are restored, in another life; those that are not named under a higher
-        generation are not this server's any more. The same order again does nothing.
+        """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Where a checkpoint is
+        named, partitions that are here already stay as they are unless they are restored, in another life; where none
+        is, under a higher generation, all begin anew, with zeros. Those that are not named under a higher generation
+        are not this server's any more. The same order again does nothing.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
@@ -308,18 +313,20 @@ class Store:
             if hosted is not None:
                 self._check_again(hosted, generation, layout, owned, mode, logical_ranks, durability)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
-                if hosted.open and blank:
+                if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
             states = self._load(job, hosted, layout, owned, restore)
-            if hosted is not None:
+            if hosted is not None and not hosted.begins_anew(generation, restore):
                 self._give(hosted, generation, owned, states, restore)
                 return
             total = sum(layout.partitions[p].payload_bytes for p in owned)
             regions = Regions(total, shareable=self._shareable)
             saver = Saver(self.incarnation, self.vigil)
-            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
+            before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
+            if before is not None:
+                hosted.wal = before.wal
             try:
-                if durability is Durability.WAL:
+                if durability is Durability.WAL and hosted.wal is None:
                     assert logs is not None
                     files = logs.log(job, self.incarnation)
                     first = restore.segment_of(job)
@@ -327,11 +334,13 @@ class Store:
                 self._give(hosted, generation, owned, states, restore)
             except ShardyardError:
                 regions.close()
-                if hosted.wal is not None:
+                if hosted.wal is not None and before is None:
                     hosted.wal.close(remove=True)
                 raise
             with self._lock:
                 self._jobs[job] = hosted
+            if before is not None:
+                before.regions.close()
 
     def _give(
         self,
