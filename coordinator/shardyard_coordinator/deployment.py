@@ -145,7 +145,7 @@ class Deployment:
 
     def is_for(self, worker: Incarnation) -> bool:
         """Whether the worker gives the first values, or may have to."""
-        return worker in (self.initializer, self._committer) or (self.initializer is None and self._committer is None)
+        return self.stage in _BEFORE_COMMIT and self.initializer in (worker, None)
 
     def remove(self, worker: Incarnation) -> list[Entry]:
         """The worker is gone and fenced. Another one may have to give the first values."""

@@ -426,7 +426,7 @@ class Job:
         effects: list[Effect] = []
         if self.keeping.origin is not None:
             self.keeping.check_fits(variables, optimizer)
-        if self.deployment.stage is Stage.OPEN or not self.deployment.is_for(worker):
+        if not self.deployment.is_for(worker):
             self._check_begun()
         if self.deployment.stage is Stage.EMPTY:
             self.deployment.place(variables, optimizer, servers)

@@ -324,19 +324,21 @@ def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoi
     generation = yard.machine.jobs[-1].deployment.generation
     assert generation is not None
     assert generation > 1
-    # what was on its way under the map before means nothing
-    for late in (events.PartitionsCreated(caller.job), events.PartitionsOpened(caller.job)):
-        yard.handle(late)
     with pytest.raises(StaleGeneration, match="first values of generation 1"):
         yard.handle(events.VariablesCommitted(caller))
     assert yard.variables(caller) is None
     wanted = [each for each in yard.effects if isinstance(each, effects.CreatePartitions)]
     assert {each.server.incarnation: each.generation for each in wanted} == {kept: generation, fresh: generation}
+    yard.handle(events.PartitionsCreated(caller.job))  # answers of before mean nothing
+    with pytest.raises(NotReady, match="given their partitions"):
+        yard.variables(caller)
     yard.handle(events.PartitionsCreated(caller.job, generation))
     placed = yard.variables(caller)
     assert isinstance(placed, effects.Placed)
     assert placed.initializer, "who gave them gives them again"
     yard.handle(events.VariablesCommitted(caller, generation))
+    yard.handle(events.PartitionsOpened(caller.job))
+    assert yard.state() is JobState.STARTING
     yard.handle(events.PartitionsOpened(caller.job, generation))
     assert yard.state() is JobState.RUNNING
     assert yard.take(caller, 3).logs == {kept, fresh}
