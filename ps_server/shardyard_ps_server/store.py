@@ -29,6 +29,7 @@ from shardyard.ground.errors import (
     StaleGeneration,
     StaleIncarnation,
     StaleTerm,
+    StorageUnavailable,
     TooLarge,
 )
 from shardyard.ground.failpoints import failpoint
@@ -68,7 +69,7 @@ from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import begin_head, open_head, pass_over_head, pieces_of, push_head, replay
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
-from shardyard_ps_server.wal_files import LogRoot
+from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, LogRoot
 from shardyard_ps_server.wal_records import RecordKind
 
 log = logging.getLogger("shardyard.server")
@@ -545,8 +546,19 @@ class Store:
                 hosted.wal.close(remove=True)
                 assert self._logs is not None
                 for other in self._logs.others(job, self.incarnation):
-                    if other.is_fenced:
-                        other.remove()
+                    self._end_log(other)
+
+    def _end_log(self, files: LogFiles) -> None:
+        try:
+            aside = files.end_with_job()
+        except StorageUnavailable as error:
+            log.warning(
+                "the log of server %s, of job %s, which has ended, stays: %s", files.server, files.job, error.what
+            )
+            return
+        if aside is not None:
+            what = "job %s has ended; the log of server %s, which is gone, is now in %s, and kept there for %d days"
+            log.warning(what, files.job, files.server, aside, ASIDE_KEPT_S // DAY_S)
 
     # ---- workers' requests
 
