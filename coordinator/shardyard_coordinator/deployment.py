@@ -202,7 +202,9 @@ class Deployment:
     def check_commit(self, worker: Incarnation, generation: Generation) -> None:
         """The worker has given first values under the map of that generation. Raises InvalidRequest, NotReady, and
         StaleGeneration where they were lost since."""
-        if self.initializer != worker and self._committer != worker:
+        if self._committer == worker:
+            return  # and partitions may have moved since, with them
+        if self.initializer != worker:
             raise InvalidRequest(
                 f"worker {worker} committed first values; expected worker {self.initializer or self._committer}",
                 todo="only the worker that was told to be the initializer commits; the others pull",

@@ -345,6 +345,17 @@ def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoi
     assert isinstance(yard.handle(events.VariablesCommitted(caller, generation)), effects.Done)
 
 
+def test_first_values_that_are_in_a_checkpoint_are_not_given_again_when_partitions_move(short: bool | None) -> None:
+    """The answer to who gave them was lost."""
+    yard = Yard(HERE)
+    caller = yard.run()
+    yard.kill(yard.servers[0])
+    perhaps_restart(yard, short)
+    yard.servers.append(yard.add_server(HERE))
+    restored(yard, caller)
+    assert yard.handle(events.VariablesCommitted(caller, Generation(1))) == effects.Done()
+
+
 def test_another_worker_gives_first_values_if_who_gave_them_is_gone_too(short: bool | None) -> None:
     yard = Yard(HERE)
     caller = come_to(yard, "open", settings())
