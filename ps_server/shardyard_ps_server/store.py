@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from shardyard.checkpoints.library import read_partition
 from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
@@ -62,7 +63,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
+from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
@@ -156,8 +157,15 @@ class HostedJob:
             )
 
     def begins_anew(self, generation: Generation, restore: Restore) -> bool:
-        """Whether nothing of what is here is to stay: a server died before anything was built on first values."""
-        return generation > self.generation and not restore.url
+        """Whether nothing of what is here is to stay: with logs, where a server died before anything was built on first
+        values. Raises InvalidRequest where something was."""
+        if self.wal is None or generation <= self.generation or restore.url:
+            return False
+        for number in sorted(self.partitions):
+            version, sources = self.partitions[number].describe()
+            if version.number or sources:
+                raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
+        return True
 
     @property
     def durability(self) -> Durability:
@@ -290,10 +298,10 @@ class Store:
         restore: Restore = NO_RESTORE,
         durability: Durability = Durability.CHECKPOINT,
     ) -> None:
-        """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Where a checkpoint is
-        named, partitions that are here already stay as they are unless they are restored, in another life; where none
-        is, under a higher generation, all begin anew, with zeros. Those that are not named under a higher generation
-        are not this server's any more. The same order again does nothing.
+        """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
+        here already stay as they are unless they are restored, in another life; but of a job with logs, where no
+        checkpoint is named under a higher generation, all begin anew. Those that are not named under a higher
+        generation are not this server's any more. The same order again does nothing.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
@@ -438,7 +446,8 @@ class Store:
             if here is None or here.describe()[0].life < entry.version.life:
                 what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    states.append(restore.adapted(load(storage, layout, entry), job))
+                    state = replace(read_partition(storage, layout, entry), version=entry.version)
+                states.append(restore.adapted(state, job))
         return states
 
     def _make(

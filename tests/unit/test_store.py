@@ -57,7 +57,7 @@ from shardyard.ground.types import (
 )
 from shardyard.transport.same_host import Shared
 from shardyard_ps_server import blocks, exchanges, partition, regions, servicer, versions
-from shardyard_ps_server.store import Counters, HostedJob, Restore, Store
+from shardyard_ps_server.store import Counters, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
@@ -482,7 +482,7 @@ def test_rule_a3_push_that_was_overtaken_after_it_was_admitted_changes_nothing(c
     if change == "fenced":
         here.fence([WORKER.incarnation])
     else:
-        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore("/checkpoints", ()))
+        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
     with pytest.raises(StaleIncarnation if change == "fenced" else StaleGeneration):
         here.push(admitted, order(), payload(order()))
     here.become(HERE, Term(2))

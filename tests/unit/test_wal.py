@@ -1124,7 +1124,6 @@ def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> No
     first.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2, durability=Durability.WAL)
     values_of(first, 1.0)
     first.open(JOB, GENERATION)
-    leases(first)
     old = order_of(first, 0)
     yard.save(first, 1, oldest=0)
 
@@ -1156,18 +1155,24 @@ def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> No
 
 
 def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = yard.first()
-    push(first, 0)
+    first = yard.empty(FIRST)
+    first.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    values_of(first, 1.0)
+    first.open(JOB, GENERATION)
     before = state(first)
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise TooLarge("no memory")
 
-    monkeypatch.setattr("shardyard_ps_server.store.Partition", refuse)
-    with pytest.raises(TooLarge):
-        first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    with monkeypatch.context() as patch:
+        patch.setattr("shardyard_ps_server.store.Partition", refuse)
+        with pytest.raises(TooLarge):
+            first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
     assert state(first) == before
-    assert push(first, 1) == {Outcome.APPLIED}
+    leases(first)
+    with pytest.raises(InvalidRequest, match=r"partition 0 of job 1\.1 to begin anew, which has counted work"):
+        first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert push(first, 0) == {Outcome.APPLIED}
 
 
 def test_yards_that_share_a_folder_of_logs_do_not_share_a_log(yard: Yard) -> None:
