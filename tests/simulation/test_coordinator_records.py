@@ -26,6 +26,7 @@ from shardyard.ground.types import (
     Term,
     Token,
     UpdateMode,
+    VariableKind,
     VariableSpec,
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
@@ -43,7 +44,7 @@ from restoring import Lockstep
 SEEDS = range(24)
 EVENTS = 500
 EVENTS_A_CUT = 25
-VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, ()))
+VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, (), VariableKind.BUFFER))
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 FEEDS = tuple(
     FeedSpec(samples=45, fingerprint="f", batch_size=5, epochs=epochs, shuffle=True, drop_last=False)
