@@ -169,7 +169,7 @@ class Wal:
                     os.fsync(self._synced_fd)  # a mark in an earlier segment would leave this one out
                     failpoint("wal.after_rotate")
             except ShardyardError as error:
-                self._fail_here(error)
+                self._fail_here(self._taken_over() if self._files.is_taken else error)
                 raise self._failed() from error
 
     def prune(self, oldest: int) -> None:
@@ -241,7 +241,7 @@ class Wal:
                 failpoint("wal.after_sync")
                 self._note(mark)
             if self._files.is_taken:
-                failure = StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
+                failure = self._taken_over()
         except ShardyardError as error:
             failure = error
         finally:
@@ -272,6 +272,9 @@ class Wal:
             f"server {self._files.server} stops: {self._failure.what}",
             why="nothing is acknowledged that is not in its log",
         )
+
+    def _taken_over(self) -> ShardyardError:
+        return StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
 
     def _fail(self, failure: ShardyardError) -> None:
         with self._changed:

@@ -1039,6 +1039,15 @@ def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplo
     assert [each.server for each in yard.logs.others(JOB, THIRD)] == [FIRST, SECOND]
 
 
+def test_server_that_slept_until_its_log_was_deleted_knows_why_no_segment_can_be_begun(yard: Yard) -> None:
+    first = yard.first()
+    log_of(yard).take_over()
+    log_of(yard).remove()
+    with pytest.raises(NotReady):
+        yard.save(first, 2)
+    assert [type(each) for each in yard.failures] == [StaleIncarnation]
+
+
 def test_what_was_put_aside_is_deleted_after_a_week_and_nothing_else_is(yard: Yard) -> None:
     first = yard.first()
     first.close()
