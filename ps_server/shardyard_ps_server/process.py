@@ -141,7 +141,7 @@ def serve(
         optimizers.warm(("float32", "float64"))
         address = advertise or listener.address
         try:
-            server.register(address, patience_ms=settings.worker.rpc_deadline_ms, stop=stop)
+            server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)
         except errors.Unavailable:
             if stop.is_set():
                 return
