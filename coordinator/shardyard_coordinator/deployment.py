@@ -2,7 +2,8 @@
 
 Owns: the layout, the map, who gives the first values, which stage it is at. Invariants: the first registration wins;
 at most one worker at a time is the initializer, and none once the values are committed; nobody is told a layout before
-all servers have its partitions; layout and map come back from records as they were decided, never planned anew.
+all servers have its partitions; first values count for the map under which they were given; layout and map come back
+from records as they were decided, never planned anew.
 Must not know: how servers are called, members' leases.
 """
 
@@ -12,7 +13,7 @@ import enum
 from collections.abc import Sequence
 
 from shardyard.ground import optimizers
-from shardyard.ground.errors import InvalidRequest, NotReady, VariableConflict
+from shardyard.ground.errors import InvalidRequest, NotReady, StaleGeneration, VariableConflict
 from shardyard.ground.types import (
     Generation,
     Incarnation,
@@ -32,11 +33,13 @@ OPEN_RETRY_MS = 1_000
 
 
 class Stage(enum.Enum):
-    """RESTORING: the partitions begin with a checkpoint. CREATING and OPENING: calls to servers are under way.
+    """RESTORING: the partitions begin with a checkpoint. LOST: a server is gone, and with it first values, on which
+    nothing was built yet; they are to be given again, on others. CREATING and OPENING: calls to servers are under way.
     UNCREATED, COMMITTED: they are due (again)."""
 
     EMPTY = "no variables"
     RESTORING = "restoring"
+    LOST = "lost"
     UNCREATED = "uncreated"
     CREATING = "creating"
     CREATED = "created"
@@ -45,7 +48,7 @@ class Stage(enum.Enum):
     OPEN = "open"
 
 
-_BEFORE_CREATED = (Stage.EMPTY, Stage.UNCREATED, Stage.CREATING)
+_BEFORE_CREATED = (Stage.EMPTY, Stage.LOST, Stage.UNCREATED, Stage.CREATING)
 _BEFORE_COMMIT = (*_BEFORE_CREATED, Stage.CREATED)
 _CREATED: Entry = ("partitions_created", {})
 _OPENED: Entry = ("partitions_opened", {})
@@ -118,6 +121,21 @@ class Deployment:
         """All partitions are as a checkpoint has them, and open."""
         self.stage = Stage.OPEN
 
+    def lose_values(self) -> None:
+        """A server is gone before anything was built on the first values. Whoever has given them, or was to, gives them
+        again if it lives."""
+        assert self.stage not in (Stage.EMPTY, Stage.RESTORING), self.stage
+        self.stage = Stage.LOST
+        if self.initializer is None:
+            given = [worker for worker in self._registered if worker == self._committer]
+            self.initializer = next(iter([*given, *self._registered]), None)
+        self._committer = None
+
+    def place_again(self, map_: PartitionMap) -> None:
+        """The partitions are to begin anew, with zeros, under this map."""
+        assert self.stage is Stage.LOST, self.stage
+        self.map, self.stage = map_, Stage.UNCREATED
+
     def admit(self, worker: Incarnation) -> list[Entry]:
         """The worker's model is the job's; it may have to give the first values."""
         if worker in self._registered:
@@ -127,7 +145,7 @@ class Deployment:
 
     def is_for(self, worker: Incarnation) -> bool:
         """Whether the worker gives the first values, or may have to."""
-        return worker in (self.initializer, self._committer) or (self.initializer is None and self._committer is None)
+        return self.stage in _BEFORE_COMMIT and self.initializer in (worker, None)
 
     def remove(self, worker: Incarnation) -> list[Entry]:
         """The worker is gone and fenced. Another one may have to give the first values."""
@@ -145,7 +163,9 @@ class Deployment:
         self._registered = [each for each in self._registered if each != worker]
 
     def create(self) -> list[CreatePartitions]:
-        """What is to be created now, if anything. Raises NotReady while servers are being asked."""
+        """What is to be created now, if anything. Raises NotReady while servers are being asked, or waited for."""
+        if self.stage is Stage.LOST:
+            raise NotReady("a server is gone, and first values with it: partitions wait for another server")
         if self.stage is Stage.CREATING:
             raise NotReady("the servers are being given their partitions", why="a map is shown once it is true")
         if self.stage is not Stage.UNCREATED:
@@ -168,8 +188,9 @@ class Deployment:
             for server, owned in self.map.by_server().items()
         ]
 
-    def end_creation(self, *, created: bool) -> list[Entry]:
-        if self.stage is not Stage.CREATING:
+    def end_creation(self, generation: Generation, *, created: bool) -> list[Entry]:
+        """Servers were asked under the map of that generation."""
+        if self.stage is not Stage.CREATING or generation != self.generation:
             return []
         self.stage = Stage.CREATED if created else Stage.UNCREATED
         return [_CREATED] if created else []
@@ -179,12 +200,21 @@ class Deployment:
         assert self.map is not None
         return Placed(self.layout, self.map, initializer=self.initializer == worker)
 
-    def check_commit(self, worker: Incarnation) -> None:
-        """Raises InvalidRequest, NotReady."""
-        if self.initializer != worker and self._committer != worker:
+    def check_commit(self, worker: Incarnation, generation: Generation) -> None:
+        """The worker has given first values under the map of that generation. Raises InvalidRequest, NotReady, and
+        StaleGeneration where they were lost since."""
+        if self._committer == worker:
+            return  # and partitions may have moved since, with them
+        if self.initializer != worker:
             raise InvalidRequest(
                 f"worker {worker} committed first values; expected worker {self.initializer or self._committer}",
                 todo="only the worker that was told to be the initializer commits; the others pull",
+            )
+        if generation != self.generation:
+            raise StaleGeneration(
+                f"first values of generation {generation}; the partitions are at {self.generation}",
+                why="a server has died since",
+                facts={"generation": str(self.generation)},
             )
         if self.stage in _BEFORE_CREATED:
             raise NotReady("the servers do not have their partitions yet")
@@ -210,8 +240,9 @@ class Deployment:
         """As `open`, after a failure and not too soon: once committed, the job needs no worker to go on."""
         return self.open() if self.stage is Stage.COMMITTED and now_ms >= self._retry_at_ms else []
 
-    def end_opening(self, *, opened: bool, now_ms: int) -> list[Entry]:
-        if self.stage is not Stage.OPENING:
+    def end_opening(self, generation: Generation, *, opened: bool, now_ms: int) -> list[Entry]:
+        """As `end_creation`."""
+        if self.stage is not Stage.OPENING or generation != self.generation:
             return []
         self.stage = Stage.OPEN if opened else Stage.COMMITTED
         self._retry_at_ms = now_ms + OPEN_RETRY_MS
@@ -240,6 +271,12 @@ class Deployment:
         """The record of a map that was not the first."""
         assert self.map is not None
         return "partitions_moved", {"map": layouts.map_to_record(self.map)}
+
+    @property
+    def placed_again(self) -> Entry:
+        """The record of a map under which first values are given again."""
+        assert self.map is not None
+        return "partitions_placed_again", {"map": layouts.map_to_record(self.map)}
 
     def entries(self) -> list[Entry]:
         """Records that make this deployment anew, but for `suspend`."""
@@ -278,6 +315,10 @@ class Deployment:
             case "partitions_moved":
                 assert self.layout is not None
                 self.map = layouts.map_of_record(body.part("map"), len(self.layout.partitions))
+            case "partitions_placed_again":
+                require(self.stage is Stage.LOST, f"first values are given again, and the stage is {self.stage.value}")
+                assert self.layout is not None
+                self.place_again(layouts.map_of_record(body.part("map"), len(self.layout.partitions)))
             case "partitions_restored_later":
                 require(self.stage is Stage.UNCREATED, "partitions are to be restored that are there")
                 self.stage = Stage.RESTORING

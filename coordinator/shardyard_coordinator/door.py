@@ -158,7 +158,7 @@ def variables_registered(request: wire.RegisterVariablesRequest) -> events.Varia
 
 
 def variables_committed(request: wire.CommitVariablesRequest) -> events.VariablesCommitted:
-    return events.VariablesCommitted(convert.caller_from_wire(request.caller))
+    return events.VariablesCommitted(convert.caller_from_wire(request.caller), Generation(request.generation))
 
 
 def feed_opened(request: wire.OpenFeedRequest) -> events.FeedOpened:

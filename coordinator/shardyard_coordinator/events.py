@@ -94,9 +94,10 @@ class VariablesRegistered:
 
 @dataclass(frozen=True, slots=True)
 class VariablesCommitted:
-    """The initializer has sent the first values to all servers."""
+    """The initializer has sent the first values to all servers, under the map of a generation."""
 
     caller: Caller
+    generation: Generation = FIRST_MAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,10 @@ class RestoreCancelled:
 
 @dataclass(frozen=True, slots=True)
 class PartitionsCreated:
-    """Every server has its partitions."""
+    """Every server has its partitions, under the map of a generation."""
 
     job: JobId
+    generation: Generation = FIRST_MAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +204,15 @@ class PartitionsRefused:
     """Some server did not take its partitions; they can be created again."""
 
     job: JobId
+    generation: Generation = FIRST_MAP
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionsOpened:
-    """Every server serves its partitions."""
+    """Every server serves its partitions, under the map of a generation."""
 
     job: JobId
+    generation: Generation = FIRST_MAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +220,7 @@ class OpeningFailed:
     """Some server did not answer; the coordinator asks again."""
 
     job: JobId
+    generation: Generation = FIRST_MAP
 
 
 @dataclass(frozen=True, slots=True)

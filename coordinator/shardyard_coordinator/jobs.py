@@ -262,6 +262,9 @@ class Job:
             return []
         if self.keeping.can_go_back:
             return self.keeping.lose(lost, server, how, now_ms)
+        if self.keeping.can_begin_again and self.state is not JobState.FINISHING:
+            self.state = JobState.STARTING
+            return self.keeping.lose_values(lost, server, how, now_ms)
         numbers = ", ".join(str(owner.partition) for owner in lost)
         failure = errors.ServerLost(
             f"server {server.incarnation} at {server.address} {how}; {self.title} had "
@@ -422,8 +425,8 @@ class Job:
     @property
     def _waits_to_hand_over(self) -> bool:
         """Whether there is something to be taken up, and nobody to do so yet: nobody trains either, and a checkpoint
-        would lack it."""
-        return bool(self.handovers.due) and not self.deployment.workers
+        would lack it. But for one for which workers wait."""
+        return bool(self.handovers.due) and not self.deployment.workers and self.keeping.can_begin
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
         if self.state.ended:
@@ -496,11 +499,11 @@ class Job:
         servers: Sequence[Server],
     ) -> list[Effect]:
         """Replies, or creates partitions: then ask again."""
-        if not self.deployment.is_for(worker):
-            self._check_begun()
         effects: list[Effect] = []
         if self.keeping.origin is not None:
             self.keeping.check_fits(variables, optimizer)
+        if not self.deployment.is_for(worker):
+            self._check_begun()
         if self.deployment.stage is Stage.EMPTY:
             self.deployment.place(variables, optimizer, servers)
             effects += self._records([self.deployment.registered, *self.keeping.begin(servers)])
@@ -514,9 +517,9 @@ class Job:
             effects.append(Reply(handed))
         return effects
 
-    def commit_variables(self, worker: Incarnation) -> list[Effect]:
-        """Replies, or opens partitions: then ask again."""
-        self.deployment.check_commit(worker)
+    def commit_variables(self, worker: Incarnation, generation: Generation) -> list[Effect]:
+        """Replies, or opens partitions: then ask again. `generation`: of the map under which the values were given."""
+        self.deployment.check_commit(worker, generation)
         effects: list[Effect] = []
         if self.deployment.commit(worker):
             effects += self._records([deployment.committed(worker)])
@@ -535,16 +538,16 @@ class Job:
                 why="logs say what came after a checkpoint (job.durability wal)",
             )
 
-    def end_creation(self, *, created: bool) -> list[Effect]:
+    def end_creation(self, generation: Generation, *, created: bool) -> list[Effect]:
         if self.state.ended:
             # a creation that overtook the DropJob would stay on its server for ever
             return [DropJob(self.id, server) for server in self.deployment.servers]
-        return self._records(self.deployment.end_creation(created=created))
+        return self._records(self.deployment.end_creation(generation, created=created))
 
-    def end_opening(self, *, opened: bool, now_ms: int) -> list[Effect]:
+    def end_opening(self, generation: Generation, *, opened: bool, now_ms: int) -> list[Effect]:
         if self.state.ended:
             return []
-        records = self._records(self.deployment.end_opening(opened=opened, now_ms=now_ms))
+        records = self._records(self.deployment.end_opening(generation, opened=opened, now_ms=now_ms))
         if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
             return records
         return [*records, *self._begin_running()]
@@ -857,11 +860,14 @@ class Job:
                 | "partitions_lost"
                 | "recovery_begun"
                 | "partitions_moved"
+                | "partitions_placed_again"
             ):
                 is_first = self.keeping.origin is not None
                 self.keeping.restore(kind, body, now_ms)
                 if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
                     self.state = JobState.RUNNING
+                elif self.deployment.stage is Stage.LOST:
+                    self.state = JobState.STARTING
                 if kind == "checkpoint_committed":
                     self._settle_departed([Incarnation(each) for each in body.numbers("gone")])
                 elif kind == "partitions_moved" and self.departed is not None and not is_first:
@@ -925,6 +931,7 @@ class Job:
         state = body.text("state")
         require(state in ends, f"state: expected one of {', '.join(ends)}, got {state!r}")
         self.state = ends[state]
+        self.keeping.origin = None
         require(body.is_null("failure") == (self.state is JobState.FINISHED), "a failure where the job is finished")
         if self.state is JobState.FAILED:
             said = body.part("failure")
@@ -1060,6 +1067,7 @@ class Job:
 
     def _end(self, state: JobState, gone: Incarnation | None = None) -> list[Effect]:
         self.state = state
+        self.keeping.origin = None
         said = f"{self.title} has ended: {self.failure.what}" if self.failure else f"{self.title} is finished"
         untaken = [*self.handovers.due, *(each.file.worker for each in self.handovers.left)]
         if untaken:

@@ -1,13 +1,14 @@
 """A job's layout and map as records have them: as they were decided, to the last offset.
 
 Owns: their form. Invariants: what is read is equal to what was written; numbers are held against the bounds of
-shardyard.ground.limits, and blocks against the variables that they are cut from. Must not know: how layouts are
-planned.
+shardyard.ground.limits, and a layout is whole (shardyard.ground.layouts). Must not know: how layouts are planned.
 """
 
 from __future__ import annotations
 
 from shardyard.ground import limits
+from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.layouts import check_layout
 from shardyard.ground.types import (
     Block,
     DType,
@@ -63,7 +64,12 @@ def of_record(body: Body) -> JobLayout:
     require(len(variables) <= limits.VARIABLES_MAX, f"{len(variables)} variables")
     parts = body.items("partitions")
     require(1 <= len(parts) <= limits.PARTITIONS_MAX, f"{len(parts)} partitions")
-    return JobLayout(variables, optimizer, tuple(_partition_of(at, each, variables) for at, each in enumerate(parts)))
+    layout = JobLayout(variables, optimizer, tuple(_partition_of(at, each) for at, each in enumerate(parts)))
+    try:
+        check_layout(layout)
+    except InvalidRequest as error:
+        raise DamagedRecord(error.what) from error
+    return layout
 
 
 def map_of_record(body: Body, partitions: int) -> PartitionMap:
@@ -100,20 +106,17 @@ def _variable_of(item: object) -> VariableSpec:
     )
 
 
-def _partition_of(number: int, item: object, variables: tuple[VariableSpec, ...]) -> PartitionLayout:
+def _partition_of(number: int, item: object) -> PartitionLayout:
     payload_bytes, blocks = checked_items(item, "a partition", count=2)
     return PartitionLayout(
         PartitionId(number),
         checked_number(payload_bytes, "a partition's bytes", most=2 * limits.JOB_BYTES_MAX),
-        tuple(_block_of(each, variables) for each in checked_items(blocks, "a partition's blocks")),
+        tuple(_block_of(each) for each in checked_items(blocks, "a partition's blocks")),
     )
 
 
-def _block_of(item: object, variables: tuple[VariableSpec, ...]) -> Block:
+def _block_of(item: object) -> Block:
     variable, offset, length, position = (
         checked_number(each, "a block") for each in checked_items(item, "a block", count=4)
     )
-    require(variable < len(variables), f"a block of variable {variable}; there are {len(variables)}")
-    elements = variables[variable].elements
-    require(offset + length <= elements, f"a block of elements {offset} to {offset + length}; there are {elements}")
     return Block(variable, offset, length, position)

@@ -22,7 +22,6 @@ from shardyard_coordinator.effects import (
     Done,
     Effect,
     ForgetServer,
-    JobState,
     Joined,
     Persist,
     Rebased,
@@ -127,8 +126,8 @@ class Machine:
             case events.VariablesRegistered(caller, variables, optimizer):
                 servers = [_server(member) for member in self._members.servers()]
                 return self._require_job(caller).register_variables(caller.incarnation, variables, optimizer, servers)
-            case events.VariablesCommitted(caller):
-                return self._require_job(caller).commit_variables(caller.incarnation)
+            case events.VariablesCommitted(caller, generation):
+                return self._require_job(caller).commit_variables(caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):
                 return self._require_job(caller).open_feed(feed, spec)
             case events.LeaseRequested(caller, feed):
@@ -162,21 +161,24 @@ class Machine:
 
     def _end_effect(self, event: events.Event, now_ms: int) -> list[Effect]:
         match event:
-            case events.PartitionsCreated(job) if job in self._jobs:
-                return self._jobs[job].end_creation(created=True)
-            case events.PartitionsRefused(job) if job in self._jobs:
-                return self._jobs[job].end_creation(created=False)
-            case events.PartitionsOpened(job) if job in self._jobs:
-                return self._jobs[job].end_opening(opened=True, now_ms=now_ms)
-            case events.OpeningFailed(job) if job in self._jobs:
-                return self._jobs[job].end_opening(opened=False, now_ms=now_ms)
+            case events.PartitionsCreated(job, generation) if job in self._jobs:
+                return self._jobs[job].end_creation(generation, created=True)
+            case events.PartitionsRefused(job, generation) if job in self._jobs:
+                return self._jobs[job].end_creation(generation, created=False)
+            case events.PartitionsOpened(job, generation) if job in self._jobs:
+                return self._jobs[job].end_opening(generation, opened=True, now_ms=now_ms)
+            case events.OpeningFailed(job, generation) if job in self._jobs:
+                return self._jobs[job].end_opening(generation, opened=False, now_ms=now_ms)
             case events.CheckpointTaken(job) if job in self._jobs:
-                return self._jobs[job].end_checkpoint(event)
+                began_with = self._jobs[job].keeping.origin
+                ended = self._jobs[job].end_checkpoint(event)
+                return [*ended, *self._forget_order(self._jobs[job], began_with)]
             case events.CheckpointFailed(job, draft, failure) if job in self._jobs:
                 return self._jobs[job].fail_checkpoint(draft, failure, now_ms)
             case events.PartitionsRestored(job, generation) if job in self._jobs:
+                began_with = self._jobs[job].keeping.origin
                 ended = self._jobs[job].end_recovery(generation, now_ms)
-                return [*ended, *self._forget_orders()]
+                return [*ended, *self._forget_order(self._jobs[job], began_with)]
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
                 return self._jobs[job].fail_recovery(generation, failure, now_ms)
             case events.DepartedRead(job, generation, found) if job in self._jobs:
@@ -345,13 +347,12 @@ class Machine:
             raise errors.NotFound(f"nothing was ordered for the next run of job {name!r}", todo="")
         return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
 
-    def _forget_orders(self) -> list[Effect]:
-        """Those that were carried out."""
-        begun = {job.settings.name for job in self.jobs if job.state is JobState.RUNNING and not job.keeping.origin}
-        done = sorted(name for name in self._origins if name in begun)
-        for name in done:
-            del self._origins[name]
-        return [Persist("restore_forgotten", {"name": name}) for name in done]
+    def _forget_order(self, job: Job, began_with: Origin | None) -> list[Effect]:
+        """The order to begin with that checkpoint, if the job has begun now, and needs it no more."""
+        if began_with is None or job.keeping.origin is not None:
+            return []
+        del self._origins[job.settings.name]
+        return [Persist("restore_forgotten", {"name": job.settings.name})]
 
     def _joined(self, job: Job, worker: Member, *, started: bool) -> Joined:
         return Joined(

@@ -34,6 +34,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Safekeeping.restored": "said of this life's recoveries alone",
     "Recovery._since_ms": "lost partitions wait for a server's restart anew",
     "Recovery._retry_at_ms": "tried again at once",
+    "Recovery.waits_for": "found again with the next tick",
     "Recovery.attempt": "the calls to servers are made again, in another life",
     "CheckpointBook._begun_ms": "the time to the next checkpoint begins anew",
     "CheckpointBook._begun_step": "so do the steps to it",

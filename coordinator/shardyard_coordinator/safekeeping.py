@@ -75,7 +75,8 @@ class Safekeeping:
         self.restored: Restored | None = None
         """What the latest recovery brought back."""
         self.origin: Origin | None = None
-        """With what the job is to begin; None once it has, or if it begins with first values."""
+        """With what the job is to begin; None once it has, or if it begins with first values. One with logs has begun
+        when a checkpoint of its own is there: until then it can only begin again."""
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
 
     def tick(
@@ -113,10 +114,11 @@ class Safekeeping:
         NotReady, for as long as its partitions are not there."""
         assert self.origin is not None
         check_registration(self.origin.layout, variables, optimizer, f"{self.origin}, with which it is to begin,")
-        raise errors.NotReady(
-            f"{self._title} begins with {self.origin}: its partitions are being restored",
-            why=self.recovery.waits_for or "that takes a moment",
-        )
+        if self._deployment.stage is not Stage.OPEN or self.recovery.needed:
+            raise errors.NotReady(
+                f"{self._title} begins with {self.origin}: its partitions are being restored",
+                why=self.recovery.waits_for or "that takes a moment",
+            )
 
     def _begin_with(self, origin: Origin, servers: Sequence[Server], now_ms: int) -> list[Effect]:
         self._deployment.place_as(origin.layout, servers)
@@ -164,8 +166,8 @@ class Safekeeping:
 
     @property
     def can_begin(self) -> bool:
-        """Whether work may be acknowledged: with logs there must be a checkpoint that they follow."""
-        return self.trails is None or self.book.committed is not None
+        """Whether work may be acknowledged: with logs there must be a checkpoint of the job's own that they follow."""
+        return self.trails is None or (self.book.committed is not None and self.origin is None)
 
     # ---- recovery
 
@@ -181,6 +183,11 @@ class Safekeeping:
     def can_go_back(self) -> bool:
         return self._deployment.stage in (Stage.OPEN, Stage.RESTORING) and self.book.committed is not None
 
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether nothing was built on first values yet, so that they may be given again."""
+        return not self.can_begin and self.book.committed is None and self._deployment.stage is not Stage.EMPTY
+
     def lose(self, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
         """Partitions are gone with their server, where there is a checkpoint to go back to."""
         committed = self.book.committed
@@ -188,10 +195,18 @@ class Safekeeping:
         self.book.abandon()
         record = self.recovery.lose([owner.partition for owner in lost], now_ms)
         what = "the job goes back to" if self._is_whole else "its partitions go back to"
-        if self.trails is not None:
+        if self.trails is not None and self.origin is None:
             what = "its log is read from"
         told = f"{self._title}: server {server.incarnation} {how}; {what} checkpoint {committed.number}"
         return [*self._records(record), Tell(f"{told} of step {committed.step:,}", warning=True)]
+
+    def lose_values(self, lost: Sequence[PartitionOwner], server: Server, how: str, now_ms: int) -> list[Effect]:
+        """The same before there is any, where `can_begin_again`."""
+        self.book.abandon()
+        record = self.recovery.lose([owner.partition for owner in lost], now_ms)
+        self._deployment.lose_values()
+        told = f"{self._title}: server {server.incarnation} {how} before the first checkpoint"
+        return [*self._records(record), Tell(f"{told}; first values are given again", warning=True)]
 
     def goes_back_with(self, generation: Generation) -> Committed | None:
         """The checkpoint to which all partitions go back with the attempt of that generation, and its URL; None where
@@ -223,7 +238,7 @@ class Safekeeping:
             if self.origin is not None:
                 self.book.want()
             begun = [] if self.trails is None else [self._begin_logs(attempt)]
-            self.origin = None
+            self._end_beginning(has_checkpoint=False)
             kind, body = self._deployment.moved
             taken_back = {"partitions": sorted(attempt.partitions), "checkpoint": committed.number}
             return [
@@ -256,10 +271,11 @@ class Safekeeping:
         deployed = self._deployment
         assert deployed.layout is not None
         assert deployed.map is not None
-        assert self.book.committed is not None
+        sizes = [part.payload_bytes for part in deployed.layout.partitions]
+        if self.book.committed is None:
+            return self._place_again(deployed.map, sizes, servers, now_ms)
         url = self.book.committed.url or self.book.url
         assert url is not None
-        sizes = [part.payload_bytes for part in deployed.layout.partitions]
         number = self.book.committed.number
         folders = None
         if self.trails is not None and self.origin is None:
@@ -272,6 +288,18 @@ class Safekeeping:
         working = tuple(sorted(self._feeds.working & workers)) if isinstance(self._feeds, DataLedger) else ()
         restore = RestorePartitions(self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working)
         return [*self._records(record), restore]
+
+    def _place_again(
+        self, map_: PartitionMap, sizes: Sequence[int], servers: Sequence[Server], now_ms: int
+    ) -> list[Effect]:
+        """Lost partitions have servers again; all begin anew, with first values."""
+        begun = self.recovery.begin(map_, sizes, servers, whole=True, now_ms=now_ms)
+        if begun is None:
+            return []
+        attempt, record = begun
+        self.recovery.end(attempt.map.generation, now_ms, restored=True)
+        self._deployment.place_again(attempt.map)
+        return [*self._records(record, self._deployment.placed_again, self._begin_logs(attempt))]
 
     def _bases(self, partitions: Collection[PartitionId]) -> tuple[Base, ...]:
         """The newest checkpoint; with logs, older ones too."""
@@ -291,9 +319,6 @@ class Safekeeping:
         self._deployment.map = map_
         if self._deployment.stage is Stage.RESTORING:
             self._deployment.restored()
-            if self.trails is not None:
-                # its logs follow a checkpoint of its own, before which nothing is acknowledged
-                self.book.committed = None
             return []
         return [] if self.trails is not None else self._feeds.reopen(self.book.committed.data_ledger)
 
@@ -310,8 +335,14 @@ class Safekeeping:
             return []
         if self.trails is not None:
             self.trails.commit(taken.number)
+        self._end_beginning(has_checkpoint=True)
         told = Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")
         return [*self._records(record), told, *self._forget()]
+
+    def _end_beginning(self, *, has_checkpoint: bool) -> None:
+        """The partitions are there; `has_checkpoint`: so is a checkpoint of the job's own."""
+        if self.trails is None or has_checkpoint:
+            self.origin = None
 
     def _forget(self) -> list[Effect]:
         """What the newest checkpoint has, and nobody may push any more (rule A7). What was closed in one checkpoint is
@@ -340,7 +371,7 @@ class Safekeeping:
         if not self.book.enabled or self._deployment.stage is not Stage.OPEN:
             return True
         committed = self.book.committed
-        return committed is not None and not self.recovery.needed and self._is_of(committed, step)
+        return committed is not None and self.can_begin and not self.recovery.needed and self._is_of(committed, step)
 
     def ask_for_the_last(self, step: int) -> int:
         """A ticket for a checkpoint of a job that stands at `step`, and goes no further: the one under way, if it was
@@ -384,6 +415,8 @@ class Safekeeping:
         self, now_ms: int, step: int, gone: tuple[Incarnation, ...], left: tuple[FeedbackFile, ...]
     ) -> list[Effect]:
         deployed = self._deployment
+        if not self.can_begin:
+            self.book.want()
         if deployed.stage is not Stage.OPEN or not self.book.is_due(now_ms, step):
             return []
         assert deployed.layout is not None
@@ -450,8 +483,11 @@ class Safekeeping:
         match kind:
             case "checkpoint_begun" | "checkpoint_committed":
                 self.book.restore(kind, body)
-                if self.trails is not None and kind == "checkpoint_committed":
-                    self.trails.commit(body.number("number"))
+                # one that was not begun here is of another run
+                if kind == "checkpoint_committed" and body.number("draft"):
+                    if self.trails is not None:
+                        self.trails.commit(body.number("number"))
+                    self._end_beginning(has_checkpoint=True)
             case "logs_begun":
                 require(self.trails is not None, "logs of a job that has none")
                 assert self.trails is not None
@@ -461,17 +497,23 @@ class Safekeeping:
                 self._deployment.restore(kind, body)
                 assert self._deployment.map is not None
                 self.recovery.restored()
-                self.origin = None
+                self._end_beginning(has_checkpoint=False)
                 self._go_over(self._deployment.map)
+            case "partitions_placed_again":
+                self._deployment.restore(kind, body)
+                self.recovery.restored()
             case _:
                 self.recovery.restore(kind, body, now_ms)
+                if self.recovery.needed and self.can_begin_again:
+                    self._deployment.lose_values()
 
     # ---- within
 
     @property
     def _is_whole(self) -> bool:
-        """A synchronous job goes back as a whole, unless logs bring back its step."""
-        return self._settings.consistency.mode is ConsistencyMode.SYNC and self.trails is None
+        """A synchronous job goes back as a whole, unless logs bring back its step; and any that begins."""
+        sync = self._settings.consistency.mode is ConsistencyMode.SYNC
+        return (sync and self.trails is None) or self.origin is not None
 
     @property
     def _title(self) -> str:

@@ -413,8 +413,9 @@ class Coordinator:
                 self._servers.create(effect)
             created = True
         finally:
-            job = wanted[0].job
-            self._handle(events.PartitionsCreated(job) if created else events.PartitionsRefused(job))
+            job, generation = wanted[0].job, wanted[0].generation
+            ended = events.PartitionsCreated if created else events.PartitionsRefused
+            self._handle(ended(job, generation))
 
     def _open(self, wanted: Sequence[effects.OpenPartitions]) -> None:
         opened = False
@@ -423,8 +424,9 @@ class Coordinator:
                 self._servers.open(effect)
             opened = True
         finally:
-            job = wanted[0].job
-            self._handle(events.PartitionsOpened(job) if opened else events.OpeningFailed(job))
+            job, generation = wanted[0].job, wanted[0].generation
+            ended = events.PartitionsOpened if opened else events.OpeningFailed
+            self._handle(ended(job, generation))
 
     def _fence(self, effect: effects.FenceOnServers) -> None:
         reached: tuple[tuple[LeasedSource, int], ...] = ()

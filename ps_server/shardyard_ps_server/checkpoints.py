@@ -1,8 +1,7 @@
-"""Partitions into the files of a checkpoint, and back.
+"""Partitions into the files of a checkpoint.
 
-Owns: the order of things: cut, copy, write, let go; and for the way back: read and check whole, then fill. Invariants:
-partitions are pushed and pulled meanwhile; a cut is let go however the writing ends; nothing of a partition changes
-before all of its files were checked. Must not know: when a checkpoint is due, manifests.
+Owns: the order of things: cut, copy, write, let go. Invariants: partitions are pushed and pulled meanwhile; a cut is
+let go however the writing ends. Must not know: when a checkpoint is due, manifests, the way back.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.checkpoints import partition_file
-from shardyard.checkpoints.manifest import FileRef, PartitionEntry, PartitionFile, partition_path
-from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
+from shardyard.checkpoints.manifest import FileRef, PartitionFile, partition_path
+from shardyard.checkpoints.partition_file import BlockSource, PartitionHead
 from shardyard.checkpoints.storage import Storage
 from shardyard.checkpoints.tensors import bytes_of
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotReady
-from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Token, Version
+from shardyard.ground.errors import InvalidRequest, NotReady
+from shardyard.ground.types import DType, Incarnation, PartitionId, Token, Version
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.partition import Partition
@@ -169,29 +168,3 @@ class Saver:
             partial(bytes_of, values),
             {name: partial(bytes_of, array) for name, array in arrays.items()},
         )
-
-
-def load(storage: Storage, layout: JobLayout, entry: PartitionEntry) -> PartitionState:
-    """A partition's state, put together from its files: the ledger is the first one's, and so is the number of its
-    version; the life is the entry's. Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable."""
-    blocks: dict[int, BlockState] = {}
-    head: PartitionState | None = None
-    for file in entry.files:
-        state = partition_file.read(
-            storage, file.file.path, file.file.written, layout, entry.partition, frozenset(file.blocks)
-        )
-        head = head or state
-        blocks.update((block.index, block) for block in state.blocks)
-    assert head is not None
-    missing = set(range(len(layout.partitions[entry.partition].blocks))) - blocks.keys()
-    if missing or head.version.number != entry.version.number:
-        raise CheckpointDamaged(
-            f"{storage.locate(entry.files[0].file.path)} and its like hold version {head.version.number} of partition "
-            f"{entry.partition}, without blocks {_listed(missing)}; expected version {entry.version.number}, whole"
-        )
-    ordered = tuple(blocks[index] for index in sorted(blocks))
-    return PartitionState(entry.partition, entry.version, ordered, head.marks, head.floor)
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)[:8])) or "none"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server import optimizers
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
-from shardyard_ps_server.wal_files import LogRoot
+from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogRoot
 
 log = logging.getLogger("shardyard.server")
 
@@ -93,11 +94,13 @@ class Server:
         self.store.fence(reply.fenced)
 
 
-def _logs(folder: Path) -> LogRoot | None:
-    """The folder of logs, if it can be used."""
+def _logs(folder: Path, now_s: float) -> LogRoot | None:
+    """The folder of logs, if it can be used, without what was put aside there long ago."""
     logs = LogRoot(folder.resolve())
     try:
         log.debug("logs are kept in %s, which is %s", logs.path, logs.id)
+        for aside in logs.delete_aside(now_s):
+            log.warning("deleted %s, which was put aside %d days ago or earlier", aside, ASIDE_KEPT_S // DAY_S)
     except (errors.StorageUnavailable, errors.LogDamaged) as error:
         log.warning("this server takes no jobs that need a log: %s", error.what)
         return None
@@ -130,7 +133,7 @@ def serve(
         coordinator,
         on_lost=on_lost,
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
-        logs=_logs(settings.yard.wal_folder),
+        logs=_logs(settings.yard.wal_folder, time.time()),
     )
     listener = Listener(bind, [server.service()])
     listener.start()
@@ -138,7 +141,7 @@ def serve(
         optimizers.warm(("float32", "float64"))
         address = advertise or listener.address
         try:
-            server.register(address, patience_ms=settings.worker.rpc_deadline_ms, stop=stop)
+            server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)
         except errors.Unavailable:
             if stop.is_set():
                 return

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from shardyard.checkpoints.library import read_partition
 from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
@@ -29,6 +30,7 @@ from shardyard.ground.errors import (
     StaleGeneration,
     StaleIncarnation,
     StaleTerm,
+    StorageUnavailable,
     TooLarge,
 )
 from shardyard.ground.failpoints import failpoint
@@ -62,7 +64,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver, load
+from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Partition
@@ -70,7 +72,7 @@ from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import begin_head, open_head, pass_over_head, pieces_of, push_head, replay
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
-from shardyard_ps_server.wal_files import LogRoot
+from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, LogRoot
 from shardyard_ps_server.wal_records import RecordKind
 
 log = logging.getLogger("shardyard.server")
@@ -157,6 +159,17 @@ class HostedJob:
                 f"generation {generation} of job {self.job}; this server is at {self.generation}",
                 facts={"generation": str(self.generation)},
             )
+
+    def begins_anew(self, generation: Generation, restore: Restore) -> bool:
+        """Whether nothing of what is here is to stay: with logs, where a server died before anything was built on first
+        values. Raises InvalidRequest where something was."""
+        if self.wal is None or generation <= self.generation or restore.url:
+            return False
+        for number in sorted(self.partitions):
+            version, sources = self.partitions[number].describe()
+            if version.number or sources:
+                raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
+        return True
 
     @property
     def durability(self) -> Durability:
@@ -306,7 +319,8 @@ class Store:
         working: Iterable[Incarnation] = (),
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
-        here already stay as they are unless they are restored, in another life; those that are not named under a higher
+        here already stay as they are unless they are restored, in another life; but of a job with logs, where no
+        checkpoint is named under a higher generation, all begin anew. Those that are not named under a higher
         generation are not this server's any more. The same order again does nothing. `staleness`: of an asynchronous
         job, its bound, if it has one; `working`: workers that take steps at this moment.
 
@@ -331,10 +345,10 @@ class Store:
             if hosted is not None:
                 self._check_again(hosted, generation, layout, owned, mode, logical_ranks, durability, staleness)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
-                if hosted.open and blank:
+                if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
             states = self._load(job, hosted, layout, owned, restore)
-            if hosted is not None:
+            if hosted is not None and not hosted.begins_anew(generation, restore):
                 if hosted.pacing is not None and generation > hosted.generation:  # else it came before
                     hosted.pacing.expect(working)
                 self._give(hosted, generation, owned, states, restore)
@@ -342,12 +356,14 @@ class Store:
             total = sum(layout.partitions[p].payload_bytes for p in owned)
             regions = Regions(total, shareable=self._shareable)
             saver = Saver(self.incarnation, self.vigil)
-            hosted = HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
+            before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
             if staleness is not None:
                 hosted.pacing = Pacing(staleness)
                 hosted.pacing.expect(working)
+            if before is not None:
+                hosted.wal = before.wal
             try:
-                if durability is Durability.WAL:
+                if durability is Durability.WAL and hosted.wal is None:
                     assert logs is not None
                     files = logs.log(job, self.incarnation)
                     first = restore.segment_of(job)
@@ -355,11 +371,13 @@ class Store:
                 self._give(hosted, generation, owned, states, restore)
             except ShardyardError:
                 regions.close()
-                if hosted.wal is not None:
+                if hosted.wal is not None and before is None:
                     hosted.wal.close(remove=True)
                 raise
             with self._lock:
                 self._jobs[job] = hosted
+            if before is not None:
+                before.regions.close()
 
     def _give(
         self,
@@ -457,7 +475,8 @@ class Store:
             if here is None or here.describe()[0].life < entry.version.life:
                 what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    states.append(restore.adapted(load(storage, layout, entry), job))
+                    state = replace(read_partition(storage, layout, entry), version=entry.version)
+                states.append(restore.adapted(state, job))
         return states
 
     def _make(
@@ -565,8 +584,19 @@ class Store:
                 hosted.wal.close(remove=True)
                 assert self._logs is not None
                 for other in self._logs.others(job, self.incarnation):
-                    if other.is_fenced:
-                        other.remove()
+                    self._end_log(other)
+
+    def _end_log(self, files: LogFiles) -> None:
+        try:
+            aside = files.end_with_job()
+        except StorageUnavailable as error:
+            log.warning(
+                "the log of server %s, of job %s, which has ended, stays: %s", files.server, files.job, error.what
+            )
+            return
+        if aside is not None:
+            what = "job %s has ended; the log of server %s, which is gone, is now in %s, and kept there for %d days"
+            log.warning(what, files.job, files.server, aside, ASIDE_KEPT_S // DAY_S)
 
     # ---- workers' requests
 

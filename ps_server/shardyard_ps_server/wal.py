@@ -29,7 +29,7 @@ from shardyard.ground.errors import Internal, NotReady, ShardyardError, StaleInc
 from shardyard.ground.failpoints import failpoint
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.versions import Bytes
-from shardyard_ps_server.wal_files import LogFiles, storing, sync_folder
+from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, storing, sync_folder
 from shardyard_ps_server.wal_records import (
     SEGMENT_HEADER_BYTES,
     Mark,
@@ -69,7 +69,8 @@ class Wal:
         with storing(files.folder), vigil.over(self._beginning):
             aside = files.begin()
             if aside is not None:
-                log.warning("a log of another yard, whose numbers are given again, is now in %s", aside)
+                what = "a log of another yard, whose numbers are given again, is now in %s, and kept there for %d days"
+                log.warning(what, aside, ASIDE_KEPT_S // DAY_S)
             with ExitStack() as undo:
                 undo.callback(files.remove)
                 self._fd = self._begin(segment, None)
@@ -168,7 +169,7 @@ class Wal:
                     os.fsync(self._synced_fd)  # a mark in an earlier segment would leave this one out
                     failpoint("wal.after_rotate")
             except ShardyardError as error:
-                self._fail_here(error)
+                self._fail_here(self._taken_over() if self._files.is_taken else error)
                 raise self._failed() from error
 
     def prune(self, oldest: int) -> None:
@@ -190,12 +191,12 @@ class Wal:
             if self._fd < 0:
                 return
             self._failure = self._failure or NotReady("the log is closed")
+            if remove:  # while it is locked: whoever finds it unlocked takes its server for dead
+                self._files.remove()
             os.close(self._fd)
             os.close(self._synced_fd)
             self._fd = self._synced_fd = -1
             self._changed.notify_all()
-        if remove:
-            self._files.remove()
 
     # ---- what is waited for
 
@@ -240,7 +241,7 @@ class Wal:
                 failpoint("wal.after_sync")
                 self._note(mark)
             if self._files.is_taken:
-                failure = StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
+                failure = self._taken_over()
         except ShardyardError as error:
             failure = error
         finally:
@@ -271,6 +272,9 @@ class Wal:
             f"server {self._files.server} stops: {self._failure.what}",
             why="nothing is acknowledged that is not in its log",
         )
+
+    def _taken_over(self) -> ShardyardError:
+        return StaleIncarnation(f"the log of server {self._files.server} was taken over by its successors")
 
     def _fail(self, failure: ShardyardError) -> None:
         with self._changed:

@@ -6,6 +6,10 @@
                     fenced                         a successor reads it: its owner makes nothing visible any more
                     end                            up to where it counts, as its first successor has found it
     ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      what was there before under these numbers, and is nobody's now
+    ROOT/JOB/SERVER.of-an-ended-job-1f2e3d4c/      whose server had died when the job ended, and nobody has read it
+
+What was put aside is deleted when a server starts that finds it there ASIDE_KEPT_S later: until then a person may take
+it for what it was, should a journal that was lost be found again.
 
 Owns: the folders, and the order of what a successor does: it raises the fence, durably, before it reads, and says where
 the log ends before it believes it. Invariants: a log that was read once ends for all readers at the same place; a fence
@@ -18,6 +22,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -44,7 +49,11 @@ SYNCED: Final = "synced"
 FENCED: Final = "fenced"
 END: Final = "end"
 SUFFIX: Final = ".log"
-ASIDE: Final = ".of-another-yard-"
+ANOTHER_YARDS: Final = ".of-another-yard-"
+AN_ENDED_JOBS: Final = ".of-an-ended-job-"
+_ASIDE: Final = re.compile(rf"[0-9a-f]+(?:{re.escape(ANOTHER_YARDS)}|{re.escape(AN_ENDED_JOBS)})[0-9a-f]{{8}}")
+DAY_S: Final = 24 * 3_600
+ASIDE_KEPT_S: Final = 7 * DAY_S
 ID_CHARACTERS: Final = 32
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
 
@@ -84,6 +93,15 @@ class LogRoot:
         numbers = [int(name, 16) for name in names if set(name) <= _HEXADECIMAL]
         return [self.log(job, Incarnation(number)) for number in sorted(numbers) if number != server]
 
+    def delete_aside(self, now_s: float) -> list[Path]:
+        """Deletes what was put aside ASIDE_KEPT_S ago, or earlier; `now_s`: seconds since 1970. What cannot be deleted
+        stays. Raises StorageUnavailable."""
+        with storing(self.path):
+            names = sorted(os.listdir(self.path)) if self.path.is_dir() else []
+            jobs = [self.path / name for name in names if set(name) <= _HEXADECIMAL]
+            aside = [job / name for job in jobs if job.is_dir() for name in sorted(os.listdir(job))]
+        return [each for each in aside if _ASIDE.fullmatch(each.name) and _delete_old(each, now_s - ASIDE_KEPT_S)]
+
 
 class LogFiles:
     """The files of one server's log of one job."""
@@ -119,9 +137,26 @@ class LogFiles:
         aside = None
         if self.folder.exists():
             self._check_abandoned()
-            aside = self.folder.with_name(f"{self.folder.name}{ASIDE}{secrets.token_hex(4)}")
-            self.folder.rename(aside)
+            aside = self._put_aside(ANOTHER_YARDS)
         self.folder.mkdir(parents=True)
+        return aside
+
+    def end_with_job(self) -> Path | None:
+        """The job has ended. A log that was read has gone over to others, and is deleted; that of a server that died is
+        put aside, into the folder that is given; one that lives deletes its own. Raises StorageUnavailable."""
+        if self.is_fenced:
+            self.remove()
+            return None
+        with storing(self.folder), contextlib.suppress(FileNotFoundError, BlockingIOError):
+            with open(self.folder / SYNCED, "rb") as synced:
+                fcntl.flock(synced, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return self._put_aside(AN_ENDED_JOBS)
+        return None
+
+    def _put_aside(self, why: str) -> Path:
+        aside = self.folder.with_name(f"{self.folder.name}{why}{secrets.token_hex(4)}")
+        self.folder.rename(aside)
+        os.utime(aside)
         return aside
 
     def claim(self) -> int:
@@ -239,6 +274,17 @@ class LogFiles:
 
 
 # ---- files
+
+
+def _delete_old(folder: Path, latest_s: float) -> bool:
+    """Deletes a folder that was last changed at that time or earlier. Whether it did."""
+    with contextlib.suppress(OSError):
+        if folder.stat().st_mtime <= latest_s:
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+            return True
+    return False
 
 
 @contextlib.contextmanager

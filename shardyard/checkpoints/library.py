@@ -27,11 +27,12 @@ from shardyard.checkpoints.manifest import (
     FeedbackFile,
     FileRef,
     Manifest,
+    PartitionEntry,
     feedback_path,
     folder_name,
     partition_path,
 )
-from shardyard.checkpoints.partition_file import BlockSource, PartitionHead, PartitionState
+from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
 from shardyard.checkpoints.storage import TEMPORARY_SUFFIX, Buffer, Storage
 from shardyard.checkpoints.tensors import Array, Contents
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
@@ -225,17 +226,10 @@ class CheckpointLibrary:
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
-        entry = manifest.partitions[partition]
-        states = []
-        for each in entry.files:
-            path = f"{_folder(manifest.job_name)}/{each.file.path}"
-            written = each.file.written
-            states.append(
-                partition_file.read(self.storage, path, written, manifest.layout, partition, blocks=each.blocks)
-            )
-        self._check_version(manifest, partition, states[0])
-        blocks = sorted((block for state in states for block in state.blocks), key=lambda block: block.index)
-        return PartitionState(partition, entry.version, tuple(blocks), states[0].marks, states[0].floor)
+        entry, folder = manifest.partitions[partition], _folder(manifest.job_name)
+        state = read_partition(self.storage, manifest.layout, entry, folder=folder)
+        self._check_version(manifest, partition, state)
+        return state
 
     def load_feedback(self, job: str, file: FeedbackFile, layout: JobLayout) -> State:
         """What a worker's error feedback remembered, every byte of it checked. `layout`: of the job's checkpoint.
@@ -341,6 +335,31 @@ class CheckpointLibrary:
     def _folders(self, job: str) -> list[tuple[int, dict[str, int]]]:
         """Number and files of each folder, ascending."""
         return [(int(name), self.storage.list_files(f"{_folder(job)}/{name}")) for name in self._folder_names(job)]
+
+
+def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *, folder: str = "") -> PartitionState:
+    """A partition's state, put together from its files, each of which is checked whole: the ledger is the first one's,
+    and so is the version, whose number must be the entry's. `folder`: that of the job, from where the storage begins.
+
+    Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable.
+    """
+    blocks: dict[int, BlockState] = {}
+    head: PartitionState | None = None
+    for each in entry.files:
+        path = f"{folder}/{each.file.path}" if folder else each.file.path
+        state = partition_file.read(storage, path, each.file.written, layout, entry.partition, each.blocks)
+        head = head or state
+        blocks.update((block.index, block) for block in state.blocks)
+    assert head is not None, "an entry without files"
+    missing = set(range(len(layout.partitions[entry.partition].blocks))) - blocks.keys()
+    if missing or head.version.number != entry.version.number:
+        without = ", ".join(map(str, sorted(missing)[:8])) or "none"
+        raise CheckpointDamaged(
+            f"{storage.locate(entry.files[0].file.path)} and its like hold version {head.version.number} of partition "
+            f"{entry.partition}, without blocks {without}; expected version {entry.version.number}, whole"
+        )
+    ordered = tuple(blocks[index] for index in sorted(blocks))
+    return PartitionState(entry.partition, head.version, ordered, head.marks, head.floor)
 
 
 class Variables:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from shardyard.ground import limits, optimizers
+from shardyard.ground import layouts, limits, optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.types import (
     NO_NAME,
@@ -61,7 +61,6 @@ from shardyard.ground.types import (
     Version,
     Watermark,
     WorkerSource,
-    aligned_bytes,
 )
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
@@ -233,33 +232,19 @@ def variable_to_wire(spec: VariableSpec) -> common.VariableSpec:
 
 
 def variable_from_wire(message: common.VariableSpec) -> VariableSpec:
-    if not message.name:
-        raise InvalidRequest("a variable without a name")
     name = text(message.name, "a variable's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
     shape = tuple(_bounded(message.shape, limits.DIMENSIONS_MAX, f"dimensions of variable {name!r}"))
     dtype = _known(_DTYPES, message.dtype, f"the dtype of variable {name!r}")
     kind = _known(_VARIABLE_KINDS, message.kind, f"the kind of variable {name!r}")
     spec = VariableSpec(name, dtype, shape, kind, message.group)
-    if spec.payload_bytes > limits.VARIABLE_BYTES_MAX:
-        raise TooLarge(f"variable {name!r} has {spec.payload_bytes} bytes; at most {limits.VARIABLE_BYTES_MAX}")
-    if kind is VariableKind.PARAMETER and not dtype.is_floating:
-        raise InvalidRequest(f"parameter {name!r} is of dtype {dtype.value}; expected float32 or float64")
+    layouts.check_variable(spec)
     return spec
 
 
 def variables_from_wire(messages: Sequence[common.VariableSpec], groups: int) -> tuple[VariableSpec, ...]:
-    """Raises InvalidRequest for a name that comes twice or a group that does not exist."""
+    """Raises what shardyard.ground.layouts.check_variables raises."""
     specs = tuple(variable_from_wire(m) for m in _bounded(messages, limits.VARIABLES_MAX, "variables"))
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise InvalidRequest(f"variable {spec.name!r} comes twice")
-        seen.add(spec.name)
-        if spec.kind is VariableKind.PARAMETER and spec.group >= groups:
-            raise InvalidRequest(f"variable {spec.name!r} is in parameter group {spec.group}; there are {groups}")
-    total = sum(spec.payload_bytes for spec in specs)
-    if total > limits.JOB_BYTES_MAX:
-        raise TooLarge(f"the variables have {total} bytes; at most {limits.JOB_BYTES_MAX}")
+    layouts.check_variables(specs, groups)
     return specs
 
 
@@ -307,8 +292,7 @@ def layout_to_wire(layout: JobLayout) -> common.JobLayout:
 
 
 def layout_from_wire(message: common.JobLayout) -> JobLayout:
-    """Checks that the blocks lie in their partitions' payloads as the protocol says, that each element of each variable
-    is in exactly one of them, and that parameters are whole where the optimizer needs them so."""
+    """Raises what shardyard.ground.layouts.check_layout raises."""
     optimizer = optimizer_from_wire(message.optimizer)
     variables = variables_from_wire(message.variables, len(optimizer.groups))
     partitions = []
@@ -317,56 +301,10 @@ def layout_from_wire(message: common.JobLayout) -> JobLayout:
         if part.partition != index:
             raise MalformedPayload(f"partition {part.partition} at place {index} of a layout")
         blocks = tuple(Block(b.variable, b.offset, b.length, b.position) for b in part.blocks)
-        _check_blocks(index, part.payload_bytes, blocks, variables)
-        if optimizer.kind in optimizers.WHOLE_VARIABLES:
-            _check_whole(optimizer.kind, blocks, variables)
         partitions.append(PartitionLayout(PartitionId(index), part.payload_bytes, blocks))
-    _check_cover([block for partition in partitions for block in partition.blocks], variables)
-    return JobLayout(variables, optimizer, tuple(partitions))
-
-
-def _check_whole(kind: str, blocks: Sequence[Block], variables: Sequence[VariableSpec]) -> None:
-    for block in blocks:
-        spec = variables[block.variable]
-        if spec.kind is VariableKind.PARAMETER and block.length != spec.elements:
-            raise MalformedPayload(
-                f"a block of {block.length} elements of variable {spec.name!r}, which has {spec.elements}; "
-                f"{kind!r} needs it whole"
-            )
-
-
-def _check_blocks(
-    partition: int, payload_bytes: int, blocks: Sequence[Block], variables: Sequence[VariableSpec]
-) -> None:
-    end = 0
-    for block in blocks:
-        if block.variable >= len(variables):
-            raise MalformedPayload(f"a block of variable {block.variable} in partition {partition}; it does not exist")
-        spec = variables[block.variable]
-        if block.offset + block.length > spec.elements:
-            raise MalformedPayload(f"a block of partition {partition} beyond the end of variable {spec.name!r}")
-        if block.position != end:
-            raise MalformedPayload(
-                f"a block of variable {spec.name!r} at byte {block.position} of partition {partition}; expected {end}"
-            )
-        end = block.position + aligned_bytes(block.length * spec.dtype.item_bytes)
-    if end != payload_bytes:
-        raise MalformedPayload(f"the blocks of partition {partition} take {end} bytes; announced {payload_bytes}")
-
-
-def _check_cover(blocks: Iterable[Block], variables: Sequence[VariableSpec]) -> None:
-    ends = [0] * len(variables)
-    for block in sorted(blocks, key=lambda block: (block.variable, block.offset)):
-        name = variables[block.variable].name
-        if block.offset != ends[block.variable] or block.length == 0:
-            raise MalformedPayload(
-                f"a block of {block.length} elements at element {block.offset} of variable {name!r}; expected one at "
-                f"{ends[block.variable]}, after the one before"
-            )
-        ends[block.variable] += block.length
-    for spec, end in zip(variables, ends, strict=True):
-        if end != spec.elements:
-            raise MalformedPayload(f"the blocks of variable {spec.name!r} have {end} elements; it has {spec.elements}")
+    layout = JobLayout(variables, optimizer, tuple(partitions))
+    layouts.check_layout(layout)
+    return layout
 
 
 def map_to_wire(map_: PartitionMap) -> common.PartitionMap:

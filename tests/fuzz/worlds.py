@@ -349,7 +349,7 @@ class CoordinatorWorld:
                 encoded(wire.JoinJobRequest(caller=caller, name="default", settings_json=settings)),
             ],
             "RegisterVariables": [encoded(variables)],
-            "CommitVariables": [encoded(wire.CommitVariablesRequest(caller=caller))],
+            "CommitVariables": [encoded(wire.CommitVariablesRequest(caller=caller, generation=1))],
             "OpenFeed": [
                 encoded(
                     wire.OpenFeedRequest(caller=caller, feed=0, samples=100, fingerprint="f", batch_size=10, epochs=1)

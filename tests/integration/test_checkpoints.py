@@ -14,6 +14,7 @@ from yards import Probes, RoleYard, Script, finish
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
 from shardyard.checkpoints.storage import open_storage
+from shardyard.ground.failpoints import EXIT_CODE
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -242,6 +243,56 @@ def test_next_run_of_a_job_with_logs_begins_with_a_checkpoint(
         settings["job__checkpoint__url"] = tmp_path / "other"
     again, out = probes.start("count", *COUNT, coordinator=yard.address, **settings)
     finish_without_a_server(yard, again, out, "job 'probe' (1.2)")
+
+
+@pytest.mark.parametrize(
+    ("origin", "dying", "mode"),
+    [
+        ("values", "server", "sync"),
+        ("values", "coordinator", "async"),
+        ("values", "both", "async"),
+        ("checkpoint", "server", "async"),
+        ("checkpoint", "coordinator", "sync"),
+        ("checkpoint", "both", "sync"),
+    ],
+)
+def test_job_with_logs_begins_again_if_processes_die_before_its_first_checkpoint(
+    yard: RoleYard, probes: Probes, tmp_path: Path, origin: str, dying: str, mode: str
+) -> None:
+    """A server at the beginning of that checkpoint, the coordinator at its end, or both at its beginning."""
+    settings = LOGS | {"job__consistency__mode": mode, "job__checkpoint__url": tmp_path / "kept"}
+    if origin == "checkpoint":
+        script, out = probes.start("count", *COUNT, coordinator=yard.address, **settings)
+        assert finish(script, out)["counts"] == [3.0] * 203
+        where = ("--number", "5", "--url", str(tmp_path / "kept"), "--coordinator", yard.address)
+        ordered = shardyard("checkpoint", "restore", "probe", *where)
+        assert ordered.wait() == 0, ordered.output
+    if dying == "coordinator":
+        yard.kill_coordinator()
+        yard.restart_coordinator("checkpoint.before_manifest=exit@1")
+    else:
+        yard.kill_server(1)
+        yard.restart_server(1, "wal.before_rotate=exit@1")
+    script, out = probes.start("count", *COUNT, coordinator=yard.address, **settings)
+    dead = yard.coordinator if dying == "coordinator" else yard.servers[1]
+    assert dead.wait() == EXIT_CODE, dead.output
+    assert "computed 1" not in script.lines, "nobody works before that checkpoint"
+    if dying == "both":
+        yard.kill_coordinator()
+    if dying != "server":
+        yard.restart_coordinator()
+    if dying != "coordinator":
+        yard.restart_server(1)
+    result = finish(script, out)
+    assert result["counts"] == [3.0] * 203
+    assert (result["computed"] < 153) is (origin == "checkpoint")
+    *_, job = yard.ended().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    told = {"values": "first values are given again", "checkpoint": "the job goes back to checkpoint 5"}[origin]
+    assert (told in yard.coordinator.output) is (dying != "coordinator")
+    if origin == "checkpoint":
+        again, out = probes.start("count", *COUNT, coordinator=yard.address, **settings)
+        assert finish(again, out)["computed"] == 153, "an order is for one run"
 
 
 def test_yard_that_lost_its_journal_and_has_logs_of_before_begins_with_a_checkpoint(

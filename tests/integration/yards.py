@@ -144,27 +144,29 @@ class RoleYard:
         for server in self.servers:
             server.wait_for("ready ")
 
-    def start_coordinator(self, bind: str) -> Script:
-        return Script([*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)], {})
+    def start_coordinator(self, bind: str, failpoints: str = "") -> Script:
+        return Script(
+            [*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)], {"SHARDYARD_FAILPOINTS": failpoints}
+        )
 
-    def start_server(self, bind: str) -> Script:
+    def start_server(self, bind: str, failpoints: str = "") -> Script:
         own = ["--coordinator", self.address, "--bind", bind, "--set", f"yard.wal={self.state / 'wal'}"]
-        return Script([*ROLE, "server", *own], {})
+        return Script([*ROLE, "server", *own], {"SHARDYARD_FAILPOINTS": failpoints})
 
     def kill_server(self, index: int) -> None:
         self.servers[index].kill()
 
-    def restart_server(self, index: int) -> None:
+    def restart_server(self, index: int, failpoints: str = "") -> None:
         """At the same address."""
         address = next(line for line in self.servers[index].lines if line.startswith("ready ")).split()[1]
-        self.servers[index] = self.start_server(address)
+        self.servers[index] = self.start_server(address, failpoints)
         self.servers[index].wait_for("ready ")
 
     def kill_coordinator(self) -> None:
         self.coordinator.kill()
 
-    def restart_coordinator(self) -> None:
-        self.coordinator = self.start_coordinator(self.address)
+    def restart_coordinator(self, failpoints: str = "") -> None:
+        self.coordinator = self.start_coordinator(self.address, failpoints)
         self.coordinator.wait_for("ready ")
 
     def status(self) -> wire.StatusReply:

@@ -22,7 +22,7 @@ from shardyard.checkpoints.partition_file import BlockState, PartitionState
 from shardyard.checkpoints.storage import RemoteStorage
 from shardyard.ground.errors import CheckpointDamaged
 from shardyard.ground.limits import LOGICAL_RANKS_MAX, SEQUENCE_MAX
-from shardyard.ground.optimizers import KINDS, make_group
+from shardyard.ground.optimizers import KINDS, WHOLE_VARIABLES, make_group
 from shardyard.ground.types import (
     DataShardSource,
     DType,
@@ -42,7 +42,7 @@ from shardyard.ground.types import (
     Version,
     WorkerSource,
 )
-from shardyard_coordinator.placement import plan
+from shardyard_coordinator.placement import plan, whole_block_bytes
 
 NUMBERS = st.integers(0, SEQUENCE_MAX)
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -68,7 +68,8 @@ def jobs(draw: st.DrawFn) -> JobLayout:
     kind = draw(st.sampled_from(sorted(KINDS)))
     optimizer = OptimizerSpec(kind, (make_group(kind, {"lr": draw(st.floats(0, 1e6, exclude_min=kind == "ftrl"))}),))
     variables = [draw(specs(name)) for name in names]
-    return plan(variables, optimizer, partitions=draw(st.integers(1, 4)), block_bytes=64)
+    block_bytes = whole_block_bytes(variables) if kind in WHOLE_VARIABLES else 64
+    return plan(variables, optimizer, partitions=draw(st.integers(1, 4)), block_bytes=block_bytes)
 
 
 def sources() -> st.SearchStrategy[SourceKey]:

@@ -117,7 +117,7 @@ class Yard:
         self._highest: dict[tuple[int, SourceKey], int] = {}
         self._fenced: set[tuple[int, Incarnation]] = set()
         for server, store in enumerate(self.stores):
-            store.become(_incarnation(server), Term(1))
+            store.become(incarnation_of(server), Term(1))
             self.announce(server)
             store.open(JOB, self.generation)
 
@@ -129,7 +129,7 @@ class Yard:
     def open(self, worker: Worker, server: int, lease: Lease) -> list[int]:
         """Rule A5 on one server: its watermarks. Raises Refused."""
         store = self.stores[server]
-        hosted = store.admit(self.caller(worker), _incarnation(server), self.generation)
+        hosted = store.admit(self.caller(worker), incarnation_of(server), self.generation)
         ((_, marks),) = store.open_sources(hosted, [(lease.key, lease.token)])
         self._highest[server, lease.key] = max(lease.token, self._highest.get((server, lease.key), 0))
         return [mark.next for mark in marks]
@@ -170,7 +170,7 @@ class Yard:
         found: dict[PartitionId, np.ndarray] = {}
         for server, store in enumerate(self.stores):
             owned = tuple(self.owned[server])
-            wish = PullWish(self.caller(worker), _incarnation(server), self.generation, owned, number, exactly=True)
+            wish = PullWish(self.caller(worker), incarnation_of(server), self.generation, owned, number, exactly=True)
             result, held = store.hold(store.admit_pull(wish), wish)
             if result.missing:
                 return None
@@ -208,7 +208,7 @@ class Yard:
             at += sizes[partition]
         order = PushOrder(
             self.caller(worker),
-            _incarnation(server),
+            incarnation_of(server),
             self.generation,
             name,
             PushKind.GRADIENT if touched else PushKind.EMPTY,
@@ -381,7 +381,7 @@ class AsyncRun(Run):
             for key in self._shards
             for batch in range(self._batches)
         }
-        layout = _layout(partitions, shards * self._batches, OptimizerSpec("sgd", self._rates))
+        layout = layout_of(partitions, shards * self._batches, OptimizerSpec("sgd", self._rates))
         return Yard(layout, servers, UpdateMode.ASYNC, 0)
 
     def next_source(self, worker: Worker) -> SourceKey | None:
@@ -413,7 +413,7 @@ class AsyncRun(Run):
                 raise Violation(f"{key.source} is closed; watermarks {self.yard.watermarks(key)}")
         for server, store in enumerate(self.yard.stores):
             for partition in self.yard.owned[server]:
-                self._judge_partition(partition, _newest(store, partition))
+                self._judge_partition(partition, newest_values(store, partition))
 
     def _judge_partition(self, partition: PartitionId, values: np.ndarray) -> None:
         for (key, batch), touched in self._touched.items():
@@ -437,7 +437,7 @@ class SyncRun(Run):
         self._all = list(self._free)
         self._numbers = rng.randrange(1 << 32)
         self._empty = {(key, s) for key in self._all for s in range(self._steps) if rng.random() < 0.1}
-        layout = _layout(partitions, 5, OptimizerSpec(self._kind, self._rates(0)))
+        layout = layout_of(partitions, 5, OptimizerSpec(self._kind, self._rates(0)))
         self._layout = layout
         return Yard(layout, servers, UpdateMode.SYNC, self._ranks)
 
@@ -470,7 +470,7 @@ class SyncRun(Run):
         expected = self._undisturbed()
         for server, store in enumerate(self.yard.stores):
             for partition in self.yard.owned[server]:
-                if _newest(store, partition).tobytes() != expected[partition].tobytes():
+                if newest_values(store, partition).tobytes() != expected[partition].tobytes():
                     raise Violation(f"partition {partition} has other bits than in a run without faults")
 
     def _undisturbed(self) -> list[np.ndarray]:
@@ -505,7 +505,7 @@ class SyncRun(Run):
         return (make_group(self._kind, {"lr": 0.1 / (1 + step)}),)
 
 
-def _layout(partitions: int, elements: int, optimizer: OptimizerSpec) -> JobLayout:
+def layout_of(partitions: int, elements: int, optimizer: OptimizerSpec) -> JobLayout:
     """One variable in each partition."""
     variables = tuple(VariableSpec(f"v{p}", DType.FLOAT64, (elements,)) for p in range(partitions))
     laid = tuple(
@@ -515,11 +515,11 @@ def _layout(partitions: int, elements: int, optimizer: OptimizerSpec) -> JobLayo
     return JobLayout(variables, optimizer, laid)
 
 
-def _incarnation(server: int) -> Incarnation:
+def incarnation_of(server: int) -> Incarnation:
     return Incarnation(server + 1)
 
 
-def _newest(store: Store, partition: PartitionId) -> np.ndarray:
+def newest_values(store: Store, partition: PartitionId) -> np.ndarray:
     hosted = store.hosted()[0]
     elements = hosted.layout.variables[0].elements
     found = hosted.partitions[partition].hold(0, False, 0.0)

@@ -15,6 +15,8 @@ from shardyard.ground.types import (
     Caller,
     DataLease,
     DType,
+    Durability,
+    Generation,
     Incarnation,
     JobId,
     LeasedSource,
@@ -24,12 +26,15 @@ from shardyard.ground.types import (
     Term,
     Token,
     UpdateMode,
+    VariableKind,
     VariableSpec,
 )
-from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
+from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.origins import Origin
+from shardyard_coordinator.placement import plan
 from shardyard_coordinator.progress import Report
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,7 +44,7 @@ from restoring import Lockstep
 SEEDS = range(24)
 EVENTS = 500
 EVENTS_A_CUT = 25
-VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, ()))
+VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.INT64, (), VariableKind.BUFFER))
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 FEEDS = tuple(
     FeedSpec(samples=45, fingerprint="f", batch_size=5, epochs=epochs, shuffle=True, drop_last=False)
@@ -285,3 +290,156 @@ def test_the_events_by_chance_write_records_of_every_kind(monkeypatch: pytest.Mo
         fuzz.run()
         written |= fuzz.kinds | {each.kind for each in fuzz.machines.persisted}
     assert written == ALL_KINDS | SNAPSHOT_KINDS
+
+
+# ---- the beginning of a job with logs
+
+BEGINNINGS = range(24)
+BEGINNING_EVENTS = 120
+LOGS = JobSettings(
+    name="w",
+    partitions=3,
+    workers_expected=2,
+    idle_ms=60_000,
+    durability=Durability.WAL,
+    checkpoint=CheckpointSettings(url="/own", every_s=1, keep=2),
+)
+ORDER = Origin(
+    "w",
+    "/other",
+    7,
+    JobId(1 << 32 | 5),
+    60,
+    UpdateMode.ASYNC,
+    1,
+    99,
+    plan(VARIABLES, SGD, partitions=2, block_bytes=128),
+    {"entries": [], "closed": 0, "token": 44},
+    Token(44),
+    Token(0),
+    0,
+)
+BEGINNING_KINDS = {
+    "checkpoint_begun",
+    "checkpoint_committed",
+    "job_resumed",
+    "logs_begun",
+    "partitions_lost",
+    "partitions_moved",
+    "partitions_placed_again",
+    "partitions_restored_later",
+    "recovery_begun",
+    "restore_forgotten",
+    "restore_ordered",
+}
+
+
+class Beginning:
+    """One job whose servers come and go before, and after, its first checkpoint is written, and whose coordinator may
+    die. It begins with a checkpoint of another run where `seed` is odd."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(f"beginning {seed}")
+        self.now_ms = 1_000
+        self.machines = Lockstep(term=Term(2), lease_ms=1_000, now_ms=self.now_ms)
+        self.kinds: set[str] = set()
+        self.servers: list[Incarnation] = []
+        self.under_way: list[effects.Effect] = []
+        self.passed: set[bool] = set()
+        if seed % 2:
+            self.handle(events.RestoreOrdered(ORDER))
+        self.register_server()
+        answer = self.handle(events.JobJoined(self.register(MemberRole.WORKER, ""), "w", LOGS))
+        assert isinstance(answer, effects.Joined)
+        self.caller = Caller(answer.job, self.worker)
+
+    def handle(self, event: events.Event) -> object:
+        try:
+            found = self.machines.handle(event, self.now_ms)
+        except ShardyardError as error:
+            return error
+        self.kinds |= {effect.kind for effect in found if isinstance(effect, effects.Persist)}
+        calls = (effects.CreatePartitions, effects.OpenPartitions, effects.RestorePartitions, effects.TakeCheckpoint)
+        self.under_way += [effect for effect in found if isinstance(effect, calls)]
+        return next((effect.answer for effect in found if isinstance(effect, effects.Reply)), None)
+
+    def register(self, role: MemberRole, address: str) -> Incarnation:
+        answer = self.handle(events.MemberRegistered(Registration(role, address, 1, "0", "box", 7, logs="folder")))
+        assert isinstance(answer, effects.Registered)
+        if role is MemberRole.WORKER:
+            self.worker = answer.incarnation
+        return answer.incarnation
+
+    def register_server(self) -> None:
+        self.servers.append(self.register(MemberRole.SERVER, f"s:{self.random.randrange(3)}"))
+        living = [member.incarnation for member in self.machines.machine.members]
+        self.servers = [server for server in self.servers if server in living]
+
+    def step(self) -> None:
+        chance = self.random.random()
+        if chance < 0.06 and len(self.servers) < 3:
+            self.register_server()
+        elif chance < 0.10 and self.servers:
+            self.handle(events.MemberLeft(self.servers.pop(self.random.randrange(len(self.servers))), ""))
+        elif chance < 0.13:
+            self.machines.restart(self.now_ms)
+        elif chance < 0.40:
+            self.now_ms += self.random.choice((100, 200, 400, 900))
+            for member in (*self.servers, self.worker):
+                self.handle(events.HeartbeatReceived(member, Report()))
+            self.handle(events.Ticked())
+        elif chance < 0.65 and self.under_way:
+            self.end(self.under_way.pop(self.random.randrange(len(self.under_way))))
+        else:
+            self.go_on()
+
+    def end(self, call: effects.Effect) -> None:
+        """What servers were asked is done, or was not."""
+        done = self.random.random() < 0.8
+        match call:
+            case effects.CreatePartitions(job, _, generation):
+                created = events.PartitionsCreated if done else events.PartitionsRefused
+                self.handle(created(job, generation))
+            case effects.OpenPartitions(job, _, generation):
+                opened = events.PartitionsOpened if done else events.OpeningFailed
+                self.handle(opened(job, generation))
+            case effects.RestorePartitions(subject, map_):
+                self.handle(events.PartitionsRestored(subject.job, map_.generation))
+            case effects.TakeCheckpoint(subject, _, draft):
+                self.handle(events.CheckpointTaken(subject.job, draft.number, draft.number + 20, draft.step))
+
+    def go_on(self) -> None:
+        """The worker registers its variables, and commits first values; whichever it is let do."""
+        placed = self.handle(events.VariablesRegistered(self.caller, VARIABLES, SGD))
+        deployed = self.machines.machine.jobs[-1].deployment
+        generation = deployed.generation or Generation(1)
+        committed = self.handle(events.VariablesCommitted(self.caller, generation))
+        through = (isinstance(placed, effects.Placed) and not placed.initializer) or committed == effects.Done()
+        if through:
+            keeping = self.machines.machine.jobs[-1].keeping
+            assert keeping.book.committed is not None
+            assert not keeping.book.committed.url, "the checkpoint is another run's"
+            self.passed.add(True)
+
+    def run(self) -> None:
+        for _ in range(BEGINNING_EVENTS):
+            self.step()
+            self.machines.check(self.now_ms)
+        assert not self.machines.machine.jobs[-1].state.ended
+
+
+@pytest.mark.parametrize("seed", BEGINNINGS)
+def test_job_with_logs_begins_whoever_dies_and_nobody_works_before_its_first_checkpoint(seed: int) -> None:
+    Beginning(seed).run()
+
+
+def test_beginnings_by_chance_write_records_of_every_kind() -> None:
+    written: set[str] = set()
+    through: list[bool] = []
+    for seed in BEGINNINGS:
+        beginning = Beginning(seed)
+        beginning.run()
+        written |= beginning.kinds
+        through.append(bool(beginning.passed))
+    assert written >= BEGINNING_KINDS
+    assert sum(through) > len(BEGINNINGS) // 2

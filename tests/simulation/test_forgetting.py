@@ -35,7 +35,7 @@ from shardyard_ps_server.store import HostedJob
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from exactly_once import JOB, AsyncRun, Violation, _incarnation, _newest
+from exactly_once import JOB, AsyncRun, Violation, incarnation_of, newest_values
 
 SEEDS = range(120)
 RED_SEEDS_MAX = 400
@@ -126,7 +126,7 @@ class KeepingRun(AsyncRun):
         before = sum(store.hosted()[0].partitions[p].describe()[1] for p in self.yard.owned[order.server])
         caller = Caller(JOB, term=Term(1))
         try:
-            store.forget(caller, _incarnation(order.server), order.generation, [order.done], [], order.floor)
+            store.forget(caller, incarnation_of(order.server), order.generation, [order.done], [], order.floor)
         except StaleGeneration:
             return
         self.forgotten += before - sum(
@@ -174,7 +174,7 @@ class KeepingRun(AsyncRun):
     def judge(self) -> None:
         for server, store in enumerate(self.yard.stores):
             for partition in self.yard.owned[server]:
-                self._judge_partition(partition, _newest(store, partition))
+                self._judge_partition(partition, newest_values(store, partition))
 
 
 def _index(key: SourceKey) -> int:

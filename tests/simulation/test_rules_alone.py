@@ -48,16 +48,16 @@ from shardyard_ps_server.wal_records import RecordKind
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from exactly_once import JOB, Groups, _incarnation, _layout, _newest
+from exactly_once import JOB, Groups, incarnation_of, layout_of, newest_values
 
-HERE = _incarnation(0)
+HERE = incarnation_of(0)
 GENERATION, TERM, TOKEN = Generation(1), Term(2), Token(1)
 WORKER = Caller(JOB, Incarnation(1_000), TERM)
 OWNED = (PartitionId(0), PartitionId(1))
 ELEMENTS = 8
 RATE: Groups = (make_group("sgd", {"lr": 1.0}),)
 OTHER_RATE: Groups = (make_group("sgd", {"lr": 0.5}),)
-LAYOUT: JobLayout = _layout(len(OWNED), ELEMENTS, OptimizerSpec("sgd", RATE))
+LAYOUT: JobLayout = layout_of(len(OWNED), ELEMENTS, OptimizerSpec("sgd", RATE))
 SHARD = SourceKey(DataShardSource(0, 0, 0))
 RANKS = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
 SLICE_MS = 20
@@ -136,7 +136,7 @@ def a_gradient_that_changes_while_it_is_logged(folder: Path) -> list[str]:
         hosted = store.admit_push(sent)
         with failpoints.armed("wal.before_apply", write):
             store.push(hosted, sent, payload)
-        applied = -_newest(store, OWNED[0])
+        applied = -newest_values(store, OWNED[0])
         log = logs.log(JOB, HERE)
         (logged,) = (
             record.payload.view(np.float64)[:ELEMENTS].copy()

@@ -224,8 +224,9 @@ class Worker:
         )
         return self.yard.peer().call(methods.REGISTER_VARIABLES, request, timeout_ms=1_000)
 
-    def commit(self) -> None:
-        self.yard.peer().call(methods.COMMIT_VARIABLES, wire.CommitVariablesRequest(caller=self.caller), timeout_ms=1)
+    def commit(self, generation: int = 1) -> None:
+        request = wire.CommitVariablesRequest(caller=self.caller, generation=generation)
+        self.yard.peer().call(methods.COMMIT_VARIABLES, request, timeout_ms=1)
 
     def open_feed(self, samples: int = 100, feed: int = 0, batch_size: int = 10) -> wire.OpenFeedReply:
         request = wire.OpenFeedRequest(

@@ -11,16 +11,29 @@ from typing import TypeVar
 
 import pytest
 
-from shardyard.ground.errors import CheckpointDamaged, LogDamaged, NotReady, ShardyardError, StorageUnavailable
+from shardyard.checkpoints.manifest import FeedbackFile, FileRef
+from shardyard.checkpoints.storage import Written
+from shardyard.ground.errors import (
+    CheckpointDamaged,
+    LogDamaged,
+    NotFound,
+    NotReady,
+    ShardyardError,
+    StaleGeneration,
+    StorageUnavailable,
+)
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Caller,
     DType,
     Durability,
+    Generation,
     Incarnation,
+    JobId,
     MemberRole,
     OptimizerSpec,
     PartitionId,
+    Token,
     UpdateMode,
     VariableSpec,
 )
@@ -28,6 +41,8 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedDone, FeedSpec
 from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.origins import Origin
+from shardyard_coordinator.placement import plan
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.records import Body, DamagedRecord
 from shardyard_coordinator.recovery import SERVER_GRACE_MS
@@ -172,6 +187,203 @@ def test_partitions_are_created_with_a_log() -> None:
     yard.variables(yard.join(settings()))
     (wanted,) = [each for each in yard.effects if isinstance(each, effects.CreatePartitions)]
     assert wanted.durability is Durability.WAL
+
+
+# ---- servers that die before there is a checkpoint
+
+
+def begin(yard: Yard, mode: UpdateMode, *, feedback: bool = False) -> Caller:
+    """A run that begins with a checkpoint of another one, up to where its partitions are restored."""
+    files = (FeedbackFile("8", FileRef("000000000007/worker-8.safetensors", Written(9, "a" * 64))),) if feedback else ()
+    ledger = {"entries": [], "closed": 0, "token": 44}
+    layout = plan(VARIABLES, SGD, partitions=4, block_bytes=64)
+    job, mode_of = JobId((1 << 32) + 5), settings(mode)
+    ranks = mode_of.logical_rank_count
+    yard.handle(
+        events.RestoreOrdered(
+            Origin("default", "/elsewhere", 7, job, 60, mode, ranks, 99, layout, ledger, Token(44), Token(0), 0, files)
+        )
+    )
+    caller = yard.join(mode_of)
+    restored(yard, caller)
+    return caller
+
+
+def restored(yard: Yard, caller: Caller) -> effects.RestorePartitions:
+    wanted = yard.until(effects.RestorePartitions)
+    yard.handle(events.PartitionsRestored(caller.job, wanted.map.generation))
+    return wanted
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_nobody_works_before_the_first_checkpoint_of_a_run_that_began_with_another_ones(
+    mode: UpdateMode, short: bool | None
+) -> None:
+    yard = Yard(HERE)
+    caller = begin(yard, mode)
+    perhaps_restart(yard, short)
+    with pytest.raises(NotReady, match="begins when its first checkpoint is written"):
+        yard.variables(caller)
+    with pytest.raises(NotReady, match="begins with a checkpoint at this moment"):
+        yard.handle(events.RestoreCancelled("default"))
+    taken = yard.take(caller, 8)
+    assert (taken.oldest, taken.logs) == (0, set(yard.servers))
+    assert isinstance(yard.variables(caller), effects.Placed)
+    with pytest.raises(NotFound, match="nothing was ordered"):
+        yard.handle(events.RestoreCancelled("default"))
+
+
+@pytest.mark.parametrize("where", [HERE, THERE])
+@pytest.mark.parametrize("mode", list(UpdateMode))
+@pytest.mark.parametrize("writing", [False, True])
+def test_run_that_began_with_a_checkpoint_begins_again_if_a_server_dies_before_its_first_one(
+    mode: UpdateMode, writing: bool, where: str, short: bool | None
+) -> None:
+    """Whoever has the logs: nothing is in them."""
+    yard = Yard(HERE, HERE)
+    caller = begin(yard, mode)
+    late = yard.until(effects.TakeCheckpoint) if writing else None
+    gone = yard.servers[0]
+    yard.kill(gone)
+    perhaps_restart(yard, short)
+    yard.servers.append(yard.add_server(where))
+    again = restored(yard, caller)
+    assert (again.url, [base.number for base in again.bases]) == ("/elsewhere", [7])
+    assert not again.bases[0].logs
+    assert again.partitions == set(range(4)), "with all partitions"
+    assert again.life > 2
+    assert gone not in {owner.server for owner in again.map.owners}
+    perhaps_restart(yard, short)
+    assert yard.state() is JobState.RUNNING
+    if late is not None:
+        yard.handle(events.CheckpointTaken(caller.job, late.draft.number, 8, 60))
+    with pytest.raises(NotReady, match="begins when its first checkpoint is written"):
+        yard.variables(caller)
+    assert yard.take(caller, 9).logs == set(yard.servers)
+    assert isinstance(yard.variables(caller), effects.Placed)
+    # from here on the logs have it
+    lost, last = yard.owned(caller, yard.servers[0]), yard.servers[0]
+    yard.kill(last)
+    perhaps_restart(yard, short)
+    yard.servers.append(yard.add_server(HERE))
+    wanted = yard.until(effects.RestorePartitions)
+    assert wanted.partitions == lost
+    assert [(base.number, dict(base.logs)) for base in wanted.bases] == [(9, dict.fromkeys(lost, (last,)))]
+
+
+def test_what_nobody_has_taken_up_does_not_keep_a_run_from_beginning(short: bool | None) -> None:
+    yard = Yard(HERE)
+    caller = begin(yard, UpdateMode.ASYNC, feedback=True)
+    perhaps_restart(yard, short)
+    yard.take(caller, 8)
+    placed = yard.variables(caller)
+    assert isinstance(placed, effects.Placed)
+    assert [each.file.worker for each in placed.feedback] == ["8"]
+
+
+STAGES = ["placed", "created", "committed", "open", "writing"]
+
+
+def come_to(yard: Yard, stage: str, given: JobSettings) -> Caller:
+    """A job with first values, at a stage of its beginning."""
+    caller = yard.join(given)
+    steps: list[tuple[str, events.Event]] = [
+        ("placed", events.VariablesRegistered(caller, VARIABLES, SGD)),
+        ("created", events.PartitionsCreated(caller.job)),
+        ("committed", events.VariablesCommitted(caller)),
+        ("open", events.PartitionsOpened(caller.job)),
+    ]
+    for name, event in steps[: STAGES.index(stage) + 1]:
+        yard.handle(event)
+        if name == "created":
+            yard.variables(caller)
+    if stage == "writing":
+        yard.until(effects.TakeCheckpoint)
+    return caller
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoint(
+    mode: UpdateMode, stage: str, short: bool | None
+) -> None:
+    yard = Yard(HERE, HERE)
+    caller = come_to(yard, stage, settings(mode))
+    gone, kept = yard.servers
+    yard.kill(gone)
+    perhaps_restart(yard, short)
+    assert yard.state() is JobState.STARTING
+    with pytest.raises(NotReady, match="first values"):
+        yard.variables(caller)
+    assert yard.machine.jobs[-1].keeping.recovery.needed
+    fresh = yard.add_server(THERE)
+    yard.servers.append(fresh)
+    while yard.machine.jobs[-1].keeping.recovery.needed:
+        yard.tick()
+    perhaps_restart(yard, short)
+    generation = yard.machine.jobs[-1].deployment.generation
+    assert generation is not None
+    assert generation > 1
+    with pytest.raises(StaleGeneration, match="first values of generation 1"):
+        yard.handle(events.VariablesCommitted(caller))
+    assert yard.variables(caller) is None
+    wanted = [each for each in yard.effects if isinstance(each, effects.CreatePartitions)]
+    assert {each.server.incarnation: each.generation for each in wanted} == {kept: generation, fresh: generation}
+    yard.handle(events.PartitionsCreated(caller.job))  # answers of before mean nothing
+    with pytest.raises(NotReady, match="given their partitions"):
+        yard.variables(caller)
+    yard.handle(events.PartitionsCreated(caller.job, generation))
+    placed = yard.variables(caller)
+    assert isinstance(placed, effects.Placed)
+    assert placed.initializer, "who gave them gives them again"
+    yard.handle(events.VariablesCommitted(caller, generation))
+    yard.handle(events.PartitionsOpened(caller.job))
+    assert yard.state() is JobState.STARTING
+    yard.handle(events.PartitionsOpened(caller.job, generation))
+    assert yard.state() is JobState.RUNNING
+    assert yard.take(caller, 3).logs == {kept, fresh}
+    assert isinstance(yard.handle(events.VariablesCommitted(caller, generation)), effects.Done)
+
+
+def test_first_values_that_are_in_a_checkpoint_are_not_given_again_when_partitions_move(short: bool | None) -> None:
+    """The answer to who gave them was lost."""
+    yard = Yard(HERE)
+    caller = yard.run()
+    yard.kill(yard.servers[0])
+    perhaps_restart(yard, short)
+    yard.servers.append(yard.add_server(HERE))
+    restored(yard, caller)
+    assert yard.handle(events.VariablesCommitted(caller, Generation(1))) == effects.Done()
+
+
+def test_another_worker_gives_first_values_if_who_gave_them_is_gone_too(short: bool | None) -> None:
+    yard = Yard(HERE)
+    caller = come_to(yard, "open", settings())
+    other = yard.join(settings())
+    yard.handle(events.MemberLeft(caller.incarnation, "a fault"))
+    yard.others.remove(caller.incarnation)
+    yard.handle(events.MemberLeft(yard.servers.pop(), ""))
+    perhaps_restart(yard, short)
+    yard.handle(events.WorkersFenced(caller.job, (caller.incarnation,)))
+    yard.servers.append(yard.add_server(HERE))
+    while yard.machine.jobs[-1].keeping.recovery.needed:
+        yard.tick()
+    yard.variables(other)
+    yard.handle(events.PartitionsCreated(caller.job, Generation(2)))
+    placed = yard.variables(other)
+    assert isinstance(placed, effects.Placed)
+    assert placed.initializer
+
+
+def test_job_that_ends_before_its_first_checkpoint_ends_if_a_server_dies() -> None:
+    """There is nobody who could give first values again."""
+    yard = Yard(HERE)
+    caller = come_to(yard, "open", settings())
+    yard.handle(events.MemberLeft(caller.incarnation, ""))
+    yard.others.clear()
+    assert yard.state() is JobState.FINISHING
+    yard.kill(yard.servers[0])
+    assert yard.state() is JobState.FAILED
 
 
 # ---- servers that die

@@ -3,7 +3,8 @@ checkpoints that somebody asks for."""
 
 from __future__ import annotations
 
-import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,10 +22,8 @@ from shardyard.ground.types import (
     DataLease,
     DoneDataShards,
     DType,
-    Incarnation,
     MemberRole,
     OptimizerSpec,
-    Term,
     UpdateMode,
     VariableSpec,
 )
@@ -32,10 +31,11 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
-from shardyard_coordinator.records import Record
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine_yards import MachineYard
 
 LEASE_MS = 1_000_000
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
@@ -50,58 +50,34 @@ SYNC = JobSettings(
 FULL = StorageUnavailable("no space left")
 
 
-class Yard:
+class Yard(MachineYard):
     """A machine, and checkpoints that end as the test says."""
 
     def __init__(self, settings: JobSettings = SETTINGS, url: str | None = "somewhere") -> None:
-        self.now_ms = 0
-        self._url = url
-        self.machine = Machine(term=Term(1), lease_ms=LEASE_MS, now_ms=0, checkpoints=url)
-        self.records: list[effects.Persist] = []
-        self.told: list[str] = []
+        super().__init__(lease_ms=LEASE_MS, checkpoints=url)
         self.taking: list[effects.TakeCheckpoint] = []
         self.forgetting: list[effects.ForgetSources] = []
         self.dropped = 0
         self.servers = [self.register(MemberRole.SERVER, f"s:{index}") for index in range(2)]
         self.worker = self.join(settings)
-        for event in (
-            events.VariablesRegistered(self.worker, VARIABLES, SGD),
-            events.PartitionsCreated(self.worker.job),
-            events.VariablesCommitted(self.worker),
-            events.PartitionsOpened(self.worker.job),
-        ):
-            self.handle(event)
+        self.open_job(self.worker, VARIABLES, SGD)
 
     def handle(self, event: events.Event) -> object:
-        answer = None
-        for effect in self.machine.handle(event, self.now_ms):
+        answer = super().handle(event)
+        for effect in self.effects:
             match effect:
-                case effects.Persist():
-                    self.records.append(effect)
-                case effects.Tell(text):
-                    self.told.append(text)
                 case effects.TakeCheckpoint():
                     self.taking.append(effect)
                 case effects.ForgetSources():
                     self.forgetting.append(effect)
                 case effects.DropJob():
                     self.dropped += 1
-                case effects.Reply(found):
-                    answer = found
                 case _:
                     pass
         return answer
 
-    def register(self, role: MemberRole, address: str = "") -> Incarnation:
-        answer = self.handle(events.MemberRegistered(Registration(role, address, 1, "0", "box", 7)))
-        assert isinstance(answer, effects.Registered)
-        return answer.incarnation
-
     def join(self, settings: JobSettings = SETTINGS) -> Caller:
-        worker = self.register(MemberRole.WORKER)
-        answer = self.handle(events.JobJoined(worker, settings.name, settings))
-        assert isinstance(answer, effects.Joined)
-        return Caller(answer.job, worker)
+        return self.join_as(self.register(MemberRole.WORKER), settings)
 
     def lease(self, worker: Caller) -> DataLease:
         answer = self.handle(events.LeaseRequested(worker, 0))
@@ -113,16 +89,10 @@ class Yard:
         self.handle(returned)
         self.handle(events.LedgerRead(returned, 99))
 
-    def restart(self) -> None:
+    def restart(self, *, from_snapshot: bool = False) -> list[effects.Effect]:
         """Another coordinator goes on from the records."""
-        written = [
-            Record(number, 1, 0.0, each.kind, json.loads(json.dumps(each.body)))
-            for number, each in enumerate(self.records, 1)
-        ]
         self.taking = []
-        self.machine = Machine.restore(
-            written, term=Term(2), lease_ms=LEASE_MS, now_ms=self.now_ms, checkpoints=self._url
-        )
+        return super().restart(from_snapshot=from_snapshot)
 
     def report(self, step: int) -> None:
         self.handle(events.HeartbeatReceived(self.worker.incarnation, Report(step=step)))
@@ -398,8 +368,7 @@ def test_sources_of_workers_are_forgotten_when_nothing_more_can_come_from_them()
     yard = begun()
     left, dead = yard.join(), yard.join()
     yard.handle(events.MemberLeft(left.incarnation, ""))
-    agent = yard.register(MemberRole.AGENT, "a:1")
-    yard.handle(events.ExitReported(agent, 7, -9))  # all of this process's workers
+    yard.kill(dead.incarnation)
     assert dead.incarnation in yard.machine.jobs[0].fencing
     yard.ask()
     yard.tick()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ from shardyard_ps_server.replay import open_head, push_head
 from shardyard_ps_server.store import Restore, Store
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal import Wal
-from shardyard_ps_server.wal_files import END, FENCED, ID, SYNCED, LogFiles, LogRoot
+from shardyard_ps_server.wal_files import ASIDE_KEPT_S, END, FENCED, ID, SYNCED, LogFiles, LogRoot
 from shardyard_ps_server.wal_records import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -1037,6 +1038,151 @@ def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplo
     assert {FENCED, END, SYNCED} < {each.name for each in aside.iterdir()}
     assert str(aside) in caplog.text
     assert [each.server for each in yard.logs.others(JOB, THIRD)] == [FIRST, SECOND]
+
+
+def test_server_that_slept_until_its_log_was_deleted_knows_why_no_segment_can_be_begun(yard: Yard) -> None:
+    first = yard.first()
+    log_of(yard).take_over()
+    log_of(yard).remove()
+    with pytest.raises(NotReady):
+        yard.save(first, 2)
+    assert [type(each) for each in yard.failures] == [StaleIncarnation]
+
+
+def test_what_was_put_aside_is_deleted_after_a_week_and_nothing_else_is(yard: Yard) -> None:
+    first = yard.first()
+    first.close()
+    os.utime(log_of(yard).folder, (0, 0))
+    other = Store(logs=yard.logs)
+    other.become(FIRST, Term(2))
+    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    other.close()
+    (aside,) = (each for each in log_of(yard).folder.parent.iterdir() if "of-another-yard" in each.name)
+    for strange in ("3.of-another-yard-", "notes.txt", "3.of-another-yard-00000000x"):
+        (aside.parent / strange).mkdir()
+    before = {each.name for each in aside.parent.iterdir()}
+    put_aside_s = aside.stat().st_mtime
+    assert put_aside_s > 0, "when it was put aside counts, not when it was written"
+    for each in (*aside.parent.iterdir(), yard.logs.path):
+        if each != aside:
+            os.utime(each, (0, 0))
+    assert yard.logs.delete_aside(put_aside_s + ASIDE_KEPT_S - 1) == []
+    assert yard.logs.delete_aside(put_aside_s + ASIDE_KEPT_S) == [aside]
+    assert before - {each.name for each in aside.parent.iterdir()} == {aside.name}
+
+
+def test_folder_of_logs_without_any_has_nothing_put_aside(tmp_path: Path) -> None:
+    assert LogRoot(tmp_path / "none").delete_aside(1e12) == []
+
+
+def test_log_of_a_server_that_was_gone_when_the_job_ended_is_put_aside(
+    yard: Yard, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lives deletes its own; what was read is deleted; what nobody has read is kept for a while."""
+    read, unread, living = yard.first(), yard.empty(THIRD), yard.empty(Incarnation(9))
+    saved = yard.save(read, 2)
+    for store in (unread, living):
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    last = yard.successor(saved, 2, FIRST)
+    read.close()
+    unread.close()
+    job = log_of(yard).folder.parent
+    last.drop(JOB)
+    kept = {each.name for each in job.iterdir()}
+    assert len(kept) == 2
+    assert f"{Incarnation(9):x}" in kept
+    (aside,) = (each for each in job.iterdir() if each.name.startswith(f"{THIRD:x}.of-an-ended-job-"))
+    assert str(aside) in caplog.text
+    living.drop(JOB)
+    assert {each.name for each in job.iterdir()} == {aside.name}
+    assert yard.logs.delete_aside(aside.stat().st_mtime + ASIDE_KEPT_S) == [aside]
+    assert not job.exists()
+
+
+def test_log_that_is_deleted_is_locked_until_it_is_gone(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another server would put aside what is left of it."""
+    first, second = yard.first(), yard.empty(SECOND)
+    second.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    remove, seen = LogFiles.remove, []
+
+    def slowly(files: LogFiles) -> None:
+        if files.server == FIRST:
+            seen.append(log_of(yard).end_with_job())
+        remove(files)
+
+    monkeypatch.setattr(LogFiles, "remove", slowly)
+    first.drop(JOB)
+    assert seen == [None]
+    second.drop(JOB)
+    assert not list(yard.logs.path.glob("*/*"))
+
+
+def values_of(store: Store, fill: float) -> None:
+    hosted = store.hosted()[0]
+    parts = tuple(PushPart(number, 128) for number in sorted(hosted.partitions))
+    name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), 0, 0)
+    caller = Caller(JOB, WORKER)
+    order = PushOrder(caller, store.incarnation, hosted.generation, name, PushKind.VALUES, parts, 0.0, ())
+    payload = aligned_empty(order.payload_bytes)
+    payload.view(np.float64)[:] = fill
+    store.initialize(store.admit_push(order), order, payload)
+
+
+def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> None:
+    """Another server has died before the first checkpoint."""
+    first = yard.empty(FIRST)
+    first.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    values_of(first, 1.0)
+    first.open(JOB, GENERATION)
+    old = order_of(first, 0)
+    yard.save(first, 1, oldest=0)
+
+    def create(generation: Generation, owned: Sequence[PartitionId] = OWNED) -> None:
+        first.create(JOB, generation, LAYOUT, owned, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+
+    before = first.hosted()[0]
+    admitted = first.admit_push(old)
+    create(NEXT)
+    for late in (lambda: send(first, old), lambda: first.push(admitted, old, payload_of(old))):
+        with pytest.raises(StaleGeneration):
+            late()
+    with pytest.raises(StaleGeneration):
+        create(GENERATION, OWNED[:1])
+    with pytest.raises(NotReady, match="first values"):
+        push(first, 0)
+    assert {each[1:] for each in state(first).values()} == {(bytes(128), bytes(128), ())}
+    values_of(first, 2.0)
+    create(NEXT)
+    first.open(JOB, NEXT)
+    leases(first)
+    assert before is not first.hosted()[0]
+    saved = yard.save(first, 2, oldest=0)
+    push(first, 0)
+    wanted = state(first)
+    assert np.frombuffer(wanted[0][1])[0] != 2.0
+    assert state(yard.successor(saved, 2, FIRST, generation=Generation(6), life=3)) == wanted
+    assert not yard.failures
+
+
+def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = yard.empty(FIRST)
+    first.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    values_of(first, 1.0)
+    first.open(JOB, GENERATION)
+    before = state(first)
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise TooLarge("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardyard_ps_server.store.Partition", refuse)
+        with pytest.raises(TooLarge):
+            first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert state(first) == before
+    leases(first)
+    with pytest.raises(InvalidRequest, match=r"partition 0 of job 1\.1 to begin anew, which has counted work"):
+        first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    assert push(first, 0) == {Outcome.APPLIED}
 
 
 def test_yards_that_share_a_folder_of_logs_do_not_share_a_log(yard: Yard) -> None:

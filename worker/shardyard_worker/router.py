@@ -19,6 +19,7 @@ from shardyard.ground import errors
 from shardyard.ground.limits import KIB
 from shardyard.ground.types import (
     NO_NAME,
+    Generation,
     Incarnation,
     Missing,
     Outcome,
@@ -245,6 +246,11 @@ class Router:
     def pause(self, pause_ms: int) -> None:
         """Waits, unless the job fails meanwhile."""
         self._closed.wait(pause_ms / 1000)
+
+    @property
+    def generation(self) -> Generation:
+        """Of its map."""
+        return self._map.generation
 
     @property
     def is_behind(self) -> bool:

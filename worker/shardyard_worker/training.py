@@ -458,12 +458,23 @@ class Training:
 
     def _initialize(self) -> None:
         caller = self.session.caller
-        name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), 0, 0)
+        while True:
+            self.reach(self._give_values)
+            generation = self.router.generation
+            request = wire.CommitVariablesRequest(caller=convert.caller_to_wire(caller), generation=generation)
+            try:
+                self.session.ask(methods.COMMIT_VARIABLES, request)
+            except errors.StaleGeneration as error:
+                log.info("the servers are given first values again (%s)", error.what)
+                self.follow_map()
+            else:
+                log.info("gave the servers their first values")
+                return
+
+    def _give_values(self, router: Router) -> None:
+        name = PushName(SourceKey(WorkerSource(self.session.caller.incarnation)), Token(0), 0, 0)
         self.buckets.fill([variable.target for variable in self.variables])
-        self.reach(lambda router: router.initialize(Shipment(name, PushKind.VALUES, 0.0)))
-        request = wire.CommitVariablesRequest(caller=convert.caller_to_wire(caller))
-        self.session.ask(methods.COMMIT_VARIABLES, request)
-        log.info("gave the servers their first values")
+        router.initialize(Shipment(name, PushKind.VALUES, 0.0))
 
     def _await_values(self) -> None:
         """Until the servers have first values: another worker gives them, or, if it dies, this one."""

@@ -279,10 +279,12 @@ class RegisterVariablesReply(_message.Message):
     def __init__(self, layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., initializer: bool = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ...) -> None: ...
 
 class CommitVariablesRequest(_message.Message):
-    __slots__ = ("caller",)
+    __slots__ = ("caller", "generation")
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ...) -> None: ...
+    generation: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class CommitVariablesReply(_message.Message):
     __slots__ = ()

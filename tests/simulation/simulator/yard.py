@@ -489,6 +489,8 @@ class Yard:
             unheard = code == "WorkerFailed" and bool(self.finished) and not self._goodbyes
             # nor is there a job to go back to where a disk has refused its every checkpoint
             lost = code == "ServerLost" and not self.has_checkpoint and len(self.finished) == self.plan.workers
+            if code == "ServerLost" and self.plan.durability == "wal" and not lost:
+                self.world.violations.append(f"a job with logs ended by a server: {body['failure']['what']}")
             self.jobs_finished += body["state"] == "finished" or unheard or lost
         elif kind == "worker_gone":
             self._goodbyes += body["goodbye"]
