@@ -351,18 +351,6 @@ def nobody_is_expected(patch: Patch) -> None:
     patch.setattr(Clocks, "expect", lambda self, workers: None)
 
 
-@mutation("C3", "bounded", 155, 0)
-def a_late_word_is_believed(patch: Patch) -> None:
-    """who rests takes steps again when what it said before comes once more"""
-    real = Clocks.hear
-
-    def hear(self: Any, worker: Any, pace: Any) -> Any:
-        self._rested.clear()
-        return real(self, worker, pace)
-
-    patch.setattr(Clocks, "hear", hear)
-
-
 @mutation("C4", "coordinator", 2, 5)
 def a_restart_renews_no_lease(patch: Patch) -> None:
     """a coordinator that was started again takes everybody for silent since before"""
