@@ -193,14 +193,15 @@ class Archive:
         bases: Sequence[Base],
         life: int,
         partitions: Collection[PartitionId],
+        working: Sequence[Incarnation] = (),
     ) -> None:
         """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint, and the logs
         after it, have them, in that life. Where the first of `bases` is damaged the next one is tried, which says the
-        same. The same again does nothing. Raises NotReady, CheckpointDamaged, CheckpointNotFound, LogDamaged,
-        StorageUnavailable."""
+        same. The same again does nothing. `working`: workers that have work. Raises NotReady, CheckpointDamaged,
+        CheckpointNotFound, LogDamaged, StorageUnavailable."""
         for base, rest in zip(bases, range(len(bases) - 1, -1, -1), strict=True):
             try:
-                self._restore(subject, map_, base, url=url, life=life, partitions=partitions)
+                self._restore(subject, map_, base, url=url, life=life, partitions=partitions, working=working)
             except (CheckpointDamaged, CheckpointNotFound) as error:
                 if not rest:
                     raise
@@ -217,6 +218,7 @@ class Archive:
         url: str,
         life: int,
         partitions: Collection[PartitionId],
+        working: Sequence[Incarnation],
     ) -> None:
         number = base.number
         manifest = CheckpointLibrary(open_storage(url)).load(subject.name, number)
@@ -240,6 +242,8 @@ class Archive:
                 mode=subject.mode,
                 logical_ranks=subject.logical_ranks,
                 durability=subject.durability,
+                staleness=subject.staleness,
+                working=working,
                 folder=folder,
                 base=base,
                 restored=restored,

@@ -75,6 +75,7 @@ class Subject:
     logical_ranks: int
     layout: JobLayout
     durability: Durability = Durability.CHECKPOINT
+    staleness: int | None = None
 
 
 class CheckpointBook:

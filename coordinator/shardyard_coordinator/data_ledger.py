@@ -282,6 +282,11 @@ class DataLedger:
         found = [(shards, shards.held_by(worker)) for shards in self._feeds]
         return [shards.source(number) for shards, number in found if number is not None]
 
+    @property
+    def working(self) -> frozenset[Incarnation]:
+        """The workers that have something leased."""
+        return frozenset(held.worker for shards in self._feeds for held in shards.held.values())
+
     def check_begin(self, source: LeasedSource, worker: Incarnation, token: Token, batch: int) -> None:
         """Raises StaleToken, NotFound or InvalidRequest unless the worker may compute the batch now."""
         if not isinstance(source, DataShardSource):

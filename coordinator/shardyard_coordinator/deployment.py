@@ -180,9 +180,10 @@ class Deployment:
                 generation=self.map.generation,
                 layout=self.layout,
                 partitions=tuple(owner.partition for owner in owned),
-                mode=self._settings.consistency.mode,
+                mode=self._settings.consistency.mode.updates,
                 logical_ranks=self._settings.logical_rank_count,
                 durability=self._settings.durability,
+                staleness=self._settings.consistency.bound,
             )
             for server, owned in self.map.by_server().items()
         ]

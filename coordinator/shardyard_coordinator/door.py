@@ -468,6 +468,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         failure=None if job.failure is None else to_detail(job.failure),
         mode=convert.mode_to_wire(job.mode),
         logical_ranks=job.logical_ranks,
+        staleness=job.staleness,
         workers=job.workers,
         step=job.step,
         samples=job.samples,

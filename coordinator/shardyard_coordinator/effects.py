@@ -89,6 +89,7 @@ class CreatePartitions:
     mode: UpdateMode
     logical_ranks: int
     durability: Durability
+    staleness: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class ForgetSources:
 @dataclass(frozen=True, slots=True)
 class RestorePartitions:
     """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
-    same."""
+    same; `working`: the workers that have work."""
 
     subject: Subject
     map: PartitionMap
@@ -198,6 +199,7 @@ class RestorePartitions:
     bases: tuple[Base, ...]
     life: int
     partitions: frozenset[PartitionId]
+    working: tuple[Incarnation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Final
 from shardyard.checkpoints.manifest import left_name
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
+    ConsistencyMode,
     DataLease,
     DataShardSource,
     Durability,
@@ -129,7 +130,7 @@ class Job:
         self._finish_at_ms: int | None = None
         self._last_ticket = 0
         self._last_failure = ""
-        if settings.consistency.mode is UpdateMode.SYNC:
+        if settings.consistency.mode is ConsistencyMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
                 grace_ms=settings.rank_grace_ms,
@@ -313,8 +314,8 @@ class Job:
             reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
         waits = self._waits_to_hand_over or self.handovers.holds(now_ms, self.deployment.workers)
         holds = due or (self.state is not JobState.FINISHING and waits)
-        left = tuple(each.file for each in self.handovers.left)
-        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, holds=holds, left=left)]
+        left, living = tuple(each.file for each in self.handovers.left), frozenset(self.workers)
+        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, living, holds=holds, left=left)]
 
     # ---- recovery and checkpoints
 
@@ -1003,7 +1004,7 @@ class Job:
     @property
     def _goes_back_in_part(self) -> bool:
         """Whether partitions that lost their server go back to a checkpoint, and no other does."""
-        asynchronous = self.settings.consistency.mode is UpdateMode.ASYNC
+        asynchronous = self.settings.consistency.mode.updates is UpdateMode.ASYNC
         return asynchronous and self.settings.durability is Durability.CHECKPOINT
 
     @property

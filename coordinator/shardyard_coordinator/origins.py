@@ -46,7 +46,7 @@ class Origin:
         """The settings with which a run can go on from here: seed and logical ranks are the checkpoint's. Raises
         ConfigurationError where they say otherwise."""
         consistency = settings.consistency
-        if consistency.mode is not self.mode:
+        if consistency.mode.updates is not self.mode:
             raise ConfigurationError(
                 f"job {self.name!r} is to begin with {self}, which is {self.mode.value}; job.consistency.mode is "
                 f"{consistency.mode.value}",

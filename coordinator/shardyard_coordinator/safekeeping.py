@@ -8,12 +8,13 @@ begun while partitions are lost. Must not know: workers, how a job's life goes o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
 from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground import errors
 from shardyard.ground.types import (
+    ConsistencyMode,
     DataShardSource,
     Durability,
     Generation,
@@ -24,7 +25,6 @@ from shardyard.ground.types import (
     PartitionMap,
     PartitionOwner,
     Token,
-    UpdateMode,
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
@@ -85,16 +85,17 @@ class Safekeeping:
         step: int,
         servers: Sequence[Server],
         gone: tuple[Incarnation, ...],
+        workers: Set[Incarnation] = frozenset(),
         *,
         holds: bool = False,
         left: tuple[FeedbackFile, ...] = (),
     ) -> list[Effect]:
-        """`step`: where the job stands; `servers`: the living; `gone`: workers of which nothing can come any more;
-        `holds`: no checkpoint is begun now; `left`: what nobody has taken up of what they had not sent."""
+        """`step`: where the job stands; `servers`, `workers`: the living; `gone`: workers of which nothing can come any
+        more; `holds`: no checkpoint is begun now; `left`: what nobody has taken up of what they had not sent."""
         if self.origin is not None and self._deployment.stage is Stage.EMPTY and servers:
             return self._begin_with(self.origin, servers, now_ms)
         if self.recovery.needed:
-            return self._recover(servers, now_ms)
+            return self._recover(servers, workers, now_ms)
         return [] if holds else self._begin_checkpoint(now_ms, step, gone, left)
 
     # ---- beginning with a checkpoint, or going back to one that was chosen
@@ -265,7 +266,7 @@ class Safekeeping:
             raise failure
         return [Tell(f"{self._title}: its partitions are not restored yet: {failure.what}", warning=True)]
 
-    def _recover(self, servers: Sequence[Server], now_ms: int) -> list[Effect]:
+    def _recover(self, servers: Sequence[Server], workers: Set[Incarnation], now_ms: int) -> list[Effect]:
         """Begins to restore lost partitions, where there is a server for them."""
         deployed = self._deployment
         assert deployed.layout is not None
@@ -284,7 +285,8 @@ class Safekeeping:
             return []
         attempt, record = begun
         bases = self._bases(attempt.partitions)
-        restore = RestorePartitions(self._subject, attempt.map, url, bases, attempt.life, attempt.partitions)
+        working = tuple(sorted(self._feeds.working & workers)) if isinstance(self._feeds, DataLedger) else ()
+        restore = RestorePartitions(self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working)
         return [*self._records(record), restore]
 
     def _place_again(
@@ -458,10 +460,11 @@ class Safekeeping:
             name=settings.name,
             seed=settings.seed,
             settings=settings.model_dump(mode="json"),
-            mode=settings.consistency.mode,
+            mode=settings.consistency.mode.updates,
             logical_ranks=settings.logical_rank_count,
             durability=settings.durability,
             layout=self._deployment.layout,
+            staleness=settings.consistency.bound,
         )
 
     # ---- records
@@ -509,7 +512,8 @@ class Safekeeping:
     @property
     def _is_whole(self) -> bool:
         """A synchronous job goes back as a whole, unless logs bring back its step; and any that begins."""
-        return (self._settings.consistency.mode is UpdateMode.SYNC and self.trails is None) or self.origin is not None
+        sync = self._settings.consistency.mode is ConsistencyMode.SYNC
+        return (sync and self.trails is None) or self.origin is not None
 
     @property
     def _title(self) -> str:

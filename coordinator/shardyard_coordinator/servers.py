@@ -68,6 +68,7 @@ class Servers:
             logical_ranks=effect.logical_ranks,
             server=effect.server.incarnation,
             durability=convert.durability_to_wire(effect.durability),
+            staleness=effect.staleness,
         )
         what = f"to take partitions {_listed(effect.partitions)} of job {effect.job}"
         self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
@@ -87,6 +88,8 @@ class Servers:
         mode: UpdateMode,
         logical_ranks: int,
         durability: Durability,
+        staleness: int | None,
+        working: Sequence[Incarnation],
         folder: str,
         base: effects.Base,
         restored: Sequence[PartitionEntry],
@@ -102,6 +105,8 @@ class Servers:
             logical_ranks=logical_ranks,
             server=server.incarnation,
             durability=convert.durability_to_wire(durability),
+            staleness=staleness,
+            working=working,
             restore=wire.Restore(
                 url=folder,
                 job=wrote,

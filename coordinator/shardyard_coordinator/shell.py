@@ -535,6 +535,7 @@ class Coordinator:
                     bases=wanted.bases,
                     life=wanted.life,
                     partitions=wanted.partitions,
+                    working=wanted.working,
                 )
         except ShardyardError as error:
             failure = error

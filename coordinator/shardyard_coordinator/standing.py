@@ -49,7 +49,8 @@ class MemberStanding:
 @dataclass(frozen=True, slots=True)
 class JobStanding:
     """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits; `checkpoint`: the
-    newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed."""
+    newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed; `staleness`:
+    its bound, if it has one."""
 
     job: JobId
     name: str
@@ -73,6 +74,7 @@ class JobStanding:
     checkpoint: Committed | None
     restored: Restored | None
     recovering: bool
+    staleness: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         name=job.settings.name,
         state=job.state,
         failure=job.failure,
-        mode=job.settings.consistency.mode,
+        mode=job.settings.consistency.mode.updates,
         logical_ranks=0 if job.ranks is None else len(job.ranks.all),
         workers=len(job.workers),
         step=job.progress.step,
@@ -158,4 +160,5 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         checkpoint=job.keeping.book.committed,
         restored=job.keeping.restored,
         recovering=job.keeping.recovery.needed,
+        staleness=job.settings.consistency.bound,
     )

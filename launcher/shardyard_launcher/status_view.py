@@ -166,8 +166,11 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "name": job.name,
         "state": STATES.get(job.state, "unknown"),
         "failure": {"code": job.failure.code, "what": job.failure.what} if job.HasField("failure") else None,
-        "mode": MODES.get(job.mode, "unknown"),
+        "mode": _mode(job),
         "logical_ranks": job.logical_ranks,
+        "staleness": {"bound": job.staleness, "most": _staleness(report, job.job)}
+        if job.HasField("staleness")
+        else None,
         "workers": job.workers,
         "step": job.step,
         "samples": job.samples,
@@ -244,6 +247,16 @@ def _local(local: LocalReport) -> dict[str, object]:
         "given_up": dict(local.given_up),
         "unready": list(local.unready),
     }
+
+
+def _mode(job: wire.JobStatus) -> str:
+    return "bounded" if job.HasField("staleness") else MODES.get(job.mode, "unknown")
+
+
+def _staleness(report: YardReport, job: int) -> int:
+    """The most steps of a worker that were missing in values that a server gave."""
+    said = [each for each in report.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
+    return max([found.most for each in said for found in each.staleness if found.job == job], default=0)
 
 
 def _versions(report: YardReport, job: int) -> dict[int, common.Version]:
@@ -350,10 +363,14 @@ def _of_server(said: server_wire.DescribeServerReply) -> str:
 def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]:
     table = _table("state", "mode", "workers", "step", "samples", "samples/s", "metrics")
     metrics = ", ".join(f"{metric.name} {metric.value:.4g}" for metric in job.metrics) or "-"
-    mode = MODES.get(job.mode, "unknown")
+    mode = _mode(job)
+    more = {
+        "sync": f", {job.logical_ranks} ranks",
+        "bounded": f", {_staleness(report, job.job)} of {job.staleness} steps",
+    }
     cells = [
         STATES.get(job.state, "unknown"),
-        f"{mode}, {job.logical_ranks} ranks" if mode == "sync" else mode,
+        mode + more.get(mode, ""),
         str(job.workers),
         f"{job.step:,}",
         f"{job.samples:,}",

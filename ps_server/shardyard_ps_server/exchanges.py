@@ -99,6 +99,8 @@ class Exchanges:
             said = PullResult(push=results, attached=said.attached, not_attached=said.not_attached)
         elif len(first.data):
             raise MalformedPayload(f"{len(first.data)} bytes of payload in an exchange without a push")
+        if order.pace is not None:
+            said = replace(said, clock=self._store.hear_pace(hosted, order.caller.incarnation, order.pace))
         self._hosted = hosted
         self._takes_a_moment = takes_a_moment(order, hosted)
         if order.detach and order.pull is not None:
@@ -110,7 +112,7 @@ class Exchanges:
         elif order.pull.shared:
             yield self._lend(said, hosted, order)
         else:
-            result, held = self._store.hold(hosted, order.pull)
+            result, held = self._store.hold(hosted, order.pull, order.pace)
             try:
                 found = replace(said, parts=result.parts, missing=result.missing)
                 if order.pull.coding and not result.missing:
@@ -234,7 +236,7 @@ class Exchanges:
             raise InvalidRequest("a shared pull on a stream without attached memory", todo="attach first")
         if order.pull.coding:
             raise InvalidRequest("a shared pull with a coding", todo="ask for the one or the other")
-        result, held = self._store.hold(hosted, order.pull)
+        result, held = self._store.hold(hosted, order.pull, order.pace)
         places: list[Place] = []
         for partition, buffer in held.buffers:
             place = partition.place(buffer)
@@ -252,6 +254,7 @@ class Exchanges:
             attached=said.attached,
             not_attached=said.not_attached,
             places=tuple(places),
+            clock=said.clock,
         )
         return Frame(convert.pulled_to_header(self._with_regions(found, hosted)), 0, b"")
 
@@ -275,6 +278,7 @@ def takes_a_moment(order: PushOrder, hosted: HostedJob) -> bool:
         and hosted.wal is None
         and hosted.nbytes <= AT_ONCE_BYTES_MAX
         and order.rest is None
+        and order.pace is None
         and (pull is None or not (pull.number or pull.coding))
     )
 

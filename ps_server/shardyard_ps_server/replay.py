@@ -43,7 +43,7 @@ _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 
 def push_head(order: PushOrder) -> bytes:
     """What is recorded of a push beside its payload."""
-    said = replace(order, pull=None, attach=None, shared_at=None, rest=None, detach=False)
+    said = replace(order, pull=None, attach=None, shared_at=None, rest=None, detach=False, pace=None)
     return convert.push_to_wire(said).SerializeToString()
 
 

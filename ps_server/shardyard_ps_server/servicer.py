@@ -61,6 +61,8 @@ class Servicer:
                 f"partitions for server {Incarnation(request.server)}; here is server {self._store.incarnation}"
             )
         layout = convert.layout_from_wire(request.layout)
+        if len(request.working) > limits.MEMBERS_MAX:
+            raise TooLarge(f"{len(request.working)} workers; at most {limits.MEMBERS_MAX} are taken")
         self._store.create(
             caller.job,
             Generation(request.generation),
@@ -70,6 +72,8 @@ class Servicer:
             request.logical_ranks,
             _restore(request.restore),
             convert.durability_from_wire(request.durability),
+            request.staleness if request.HasField("staleness") else None,
+            [Incarnation(worker) for worker in request.working],
         )
         return wire.CreatePartitionsReply()
 
@@ -201,6 +205,8 @@ class Servicer:
             workers_streaming=counters.streams - counters.streams_attached,
         )
         for hosted in self._store.hosted():
+            if hosted.pacing is not None:
+                reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
             for number in sorted(hosted.partitions):
                 partition = hosted.partitions[number]
                 version, sources = partition.describe()

@@ -45,6 +45,7 @@ from shardyard.ground.types import (
     JobLayout,
     Missing,
     Outcome,
+    Pace,
     PartitionId,
     PartResult,
     PulledPart,
@@ -65,6 +66,7 @@ from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.crew import Crew
+from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import begin_head, open_head, pass_over_head, pieces_of, push_head, replay
@@ -140,6 +142,8 @@ class HostedJob:
     regions: Regions
     saver: Saver
     wal: Wal | None = None
+    pacing: Pacing | None = None
+    """Of a job with bounded staleness."""
     open: bool = False
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
@@ -181,9 +185,20 @@ class HostedJob:
             self.wal.drain()
             yield
 
-    def matches(self, layout: JobLayout, mode: UpdateMode, logical_ranks: int, durability: Durability) -> bool:
-        mine = (self.layout, self.mode, self.logical_ranks, self.durability)
-        return mine == (layout, mode, logical_ranks, durability)
+    @property
+    def staleness(self) -> int | None:
+        return None if self.pacing is None else self.pacing.bound
+
+    def matches(
+        self,
+        layout: JobLayout,
+        mode: UpdateMode,
+        logical_ranks: int,
+        durability: Durability,
+        staleness: int | None,
+    ) -> bool:
+        mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.staleness)
+        return mine == (layout, mode, logical_ranks, durability, staleness)
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -277,6 +292,9 @@ class Store:
             if hosted.wal is not None:  # what was recorded before counts, from before this returns
                 with suppress(NotReady):
                     hosted.wal.drain()
+        for hosted in self.hosted():
+            if hosted.pacing is not None:  # which may have been told to expect them since they were fenced
+                hosted.pacing.leave(fenced)
 
     # ---- the coordinator's orders
 
@@ -297,17 +315,22 @@ class Store:
         logical_ranks: int,
         restore: Restore = NO_RESTORE,
         durability: Durability = Durability.CHECKPOINT,
+        staleness: int | None = None,
+        working: Iterable[Incarnation] = (),
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
         here already stay as they are unless they are restored, in another life; but of a job with logs, where no
         checkpoint is named under a higher generation, all begin anew. Those that are not named under a higher
-        generation are not this server's any more. The same order again does nothing.
+        generation are not this server's any more. The same order again does nothing. `staleness`: of an asynchronous
+        job, its bound, if it has one; `working`: workers that take steps at this moment.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
         """
         if mode is UpdateMode.SYNC and not 1 <= logical_ranks <= limits.LOGICAL_RANKS_MAX:
             raise InvalidRequest(f"{logical_ranks} logical ranks; expected 1 to {limits.LOGICAL_RANKS_MAX}")
+        if staleness is not None and (mode is UpdateMode.SYNC or staleness > limits.STALENESS_MAX):
+            raise InvalidRequest(f"a staleness of {staleness} in job {job}, which is {mode.value}")
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         logs = self._logs
@@ -320,18 +343,23 @@ class Store:
             with self._lock:
                 hosted = self._jobs.get(job)
             if hosted is not None:
-                self._check_again(hosted, generation, layout, owned, mode, logical_ranks, durability)
+                self._check_again(hosted, generation, layout, owned, mode, logical_ranks, durability, staleness)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
             states = self._load(job, hosted, layout, owned, restore)
             if hosted is not None and not hosted.begins_anew(generation, restore):
+                if hosted.pacing is not None and generation > hosted.generation:  # else it came before
+                    hosted.pacing.expect(working)
                 self._give(hosted, generation, owned, states, restore)
                 return
             total = sum(layout.partitions[p].payload_bytes for p in owned)
             regions = Regions(total, shareable=self._shareable)
             saver = Saver(self.incarnation, self.vigil)
             before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
+            if staleness is not None:
+                hosted.pacing = Pacing(staleness)
+                hosted.pacing.expect(working)
             if before is not None:
                 hosted.wal = before.wal
             try:
@@ -411,15 +439,16 @@ class Store:
         mode: UpdateMode,
         logical_ranks: int,
         durability: Durability,
+        staleness: int | None,
     ) -> None:
         if generation < hosted.generation:
             raise StaleGeneration(
                 f"partitions of job {hosted.job} at generation {generation}; this server is at {hosted.generation}",
                 facts={"generation": str(hosted.generation)},
             )
-        if not hosted.matches(layout, mode, logical_ranks, durability):
+        if not hosted.matches(layout, mode, logical_ranks, durability, staleness):
             raise InvalidRequest(
-                f"job {hosted.job} is on this server with another layout, mode, number of ranks or durability"
+                f"job {hosted.job} is on this server with another layout, mode, number of ranks, durability or bound"
             )
         gone = set(hosted.partitions) - set(owned)
         if gone and generation == hosted.generation:
@@ -701,10 +730,28 @@ class Store:
             hosted.find(partition)
         return hosted
 
-    def hold(self, hosted: HostedJob, wish: PullWish) -> tuple[PullResult, Held]:
-        """Waits for what an admitted pull wishes, at most `wish.wait_ms`. The buffers, one for each partition unless
-        something is missing, may be read until they are released or lent."""
+    def hear_pace(self, hosted: HostedJob, worker: Incarnation, pace: Pace) -> int | None:
+        """Of an admitted exchange whose push is counted. The clock of a worker that joins. Raises InvalidRequest where
+        the job's staleness is not bounded."""
+        if hosted.pacing is None:
+            raise InvalidRequest(f"the pace of worker {worker} in job {hosted.job}, whose staleness is not bounded")
+        clock = hosted.pacing.hear(worker, pace)
+        with self._lock:
+            fenced = worker in self._standing.fenced
+        if fenced:  # since it was admitted
+            hosted.pacing.leave([worker])
+        return clock
+
+    def hold(self, hosted: HostedJob, wish: PullWish, pace: Pace | None = None) -> tuple[PullResult, Held]:
+        """Waits for what an admitted pull wishes, and for slower workers where the asker says its `pace`, at most
+        `wish.wait_ms`. The buffers, one for each partition unless something is missing, may be read until they are
+        released or lent."""
         until = time.monotonic() + wish.wait_ms / 1000
+        if hosted.pacing is not None and pace is not None and hosted.open:
+            waits_for = hosted.pacing.await_others(wish.caller.incarnation, pace, until)
+            if waits_for:
+                newest = [(number, hosted.find(number).describe()[0]) for number in wish.partitions]
+                return PullResult(missing=tuple(Missing(n, v, wish.number, waits_for) for n, v in newest)), Held()
         if not hosted.open:
             missing = [
                 Missing(partition, Version(1, 0), wish.number, "first values from the initializer")

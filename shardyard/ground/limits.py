@@ -39,6 +39,7 @@ PARTITIONS_MAX: Final = 4_096
 BLOCKS_MAX: Final = 250_000
 """Blocks of a job."""
 LOGICAL_RANKS_MAX: Final = 4_096
+STALENESS_MAX: Final = 1_000_000
 SOURCES_PER_REQUEST_MAX: Final = 65_536
 SEQUENCE_MAX: Final = (1 << 63) - 1
 """The last sequence that a name may have, so that the one after it still fits on the wire."""

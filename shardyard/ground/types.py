@@ -80,8 +80,22 @@ class VariableKind(enum.Enum):
 
 
 class UpdateMode(enum.Enum):
+    """How servers take pushes: as contributions to a step, or each as it comes."""
+
     SYNC = "sync"
     ASYNC = "async"
+
+
+class ConsistencyMode(enum.Enum):
+    """What a gradient may be computed on (docs/consistency.md)."""
+
+    SYNC = "sync"
+    BOUNDED = "bounded"
+    ASYNC = "async"
+
+    @property
+    def updates(self) -> UpdateMode:
+        return UpdateMode.SYNC if self is ConsistencyMode.SYNC else UpdateMode.ASYNC
 
 
 class Durability(enum.Enum):
@@ -372,6 +386,27 @@ class PullWish:
     order: tuple[int, ...] = ()
 
 
+class Stride(enum.Enum):
+    """What a worker of a job with bounded staleness says of itself."""
+
+    JOINS = "joins"
+    """It begins to take steps, beside the slowest of the others."""
+    STEPS = "steps"
+    RESTS = "rests"
+    """It takes no steps for now: nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How far a worker is. `turn`: how often it has joined before; `clock`: the steps that it has taken, the push of
+    this exchange included. `ahead`: so many steps later the values are used that it asks for."""
+
+    stride: Stride
+    turn: int = 0
+    clock: int = 0
+    ahead: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class PushOrder:
     """A push as its header describes it; its payload follows in frames, or lies at `shared_at` in attached memory."""
@@ -390,6 +425,7 @@ class PushOrder:
     detach: bool = False
     rest: int | None = None
     """Bytes of the payload that follow the header, where others came ahead of it."""
+    pace: Pace | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -411,6 +447,7 @@ class PushOrder:
             self.attach,
             self.detach,
             self.rest,
+            self.pace,
         )
 
 
@@ -453,3 +490,5 @@ class PullResult:
     regions: tuple[Ticket, ...] = ()
     places: tuple[Place, ...] = ()
     code_bytes: tuple[int, ...] = ()
+    clock: int | None = None
+    """To a worker that joins: from here on it counts its steps."""

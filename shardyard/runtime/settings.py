@@ -29,7 +29,7 @@ from shardyard.ground.compression import (
     parse_push_rules,
 )
 from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import Durability, UpdateMode
+from shardyard.ground.types import ConsistencyMode, Durability
 
 PARTITIONS_AUTO: Final = 8
 AUTO: Final = "auto"
@@ -183,15 +183,28 @@ class YardSettings(Section):
 
 
 class ConsistencySettings(Section):
-    mode: UpdateMode = Field(
-        default=UpdateMode.ASYNC,
+    mode: ConsistencyMode = Field(
+        default=ConsistencyMode.ASYNC,
         strict=False,
-        description="sync: a step is the mean over all logical ranks. async: each push is applied as it comes.",
+        description="sync: a step is the mean over all logical ranks. async: each push is applied as it comes. bounded:"
+        " as async, and no worker is more than so many steps ahead of another (job.consistency.staleness).",
+    )
+    staleness: int = Field(
+        default=3,
+        ge=0,
+        le=limits.STALENESS_MAX,
+        description="In bounded mode: so many steps of any other worker may be missing in the values that a gradient is"
+        " computed on.",
     )
     logical_ranks: Annotated[int, Field(ge=1, le=limits.LOGICAL_RANKS_MAX)] | Auto = Field(
         default="auto",
         description="Equal parts into which a sync step is cut; auto: the workers expected at the job's start.",
     )
+
+    @property
+    def bound(self) -> int | None:
+        """The bound on staleness; None where there is none."""
+        return self.staleness if self.mode is ConsistencyMode.BOUNDED else None
 
 
 class DataSettings(Section):
@@ -343,7 +356,7 @@ class JobSettings(Section):
 
     @model_validator(mode="after")
     def _ranks_within_limit(self) -> Self:
-        sync = self.consistency.mode is UpdateMode.SYNC
+        sync = self.consistency.mode is ConsistencyMode.SYNC
         if sync and self.logical_rank_count > limits.LOGICAL_RANKS_MAX:
             raise impossible(
                 ("workers_expected", "consistency.logical_ranks"),
@@ -507,7 +520,7 @@ def _expected(kind: Any, metadata: list[Any]) -> str:
         return _expected(bare, [each for info in inner for each in info.metadata])
     if get_origin(kind) is Literal:
         return _one_of([str(choice) for choice in get_args(kind)])
-    if isinstance(kind, type) and issubclass(kind, UpdateMode | Durability):
+    if isinstance(kind, type) and issubclass(kind, ConsistencyMode | Durability):
         return _one_of([choice.value for choice in kind])
     if kind is int:
         return _whole_number(metadata)

@@ -32,6 +32,7 @@ from shardyard.ground.types import (
     Missing,
     OptimizerSpec,
     Outcome,
+    Pace,
     PartitionId,
     PartitionLayout,
     PartitionMap,
@@ -50,6 +51,7 @@ from shardyard.ground.types import (
     RankSource,
     Source,
     SourceKey,
+    Stride,
     Term,
     Ticket,
     Token,
@@ -94,6 +96,11 @@ _PUSH_KINDS: dict[PushKind, server.PushKind] = {
     PushKind.EMPTY: server.PUSH_KIND_EMPTY,
     PushKind.VALUES: server.PUSH_KIND_VALUES,
     PushKind.NOTHING: server.PUSH_KIND_NOTHING,
+}
+_STRIDES: dict[Stride, server.Stride] = {
+    Stride.JOINS: server.STRIDE_JOINS,
+    Stride.STEPS: server.STRIDE_STEPS,
+    Stride.RESTS: server.STRIDE_RESTS,
 }
 _OUTCOMES: dict[Outcome, server.Outcome] = {
     Outcome.APPLIED: server.OUTCOME_APPLIED,
@@ -349,6 +356,11 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         header.rest = order.rest
     if order.attach is not None:
         header.attach.CopyFrom(ticket_to_wire(order.attach))
+    if order.pace is not None:
+        pace = order.pace
+        header.pace.CopyFrom(
+            server.Pace(stride=_STRIDES[pace.stride], turn=pace.turn, clock=pace.clock, ahead=pace.ahead)
+        )
     return header
 
 
@@ -390,6 +402,7 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,
         rest=message.rest if message.HasField("rest") else None,
+        pace=_pace_from_wire(message.pace) if message.HasField("pace") else None,
     )
     if last is None or message.parts:
         _check_sizes(order)
@@ -430,6 +443,12 @@ def pull_to_wire(wish: PullWish) -> server.PullRequest:
     message.server = wish.server
     message.generation = wish.generation
     return message
+
+
+def _pace_from_wire(message: server.Pace) -> Pace:
+    if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
+        raise InvalidRequest(f"a pace of {message.clock} steps, {message.ahead} ahead; more than can be counted")
+    return Pace(_known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead)
 
 
 def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> server.PullRequest:
@@ -590,6 +609,8 @@ def pulled_to_header(result: PullResult) -> bytes:
             want=missing.want,
             waiting_for=missing.waiting_for,
         )
+    if result.clock is not None:
+        header.clock = result.clock
     if result.attached is not None:
         header.attached = result.attached
         header.not_attached = result.not_attached
@@ -628,6 +649,7 @@ def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Seq
         regions=tuple(ticket_from_wire(ticket) for ticket in message.regions) if message.regions else (),
         places=tuple(map(Place, message.place_regions, message.places)) if message.places else (),
         code_bytes=tuple(message.code_bytes) if message.code_bytes else (),
+        clock=message.clock if message.HasField("clock") else None,
     )
 
 

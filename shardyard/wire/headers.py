@@ -92,6 +92,7 @@ def _alike(order: PushOrder, before: PushOrder) -> bool:
         and order.shared_at == before.shared_at
         and order.rest == before.rest
         and (order.pull is before.pull or order.pull == before.pull)
+        and order.pace == before.pace
         and order.attach is None
         and before.attach is None
         and not order.detach

@@ -28,6 +28,7 @@ from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Block,
     Caller,
+    ConsistencyMode,
     DataShardSource,
     DType,
     Durability,
@@ -405,7 +406,7 @@ def _records() -> list[list[object]]:
             entries += [each for each in wanted if isinstance(each, effects.Persist)]
             return next((each.answer for each in wanted if isinstance(each, effects.Reply)), None)
 
-        settings = JobSettings(consistency=ConsistencySettings(mode=mode), workers_expected=2)
+        settings = JobSettings(consistency=ConsistencySettings(mode=ConsistencyMode(mode.value)), workers_expected=2)
         server = handle(events.MemberRegistered(Registration(MemberRole.SERVER, "s:1", 1, "0", "h", 1)))
         workers = [
             handle(events.MemberRegistered(Registration(MemberRole.WORKER, "", 1, "0", "h", pid))) for pid in (2, 3)

@@ -18,6 +18,7 @@ import pytest
 from shardyard.ground.errors import ShardyardError, StaleIncarnation, StaleToken
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DataShardSource,
     DType,
@@ -137,7 +138,7 @@ class Yard:
             partitions=PARTITIONS,
             workers_expected=2,
             rank_grace_ms=500,
-            consistency=ConsistencySettings(mode=mode, logical_ranks=3),
+            consistency=ConsistencySettings(mode=ConsistencyMode(mode.value), logical_ranks=3),
             data=DataSettings(batches_per_data_shard=2),
         )
         self.job = JobId(0)
@@ -397,7 +398,7 @@ class Yard:
                 process.dead = True
         elif chance < 0.55:
             self.beat(process)
-        elif self.settings.consistency.mode is UpdateMode.ASYNC:
+        elif self.settings.consistency.mode is ConsistencyMode.ASYNC:
             self.act(process)
 
     def _wake_one(self) -> None:
@@ -427,7 +428,11 @@ class Yard:
             for process in live:
                 self.beat(process)
             for process in live:
-                if not process.dead and not process.saw_done and self.settings.consistency.mode is UpdateMode.ASYNC:
+                if (
+                    not process.dead
+                    and not process.saw_done
+                    and self.settings.consistency.mode is ConsistencyMode.ASYNC
+                ):
                     self.act(process)
             self.advance(100)
             if self._is_healed():
@@ -436,7 +441,7 @@ class Yard:
 
     def _is_healed(self) -> bool:
         live = [each for each in self.processes if each.running and not each.dead]
-        if self.settings.consistency.mode is UpdateMode.ASYNC:
+        if self.settings.consistency.mode is ConsistencyMode.ASYNC:
             return bool(live) and all(each.saw_done for each in live)
         owners = [owner for owner, _ in self.books.owners.values()]
         return len(owners) == 3 and all(owner in {each.incarnation for each in live} for owner in owners)

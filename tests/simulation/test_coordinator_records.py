@@ -13,6 +13,7 @@ import pytest
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DType,
     Durability,
@@ -57,7 +58,7 @@ SETTINGS = {
         workers_expected=2,
         rank_grace_ms=300,
         idle_ms=2_000,
-        consistency=ConsistencySettings(mode=mode, logical_ranks=3),
+        consistency=ConsistencySettings(mode=ConsistencyMode(mode.value), logical_ranks=3),
         data=DataSettings(batches_per_data_shard=2, poison_deaths=2),
     )
     for name, mode in (("a", UpdateMode.ASYNC), ("s", UpdateMode.SYNC))

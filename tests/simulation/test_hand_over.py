@@ -20,7 +20,7 @@ import pytest
 from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path, left_name, worker_name
 from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import NotReady
-from shardyard.ground.types import Caller, Generation, MemberRole, UpdateMode
+from shardyard.ground.types import Caller, ConsistencyMode, Generation, MemberRole
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.effects import HandOverVerdict
@@ -37,7 +37,7 @@ ACTIONS = 300
 WORKERS_MAX = 5
 SETTINGS: JobSettings = handing.SETTINGS.model_copy(
     update={
-        "consistency": ConsistencySettings(mode=UpdateMode.SYNC, logical_ranks=2),
+        "consistency": ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=2),
         "workers_expected": 1_000,
         "rank_grace_ms": 0,
     }

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from shardyard.ground import limits
 from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import UpdateMode
+from shardyard.ground.types import ConsistencyMode
 from shardyard.runtime.configuration import (
     PROCESS_VARIABLES,
     SHORT_NAMES,
@@ -73,7 +73,7 @@ def test_each_layer_overrides_the_ones_below(write) -> None:
 def test_layers_mix_within_one_section(write) -> None:
     file = write("job: {consistency: {mode: sync}}\n")
     loaded = load(file, {"SHARDYARD__JOB__CONSISTENCY__LOGICAL_RANKS": "4"})
-    assert loaded.settings.job.consistency.mode is UpdateMode.SYNC
+    assert loaded.settings.job.consistency.mode is ConsistencyMode.SYNC
     assert loaded.settings.job.logical_rank_count == 4
 
 
@@ -136,7 +136,7 @@ def test_two_variables_of_one_setting_must_agree() -> None:
 def test_set_flag() -> None:
     path, flag = parse_set("job.consistency.mode = sync")
     loaded = load(None, {}, dict([(path, flag), parse_set("job.name=7"), parse_set("job.seed=7")]))
-    assert loaded.settings.job.consistency.mode is UpdateMode.SYNC
+    assert loaded.settings.job.consistency.mode is ConsistencyMode.SYNC
     assert (loaded.settings.job.name, loaded.settings.job.seed) == ("7", 7)
     assert str(loaded.origins["job.seed"]) == "flag --set job.seed"
 
@@ -173,7 +173,7 @@ def test_all_problems_of_all_layers_come_in_one_error_with_their_lines(write) ->
     assert problems(file, {"SHARDYARD__JOB__IDLE_MS": "1"}, {"worker.device": "gpu"}) == [
         "yard.yaml:2: job.sed: unknown setting; did you mean job.seed?",
         'yard.yaml:3: job.seed: expected a whole number from 0 to 9223372036854775807, got "abc" (text)',
-        'yard.yaml:4: job.consistency.mode: expected one of sync, async, got "snyc" (text)',
+        'yard.yaml:4: job.consistency.mode: expected one of sync, bounded, async, got "snyc" (text)',
         "yard.yaml:4: job.consistency.logical_ranks: expected a whole number from 1 to 4096 or auto, got 99999",
         "yard.yaml:5: job.seed: given twice, first on line 3; keep one",
         'yard.yaml:6: job.name: expected 1 to 128 letters, digits, ".", "_" or "-", beginning with a letter or digit,'
@@ -402,7 +402,7 @@ def test_explanation_has_every_setting_with_value_and_origin(write) -> None:
     assert list(rows) == list(KNOWN.settings)
     assert rows["job.seed"] == (7, f"{file}:2")
     assert rows["job.name"] == ("ads", "environment SHARDYARD_JOB")
-    assert rows["job.consistency.mode"] == (UpdateMode.SYNC, "flag --set job.consistency.mode")
+    assert rows["job.consistency.mode"] == (ConsistencyMode.SYNC, "flag --set job.consistency.mode")
     assert rows["yard.servers"] == (2, "default")
 
 
@@ -443,7 +443,7 @@ def test_documentation_names_every_variable() -> None:
         assert f"`{name}`" in page
 
 
-@pytest.mark.parametrize("name", ["local", "sync", "async", "compose", "compression", "checkpoints"])
+@pytest.mark.parametrize("name", ["local", "sync", "async", "bounded", "compose", "compression", "checkpoints"])
 def test_example_is_valid(name: str) -> None:
     loaded = load(ROOT / "configs" / f"{name}.yaml")
     assert loaded.settings.job.name == name
@@ -451,9 +451,10 @@ def test_example_is_valid(name: str) -> None:
 
 def test_all_examples_load_and_mean_what_they_are_for() -> None:
     loaded = {file.stem: load(file).settings for file in sorted((ROOT / "configs").glob("*.yaml"))}
-    assert loaded["sync"].job.consistency.mode is UpdateMode.SYNC
+    assert loaded["sync"].job.consistency.mode is ConsistencyMode.SYNC
     assert loaded["sync"].job.logical_rank_count == 2
-    assert loaded["async"].job.consistency.mode is UpdateMode.ASYNC
+    assert loaded["async"].job.consistency.mode is ConsistencyMode.ASYNC
+    assert (loaded["bounded"].job.consistency.bound, loaded["async"].job.consistency.bound) == (3, None)
     assert (loaded["local"].yard.servers, loaded["local"].yard.workers) == (2, 2)
     assert loaded["compression"].job.compression.push_rules.kinds == {"none", "topk"}
     assert (loaded["checkpoints"].job.checkpoint.every_steps, loaded["checkpoints"].job.checkpoint.keep) == (1_000, 5)

@@ -11,6 +11,7 @@ import pytest
 from shardyard.ground.errors import StorageUnavailable
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
+    ConsistencyMode,
     DataLease,
     DType,
     Generation,
@@ -43,7 +44,7 @@ class Yard(MachineYard):
         super().__init__(lease_ms=4_000)
         self.server = self.add_server()
         self.settings = settings = JobSettings(
-            consistency=ConsistencySettings(mode=mode),  # type: ignore[arg-type]
+            consistency=ConsistencySettings(mode=ConsistencyMode(mode)),
             data=DataSettings(batches_per_data_shard=4),
             checkpoint=CheckpointSettings(url=url),
         )

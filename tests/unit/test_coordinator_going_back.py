@@ -7,12 +7,12 @@ from pathlib import Path
 
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DType,
     Generation,
     MemberRole,
     OptimizerSpec,
     Token,
-    UpdateMode,
     VariableSpec,
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
@@ -25,7 +25,7 @@ from machine_yards import MachineYard
 
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
-SETTINGS = JobSettings(partitions=1, consistency=ConsistencySettings(mode=UpdateMode.SYNC))
+SETTINGS = JobSettings(partitions=1, consistency=ConsistencySettings(mode=ConsistencyMode.SYNC))
 FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
 STEPS = 10
 

@@ -14,7 +14,15 @@ from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path,
 from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import ConfigurationError, MalformedPayload, TooLarge
 from shardyard.ground.limits import JOB_BYTES_MAX
-from shardyard.ground.types import Caller, Durability, Generation, Incarnation, Term, UpdateMode, VariableSpec
+from shardyard.ground.types import (
+    Caller,
+    ConsistencyMode,
+    Durability,
+    Generation,
+    Incarnation,
+    Term,
+    VariableSpec,
+)
 from shardyard.runtime.settings import (
     CheckpointSettings,
     CompressionSettings,
@@ -210,7 +218,7 @@ def test_going_back_in_part_or_by_logs_changes_nothing_for_workers() -> None:
 
 def test_synchronous_job_that_goes_back_as_a_whole_hands_over_all_the_same() -> None:
     yard = Yard()
-    sync = ConsistencySettings(mode=UpdateMode.SYNC, logical_ranks=1)
+    sync = ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=1)
     (worker,) = run(yard, 1, SETTINGS.model_copy(update={"consistency": sync}))
     commit(yard, [file_of(worker.incarnation)])
     lose(yard, servers=1)

@@ -13,7 +13,7 @@ from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path,
 from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, MalformedPayload, NotFound, TooLarge
 from shardyard.ground.limits import JOB_BYTES_MAX
-from shardyard.ground.types import Caller, Durability, Generation, JobId, Term, Token, UpdateMode
+from shardyard.ground.types import Caller, ConsistencyMode, Durability, Generation, JobId, Term, Token
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, handovers
@@ -39,7 +39,7 @@ __all__ = ["restarts"]
 
 SYNC = handing.SETTINGS.model_copy(
     update={
-        "consistency": ConsistencySettings(mode=UpdateMode.SYNC, logical_ranks=2),
+        "consistency": ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=2),
         "workers_expected": 3,
         "rank_grace_ms": 0,
     }

@@ -25,6 +25,7 @@ from shardyard.ground.errors import (
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DType,
     Durability,
     Generation,
@@ -67,7 +68,7 @@ def settings(mode: UpdateMode = UpdateMode.ASYNC, **checkpoint: int) -> JobSetti
         block_bytes=64,
         durability=Durability.WAL,
         checkpoint=CheckpointSettings(url="/checkpoints", keep=2, **checkpoint),
-        consistency=ConsistencySettings(mode=mode),
+        consistency=ConsistencySettings(mode=ConsistencyMode(mode.value)),
     )
 
 

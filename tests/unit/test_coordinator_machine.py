@@ -21,6 +21,7 @@ from shardyard.ground.errors import (
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DType,
     Incarnation,
@@ -29,7 +30,6 @@ from shardyard.ground.types import (
     OptimizerSpec,
     RankSource,
     Token,
-    UpdateMode,
     VariableSpec,
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
@@ -52,7 +52,7 @@ SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 SETTINGS = JobSettings(partitions=3, idle_ms=5_000)
 SYNC = SETTINGS.model_copy(
     update={
-        "consistency": ConsistencySettings(mode=UpdateMode.SYNC),
+        "consistency": ConsistencySettings(mode=ConsistencyMode.SYNC),
         "workers_expected": 2,
         "rank_grace_ms": 0,
     }

@@ -11,6 +11,7 @@ from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, NotFound, StaleIncarnation, StaleToken
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DataShardSource,
     DType,
@@ -57,7 +58,7 @@ class Yard(MachineYard):
         self.settings = JobSettings(
             workers_expected=1,
             rank_grace_ms=0,
-            consistency=ConsistencySettings(mode=mode, logical_ranks=2),
+            consistency=ConsistencySettings(mode=ConsistencyMode(mode.value), logical_ranks=2),
             data=DataSettings(batches_per_data_shard=5, poison_deaths=deaths),
         )
         self.job_id = JobId(0)

@@ -15,6 +15,7 @@ from shardyard.ground import limits
 from shardyard.ground.errors import ConfigurationError, NotReady, ServerLost, StaleIncarnation, StaleToken
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DType,
     Generation,
@@ -50,7 +51,7 @@ VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)), VariableSpec("b", DType.FL
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 SETTINGS = JobSettings(partitions=3, idle_ms=5_000)
 SYNC = JobSettings(
-    partitions=3, consistency=ConsistencySettings(mode=UpdateMode.SYNC), workers_expected=2, rank_grace_ms=0
+    partitions=3, consistency=ConsistencySettings(mode=ConsistencyMode.SYNC), workers_expected=2, rank_grace_ms=0
 )
 
 FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
@@ -452,7 +453,7 @@ def test_what_a_record_says_twice_is_said_once_in_a_snapshot(yard: Yard) -> None
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_largest_numbers_that_peers_may_give_come_back(yard: Yard, mode: UpdateMode, short: bool) -> None:
     most = (1 << 64) - 1
-    settings = SETTINGS.model_copy(update={"consistency": ConsistencySettings(mode=mode)})
+    settings = SETTINGS.model_copy(update={"consistency": ConsistencySettings(mode=ConsistencyMode(mode.value))})
     first, second = yard.join(settings), yard.join(settings)
     yard.run(first)
     huge = FeedSpec(limits.SAMPLES_MAX, "\u2028\U0001f600", 1, limits.EPOCHS_MAX, shuffle=False, drop_last=False)

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from shardyard.ground import limits
-from shardyard.ground.types import Caller, DType, Incarnation, MemberRole, OptimizerSpec, Term, UpdateMode, VariableSpec
+from shardyard.ground.types import (
+    Caller,
+    ConsistencyMode,
+    DType,
+    Incarnation,
+    MemberRole,
+    OptimizerSpec,
+    Term,
+    VariableSpec,
+)
 from shardyard.runtime import waiting
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire import methods
@@ -29,7 +38,11 @@ from coordinator_yards import ASYNC, Yard, begin, wait_until
 
 SETTINGS = JobSettings(partitions=4, idle_ms=60_000)
 SYNC = SETTINGS.model_copy(
-    update={"consistency": ConsistencySettings(mode=UpdateMode.SYNC), "workers_expected": 2, "rank_grace_ms": 30_000}
+    update={
+        "consistency": ConsistencySettings(mode=ConsistencyMode.SYNC),
+        "workers_expected": 2,
+        "rank_grace_ms": 30_000,
+    }
 )
 VARIABLES = tuple(VariableSpec(name, DType.FLOAT32, (16,)) for name in "abcd")
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))

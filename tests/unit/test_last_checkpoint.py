@@ -19,12 +19,12 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DoneDataShards,
     DType,
     MemberRole,
     OptimizerSpec,
-    UpdateMode,
     VariableSpec,
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
@@ -44,7 +44,7 @@ SETTINGS = JobSettings(partitions=2, checkpoint=CheckpointSettings(every_s=0), i
 SYNC = JobSettings(
     partitions=2,
     checkpoint=CheckpointSettings(every_s=0),
-    consistency=ConsistencySettings(mode=UpdateMode.SYNC),
+    consistency=ConsistencySettings(mode=ConsistencyMode.SYNC),
     idle_ms=20_000,
 )
 FULL = StorageUnavailable("no space left")

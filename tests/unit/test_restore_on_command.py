@@ -18,6 +18,7 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataLease,
     DType,
     Generation,
@@ -204,10 +205,10 @@ def test_settings_that_disagree_are_refused_and_those_that_need_not_be_said_are_
     worker = yard.register(MemberRole.WORKER)
     with pytest.raises(ConfigurationError, match=r"which is sync; job\.consistency\.mode is async"):
         yard.handle(events.JobJoined(worker, "default", SETTINGS))
-    four = SETTINGS.model_copy(update={"consistency": ConsistencySettings(mode=UpdateMode.SYNC, logical_ranks=4)})
+    four = SETTINGS.model_copy(update={"consistency": ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=4)})
     with pytest.raises(ConfigurationError, match="which has 3 logical ranks"):
         yard.handle(events.JobJoined(worker, "default", four))
-    auto = SETTINGS.model_copy(update={"consistency": ConsistencySettings(mode=UpdateMode.SYNC)})
+    auto = SETTINGS.model_copy(update={"consistency": ConsistencySettings(mode=ConsistencyMode.SYNC)})
     answer = yard.handle(events.JobJoined(worker, "default", auto))
     assert isinstance(answer, effects.Joined)
     assert (answer.logical_ranks, answer.settings.seed) == (3, 99)

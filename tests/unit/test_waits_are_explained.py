@@ -78,6 +78,7 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/crew.py:Crew._serve:wait_for": IDLE,
     "ps_server/crew.py:Crew.close:join": COUNTED,
     "ps_server/crew.py:_Batch.finish:wait": COUNTED,
+    "ps_server/pacing.py:Pacing.await_others:wait": "PULL_WAIT_MS_MAX at most; then NotYet, which the worker explains",
     "ps_server/partition.py:Partition.hold:wait": "PULL_WAIT_MS_MAX at most; then NotYet, which the worker explains",
     "ps_server/partition.py:Partition.named_cut:wait": OUTSIDE,
     "ps_server/process.py:serve:wait": ENDS_WITH_IT,

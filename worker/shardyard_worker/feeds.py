@@ -131,9 +131,19 @@ class Feed(ABC):
 
 class AsyncFeed(Feed):
     def batches(self) -> Iterator[Any]:
-        while (lease := self._lease()) is not None:
-            yield from self._go_through(lease)
+        try:
+            while (lease := self._lease()) is not None:
+                yield from self._go_through(lease)
+        finally:
+            self._rest()
         self._strategy.begin()
+
+    def _rest(self) -> None:
+        """Nobody waits for this worker until it has work again."""
+        try:
+            self._strategy.rest()
+        except ShardyardError as error:  # what ends the job is told by what the script does next
+            log.debug("no word that this worker rests: %s", error)
 
     def _lease(self) -> DataLease | None:
         """A data shard to work on; None when all are done."""
@@ -141,6 +151,7 @@ class AsyncFeed(Feed):
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.vigil.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
             while reply.WhichOneof("answer") == "wait":
+                self._strategy.rest()
                 self._training.router.pause(min(reply.wait.retry_ms, 1_000))
                 self._session.check()
                 reply = self._session.ask(methods.LEASE_DATA, request)
@@ -152,6 +163,7 @@ class AsyncFeed(Feed):
             marks = self._training.reach(lambda router: router.open_sources([(key, lease.token)]))[key]
         except StaleToken:
             return
+        self._strategy.resume()
         size = self._settings.batch_size
         samples = self._orders.of(lease.source.epoch)[lease.begin : lease.end]
         nexts = [mark.next for mark in marks]

@@ -28,11 +28,12 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.limits import METRIC_NAME_CHARACTERS_MAX, METRICS_MAX
 from shardyard.ground.optimizers import KINDS, make_group, setting_names
-from shardyard.ground.types import Incarnation, OptimizerSpec, UpdateMode, VariableKind
+from shardyard.ground.types import ConsistencyMode, Incarnation, OptimizerSpec, UpdateMode, VariableKind
 from shardyard.runtime.settings import Settings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.memory import tune_malloc
 from shardyard.transport.peers import Network
+from shardyard_worker.bounded import BoundedStrategy
 from shardyard_worker.buckets import spec_of
 from shardyard_worker.dataset import Reader
 from shardyard_worker.feeds import Feed, FeedSettings, open_feed
@@ -375,9 +376,18 @@ class Job:
             )
         self._training = Training(self._session, variables, spec, model)
         self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
-        sync = self.mode is UpdateMode.SYNC
-        self._strategy = SyncStrategy(self._training) if sync else AsyncStrategy(self._training)
+        self._strategy = self._make_strategy(self._training)
         self._strategy.begin()
+
+    def _make_strategy(self, training: Training) -> Strategy:
+        match self._session.job_settings.consistency.mode:
+            case ConsistencyMode.SYNC:
+                return SyncStrategy(training)
+            case ConsistencyMode.BOUNDED:
+                return BoundedStrategy(training)
+            case ConsistencyMode.ASYNC:
+                return AsyncStrategy(training)
+        raise AssertionError
 
     def _contribute(self, sending: Sending) -> None:
         self._session.check()

@@ -23,6 +23,7 @@ from shardyard.ground.types import (
     Incarnation,
     Missing,
     Outcome,
+    Pace,
     PartitionId,
     PartitionMap,
     PartResult,
@@ -32,6 +33,7 @@ from shardyard.ground.types import (
     PushName,
     PushOrder,
     SourceKey,
+    Stride,
     Token,
     Watermark,
 )
@@ -81,6 +83,8 @@ class Wish:
     exactly: bool
     wait_ms: int = 0
     prefetched: bool = False
+    pace: Pace | None = None
+    """How far this worker is, where staleness is bounded."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Answer:
     results: tuple[PartResult, ...] = ()
     missing: tuple[Missing, ...] = ()
     version_max: int = 0
+    clock: int = 0
+    """From here on this worker counts its steps, if it has joined."""
     foreign: frozenset[PartitionId] = frozenset()
     """Partitions that had this work from somebody else."""
 
@@ -198,9 +204,17 @@ class Router:
             if line.server in self._landed:
                 return None
             order = self._order(line.server, PushKind.NOTHING)
-            return replace(order, pull=self._wish(line, wish)), ()
+            return replace(order, pull=self._wish(line, wish), pace=wish.pace), ()
 
         return self._answer(self._exchange(ask, lambda: f"version {wish.number} of the parameters", pushes=False))
+
+    def rest(self, turn: int) -> None:
+        """Tells the servers that this worker takes no steps for now: the end of that turn."""
+
+        def tell(line: Line) -> tuple[PushOrder, Sequence[Piece]]:
+            return replace(self._order(line.server, PushKind.NOTHING), pace=Pace(Stride.RESTS, turn)), ()
+
+        self._exchange(tell, lambda: "word that this worker takes no steps for now", pushes=False)
 
     def ready(self, index: int, wait: Callable[[], None] | None = None) -> None:
         """The gradient of a variable lies in its view, once `wait` has returned; it may change before it is pushed."""
@@ -287,6 +301,7 @@ class Router:
             None if wish is None else self._wish(line, wish),
             shared_at,
             rest=None if rest is None else sum([len(piece) for _, piece in pieces]),
+            pace=None if wish is None else wish.pace,
         )
         return order, pieces
 
@@ -478,6 +493,7 @@ class Router:
             results=_joined([result.push for result in results]),
             missing=missing,
             version_max=max(self._versions.values(), default=0),
+            clock=max([result.clock or 0 for result in results], default=0),
             foreign=self._foreign(results),
         )
 

@@ -157,7 +157,7 @@ class Session:
 
     @property
     def mode(self) -> UpdateMode:
-        return self.job_settings.consistency.mode
+        return self.job_settings.consistency.mode.updates
 
     def ranks(self) -> tuple[RankLease, ...]:
         """The logical ranks that were this worker's at the last heartbeat."""

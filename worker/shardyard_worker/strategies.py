@@ -62,6 +62,14 @@ class Strategy(ABC):
         """
 
     @abstractmethod
+    def resume(self) -> None:
+        """This worker has work; the targets hold a version to compute it on."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """This worker has no work, for now or for good."""
+
+    @abstractmethod
     def drain(self) -> None:
         """Waits for what is under way. Raises LostWork where it belongs to another worker."""
 
@@ -108,6 +116,8 @@ class AsyncStrategy(Strategy):
         self._flight: _Flight | None = None
         self._pool = ThreadPoolExecutor(1, "flight") if self._session.settings.worker.window else None
         self._pushes = 0
+        self._wish = NEWEST
+        """What is asked for with the push under way."""
         self._uncertain: PushName | None = None
         self._moved = False
 
@@ -120,11 +130,21 @@ class AsyncStrategy(Strategy):
             self.drain()
         self._take_newest()
 
+    def resume(self) -> None:
+        """Any version will do."""
+
+    def rest(self) -> None:
+        """Nobody waits for this worker."""
+
     def _take_newest(self) -> None:
         router = self._training.router
-        self._step = self._training.pull_newest().version_max
+        self._step = self._newest().version_max
         self._moved = self._moved or router is not self._training.router
         self._session.reached(self._step)
+
+    def _newest(self) -> Answer:
+        """Puts the newest values into the targets."""
+        return self._training.pull_newest()
 
     def _ask_again(self) -> None:
         flight = self._flight
@@ -149,10 +169,13 @@ class AsyncStrategy(Strategy):
             self.drain()  # one push can be undone, so there is one at a time
         shipment = self._training.ship(name, sending)
         if self._pool is None:
+            self._wish = self._make_wish()
             self._land(name, sending, partial(self._push, shipment))
             return
         self.drain()
-        flight = self._pool.submit(self._training.router.push_pull, shipment, NEWEST)
+        self._open_again(name)  # landing may have met another map
+        self._wish = self._make_wish()
+        flight = self._pool.submit(self._training.router.push_pull, shipment, self._wish)
         self._flight = _Flight(name, sending, shipment, flight)
         self._training.give_away()
         if isinstance(name.key.source, WorkerSource):
@@ -171,7 +194,7 @@ class AsyncStrategy(Strategy):
                 # the answer to a rebase that was carried out may have been lost; the next one has nothing to tell
                 in_vain, gap = not self._rebase(shipment.name, gap, in_vain=in_vain), None
             try:
-                return self._training.router.push_pull(shipment, NEWEST)
+                return self._training.router.push_pull(shipment, self._wish)
             except MapChanged:
                 self._go_over(shipment.name)
             except errors.SequenceGap as error:
@@ -246,9 +269,18 @@ class AsyncStrategy(Strategy):
             if self._pool is None:
                 self._pushes += 1
         self._training.counted(answer)
-        self._training.load()
+        self._arrive(answer)
         self._step = max(self._step, answer.version_max)
         self._note(answer, sending)
+
+    def _make_wish(self) -> Wish:
+        """What is asked for with the next push."""
+        return NEWEST
+
+    def _arrive(self, answer: Answer) -> None:
+        """Puts what a push has brought into the targets."""
+        assert not answer.missing, answer
+        self._training.load()
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         """Another worker's now, or counted in part already (rule A12): the lease is gone through again from there."""
@@ -281,6 +313,12 @@ class SyncStrategy(Strategy):
     @property
     def step(self) -> int:
         return self._version or 0
+
+    def resume(self) -> None:
+        """The version to compute on is that of the rank."""
+
+    def rest(self) -> None:
+        """Others wait for ranks, whoever computes them."""
 
     def drain(self) -> None:
         """Nothing is ever under way: `contribute` returns when the step is complete."""

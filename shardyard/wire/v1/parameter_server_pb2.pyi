@@ -16,6 +16,13 @@ class PushKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PUSH_KIND_VALUES: _ClassVar[PushKind]
     PUSH_KIND_NOTHING: _ClassVar[PushKind]
 
+class Stride(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STRIDE_UNSPECIFIED: _ClassVar[Stride]
+    STRIDE_JOINS: _ClassVar[Stride]
+    STRIDE_STEPS: _ClassVar[Stride]
+    STRIDE_RESTS: _ClassVar[Stride]
+
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
@@ -27,13 +34,17 @@ PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_EMPTY: PushKind
 PUSH_KIND_VALUES: PushKind
 PUSH_KIND_NOTHING: PushKind
+STRIDE_UNSPECIFIED: Stride
+STRIDE_JOINS: Stride
+STRIDE_STEPS: Stride
+STRIDE_RESTS: Stride
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_APPLIED: Outcome
 OUTCOME_RECORDED: Outcome
 OUTCOME_DUPLICATE: Outcome
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +54,8 @@ class CreatePartitionsRequest(_message.Message):
     SERVER_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WORKING_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -52,7 +65,9 @@ class CreatePartitionsRequest(_message.Message):
     server: int
     restore: Restore
     durability: _common_pb2.Durability
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ...) -> None: ...
+    staleness: int
+    working: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CreatePartitionsReply(_message.Message):
     __slots__ = ()
@@ -318,8 +333,20 @@ class SharedMemory(_message.Message):
     region: int
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ..., region: _Optional[int] = ...) -> None: ...
 
+class Pace(_message.Message):
+    __slots__ = ("stride", "clock", "ahead", "turn")
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    stride: Stride
+    clock: int
+    ahead: int
+    turn: int
+    def __init__(self, stride: _Optional[_Union[Stride, str]] = ..., clock: _Optional[int] = ..., ahead: _Optional[int] = ..., turn: _Optional[int] = ...) -> None: ...
+
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +361,7 @@ class PushHeader(_message.Message):
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     REST_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
+    PACE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -348,7 +376,8 @@ class PushHeader(_message.Message):
     attach: SharedMemory
     rest: int
     detach: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ...) -> None: ...
+    pace: Pace
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
 
 class PushFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -433,7 +462,7 @@ class NotYet(_message.Message):
     def __init__(self, missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes")
+    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     NOT_YET_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +472,7 @@ class PullHeader(_message.Message):
     PLACE_REGIONS_FIELD_NUMBER: _ClassVar[int]
     PLACES_FIELD_NUMBER: _ClassVar[int]
     CODE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     push: PushReply
     parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
     not_yet: NotYet
@@ -452,7 +482,8 @@ class PullHeader(_message.Message):
     place_regions: _containers.RepeatedScalarFieldContainer[int]
     places: _containers.RepeatedScalarFieldContainer[int]
     code_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    clock: int
+    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class PullFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -484,8 +515,16 @@ class DescribedPartition(_message.Message):
     open: bool
     def __init__(self, job: _Optional[int] = ..., partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., payload_bytes: _Optional[int] = ..., sources: _Optional[int] = ..., open: bool = ...) -> None: ...
 
+class DescribedStaleness(_message.Message):
+    __slots__ = ("job", "most")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    most: int
+    def __init__(self, job: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
+
 class DescribeServerReply(_message.Message):
-    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming")
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -494,6 +533,7 @@ class DescribeServerReply(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     WORKERS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_STREAMING_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     server: int
     partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
     pushes_applied: int
@@ -502,4 +542,5 @@ class DescribeServerReply(_message.Message):
     bytes_sent: int
     workers_attached: int
     workers_streaming: int
-    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ...) -> None: ...
+    staleness: _containers.RepeatedCompositeFieldContainer[DescribedStaleness]
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ...) -> None: ...

@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--seeds", metavar="A:B", help="all from A to below B")
     parser.add_argument("--list", metavar="-", help="seeds, parted by commas, from the standard input")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 0: one for each core")
-    parser.add_argument("--kind", default="", help="async, sync, async-wal, sync-checkpoint, coordinator, ...")
+    parser.add_argument("--kind", default="", help="async, bounded, sync, async-wal, sync-checkpoint, coordinator, ...")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

@@ -20,6 +20,7 @@ from shardyard_coordinator.effects import Base
 from shardyard_coordinator.membership import Membership
 from shardyard_coordinator.ranks import RankBook
 from shardyard_ps_server import gate, partition
+from shardyard_ps_server.clocks import Clocks
 from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Partition
@@ -336,6 +337,18 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
 
     patch.setattr(LogFiles, "take_over", take_over)
     patch.setattr(LogFiles, "_find_end", find_end)
+
+
+@mutation("C3", "bounded", 0)
+def nobody_waits_for_the_slowest(patch: Patch) -> None:
+    """values are given however far behind another worker is"""
+    patch.setattr(Clocks, "behind", lambda self, worker, pace: None)
+
+
+@mutation("C3", "bounded-checkpoint", 0)
+def nobody_is_expected(patch: Patch) -> None:
+    """a server that is new to a job does not wait for those of whom it has not heard"""
+    patch.setattr(Clocks, "expect", lambda self, workers: None)
 
 
 @mutation("C4", "coordinator", 2, 5)

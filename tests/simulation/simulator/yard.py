@@ -9,7 +9,7 @@ its batch adds 1: a lost or a doubled push shows as a whole number. Synchronous:
 all values, so the last bits must be those of a run in which nothing happens. Beside that: nobody whom a server was told
 to refuse, or whose token was overtaken, has anything counted there; what took effect by a log is what its successors
 read of it; the checkpoint of the end is whole and says the same; no error but those that are told to people whose peers
-die; the job is finished in time.
+die; nobody is given values beyond the bound on staleness; the job is finished in time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.storage import LocalStorage
 from shardyard.ground import errors
 from shardyard.ground.orders import order
-from shardyard.ground.types import DataShardSource, Durability, Incarnation, Outcome, Token, UpdateMode
+from shardyard.ground.types import ConsistencyMode, DataShardSource, Durability, Incarnation, Outcome, Token
 from shardyard.runtime.settings import (
     CheckpointSettings,
     ConsistencySettings,
@@ -60,6 +60,7 @@ from shardyard_worker import job as worker_job
 
 from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires
+from .paces import Paces, watch_paces
 from .parallel import SHM, folder_name
 from .substitutes import Event, installed
 from .world import EPOCH_S, MS, SECOND, Process, Stuck, Task, World, current
@@ -110,6 +111,8 @@ class Plan:
     faults: tuple[tuple[int, str], ...]
     weather: Weather
     preempt: float
+    staleness: int | None
+    """The bound of an asynchronous job that has one."""
 
     @property
     def undisturbed(self) -> Plan:
@@ -128,6 +131,7 @@ class Plan:
             preempt=0.0,
             window=0,
             per_shard=1,
+            staleness=None,
         )
 
 
@@ -145,14 +149,15 @@ FAULTS = (
 
 
 def make_plan(seed: int, kind: str = "") -> Plan:
-    """`kind`: "async" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies. What it
-    does not say is the seed's."""
+    """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies.
+    What it does not say is the seed's."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     given = kind.split("-")
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
-    mode = "async" if lonely else mode
+    bounded = mode == "bounded"
+    mode = "async" if lonely or bounded else mode
     weather = Weather(
         lost=rng.choice((0.0, 0.0, 0.003, 0.01, 0.03)),
         slow=rng.choice((0.0, 0.01, 0.05)),
@@ -168,7 +173,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     faults = sorted((rng.randrange(span), kind) for kind in kinds)
     work = random.Random(f"work {seed % SYNC_WORKS}")
     sync = mode == "sync"
-    return Plan(
+    plan = Plan(
         seed=seed,
         mode=mode,
         durability=durability,
@@ -190,7 +195,11 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         faults=tuple(faults),
         weather=weather,
         preempt=rng.choice((0.0, 0.02, 0.1)),
+        staleness=None,
     )
+    if bounded or (not sync and not kind and rng.random() < 0.25):
+        return replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
+    return plan
 
 
 @dataclass
@@ -233,6 +242,7 @@ class Yard:
         self._goodbyes = 0
         self.has_checkpoint = False
         """Whether any was ever committed."""
+        self.paces = Paces(self.world.violations.append)
         self.effective: dict[Path, Mark] = {}
         """By folder of a log: the end of the last record that has taken effect."""
         self._mains: dict[str, Callable[[], None]] = {"coordinator": self._coordinator}
@@ -254,7 +264,9 @@ class Yard:
                 seed=7,
                 partitions=plan.partitions,
                 consistency=ConsistencySettings(
-                    mode=UpdateMode(plan.mode), logical_ranks=plan.ranks if sync else "auto"
+                    mode=ConsistencyMode(plan.mode if plan.staleness is None else "bounded"),
+                    logical_ranks=plan.ranks if sync else "auto",
+                    staleness=plan.staleness or 0,
                 ),
                 workers_expected=plan.workers,
                 rank_grace_ms=500,
@@ -482,6 +494,7 @@ class Yard:
             self.jobs_finished += body["state"] == "finished" or unheard or lost
         elif kind == "worker_gone":
             self._goodbyes += body["goodbye"]
+            self.paces.goes(Incarnation(body["worker"]))
         elif kind == "checkpoint_committed":
             self.has_checkpoint = True
 
@@ -738,7 +751,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     former, propagates = root.level, root.propagate
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    undo = _watch_ledgers(), _watch_logs()
+    undo = _watch_ledgers(), _watch_logs(), watch_paces(lambda: _yard().paces)
     root.addHandler(watch)
     root.setLevel(level)
     root.propagate = False

@@ -1,0 +1,164 @@
+"""Bounded staleness over chance histories: nobody is given values from which more steps of another worker are missing
+than the bound, and somebody can always go on (docs/ledger.md, rule C3)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from shardyard.ground.types import Incarnation, Pace, Stride
+from shardyard_ps_server.clocks import UNHEARD, Clocks
+
+PLACES = st.integers(1, 4)
+
+
+class Histories(RuleBasedStateMachine):
+    """Workers as they are, beside what the server knows of them: how many steps each has taken since it joined, from
+    where it counted, and whether it waits for values."""
+
+    @initialize(bound=st.integers(0, 3))
+    def begin(self, bound: int) -> None:
+        self.clocks = Clocks(bound)
+        self.bound = bound
+        self.at: dict[Incarnation, int] = {}
+        self.turns: dict[Incarnation, int] = {}
+        self.waits: set[Incarnation] = set()
+        self.deaths: dict[int, int] = {}
+        self.said: list[tuple[Incarnation, Pace]] = []
+
+    def at_place(self, place: int) -> Incarnation:
+        return Incarnation(place + 10 * self.deaths.get(place, 0))
+
+    def say(self, worker: Incarnation, stride: Stride, clock: int) -> int:
+        pace = Pace(stride, self.turns.get(worker, 0), clock)
+        self.said.append((worker, pace))
+        return self.clocks.hear(worker, pace)
+
+    @rule(place=PLACES)
+    def join(self, place: int) -> None:
+        worker = self.at_place(place)
+        if worker not in self.at:
+            others = list(self.at.values())
+            clock = self.say(worker, Stride.JOINS, 0)
+            assert clock == min(others, default=0)
+            self.at[worker] = clock
+            self.look(place)
+
+    @rule(place=PLACES)
+    def step(self, place: int) -> None:
+        worker = self.at_place(place)
+        if worker in self.at and worker not in self.waits:
+            self.at[worker] += 1
+            self.say(worker, Stride.STEPS, self.at[worker])
+            self.look(place)
+
+    @rule(place=PLACES)
+    def look(self, place: int) -> None:
+        """Asks for values."""
+        worker = self.at_place(place)
+        if worker not in self.at:
+            return
+        others = [clock for other, clock in self.at.items() if other != worker]
+        lacks = max((self.at[worker] - clock for clock in others), default=0)
+        found = self.clocks.behind(worker, Pace(Stride.STEPS, self.turns.get(worker, 0), self.at[worker]))
+        assert (found is not None) == (lacks > self.bound)
+        if found is None:
+            self.waits.discard(worker)
+        else:
+            assert self.at[found[0]] == found[1] == min(others)
+            self.waits.add(worker)
+
+    @rule(place=PLACES)
+    def rest(self, place: int) -> None:
+        worker = self.at_place(place)
+        if worker in self.at and worker not in self.waits:
+            self.say(worker, Stride.RESTS, 0)
+            self.turns[worker] = self.turns.get(worker, 0) + 1
+            del self.at[worker]
+
+    @rule(place=PLACES)
+    def die(self, place: int) -> None:
+        worker = self.at_place(place)
+        if worker in self.at:
+            self.clocks.leave(worker)
+            del self.at[worker]
+            self.waits.discard(worker)
+            # who is fenced is not admitted any more: nothing of it comes late
+            self.said = [each for each in self.said if each[0] != worker]
+            self.deaths[place] = self.deaths.get(place, 0) + 1
+
+    @rule(which=st.integers(0, 10_000))
+    def hear_again(self, which: int) -> None:
+        """What was said before comes once more, late."""
+        if self.said:
+            self.clocks.hear(*self.said[which % len(self.said)])
+
+    @invariant()
+    def nobody_waits_for_ever(self) -> None:
+        if hasattr(self, "at") and self.at:
+            slowest = min(self.at, key=lambda worker: self.at[worker])
+            assert self.clocks.behind(slowest, Pace(Stride.STEPS, 0, self.at[slowest])) is None
+
+    @invariant()
+    def most_is_within_the_bound(self) -> None:
+        if hasattr(self, "clocks"):
+            assert self.clocks.staleness_max <= self.bound
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
+
+
+def steps(clock: int, ahead: int = 0) -> Pace:
+    return Pace(Stride.STEPS, 0, clock, ahead)
+
+
+def test_who_is_expected_and_has_not_been_heard_is_waited_for() -> None:
+    clocks = Clocks(3)
+    clocks.expect([ONE, TWO])
+    clocks.hear(ONE, steps(20))
+    assert clocks.behind(ONE, steps(20)) == (TWO, UNHEARD)
+    clocks.hear(TWO, steps(16))
+    assert clocks.behind(ONE, steps(20)) == (TWO, 16)
+    clocks.hear(TWO, steps(17))
+    assert clocks.behind(ONE, steps(20)) is None
+    assert clocks.staleness_max == 3
+
+
+def test_who_is_not_expected_any_more_is_not_waited_for_and_who_was_heard_is() -> None:
+    clocks = Clocks(0)
+    clocks.expect([ONE, TWO])
+    clocks.hear(ONE, steps(5))
+    clocks.expect([THREE])
+    clocks.hear(THREE, steps(5))
+    assert clocks.behind(ONE, steps(5)) is None
+    assert clocks.behind(THREE, steps(6)) == (ONE, 5)
+
+
+def test_who_joins_beside_the_unheard_counts_from_the_slowest_that_was_heard() -> None:
+    clocks = Clocks(1)
+    clocks.expect([ONE, TWO])
+    clocks.hear(ONE, steps(9))
+    assert clocks.hear(THREE, Pace(Stride.JOINS, 0, 4)) == 9
+    assert clocks.hear(THREE, Pace(Stride.JOINS, 0, 4)) == 9, "asked again"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_values_that_are_used_later_wait_for_more(ahead: int) -> None:
+    clocks = Clocks(3)
+    clocks.hear(ONE, steps(10))
+    clocks.hear(TWO, steps(12))
+    assert (clocks.behind(TWO, steps(12, ahead)) is None) == (2 + ahead <= 3)
+
+
+def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> None:
+    clocks = Clocks(2)
+    joins = Pace(Stride.JOINS)
+    assert [clocks.hear(ONE, joins), clocks.hear(TWO, joins)] == [0, 0]
+    clocks.hear(TWO, steps(2))
+    assert clocks.hear(ONE, joins) == 0, "a second copy of what it said"
+    assert clocks.behind(TWO, steps(3)) == (ONE, 0)

@@ -1,0 +1,81 @@
+"""Bounded staleness, seen from the workers: who has been given values while another one that takes steps was too far
+behind (docs/ledger.md, rule C3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardyard.ground.types import Caller, Incarnation, JobId
+from shardyard_ps_server.store import Store
+from shardyard_worker.bounded import BoundedStrategy
+from shardyard_worker.feeds import AsyncFeed
+
+
+class Paces:
+    """Of one run. A worker's steps are noted when its call has returned: the servers may have one more."""
+
+    def __init__(self, violate: Callable[[str], None]) -> None:
+        self._violate = violate
+        self._steps: dict[Incarnation, tuple[JobId, int]] = {}
+        self._gone: set[Incarnation] = set()
+
+    def given(self, caller: Caller, steps: int, bound: int) -> None:
+        """A worker that has taken so many steps was given values to compute the next one on."""
+        worker = caller.incarnation
+        if worker in self._gone:
+            return
+        self._steps[worker] = caller.job, steps
+        for other, (job, theirs) in self._steps.items():
+            if job == caller.job and steps - bound > theirs + 1:
+                self._violate(f"worker {worker} goes on after {steps} steps, worker {other} has taken {theirs}")
+
+    def rests(self, worker: Incarnation) -> None:
+        self._steps.pop(worker, None)
+
+    def goes(self, worker: Incarnation) -> None:
+        """Some server refuses it."""
+        self._gone.add(worker)
+        self._steps.pop(worker, None)
+
+
+def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
+    """Notes what workers do. Call what it returns to undo it."""
+    real_resume, real_rest = BoundedStrategy.resume, BoundedStrategy.rest
+    real_contribute, real_fence, real_lease = BoundedStrategy.contribute, Store.fence, AsyncFeed._lease
+
+    def note(strategy: Any) -> None:
+        if not strategy._resting:
+            paces_now().given(strategy._session.caller, strategy._clock, strategy._bound)
+
+    def resume(self: Any) -> None:
+        real_resume(self)
+        note(self)
+
+    def lease(self: Any) -> Any:
+        paces_now().rests(self._session.caller.incarnation)
+        return real_lease(self)
+
+    def rest(self: Any) -> None:
+        paces_now().rests(self._session.caller.incarnation)
+        real_rest(self)
+
+    def contribute(self: Any, *given: Any) -> None:
+        real_contribute(self, *given)
+        note(self)
+
+    def fence(self: Any, incarnations: Any) -> None:
+        for each in incarnations:
+            paces_now().goes(Incarnation(each))
+        real_fence(self, incarnations)
+
+    BoundedStrategy.resume, BoundedStrategy.rest = resume, rest  # type: ignore[method-assign]
+    BoundedStrategy.contribute, Store.fence = contribute, fence  # type: ignore[method-assign]
+    AsyncFeed._lease = lease  # type: ignore[method-assign]
+
+    def undo() -> None:
+        BoundedStrategy.resume, BoundedStrategy.rest = real_resume, real_rest  # type: ignore[method-assign]
+        BoundedStrategy.contribute, Store.fence = real_contribute, real_fence  # type: ignore[method-assign]
+        AsyncFeed._lease = real_lease  # type: ignore[method-assign]
+
+    return undo
