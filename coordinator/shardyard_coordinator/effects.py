@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     PartitionMap,
     RankLease,
     SourceKey,
+    Stop,
     Token,
     UpdateMode,
 )
@@ -227,7 +228,8 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """What a heartbeat brings back. `job_state` is None for a member without a job. `feedback`: what the worker's error
-    feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole."""
+    feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole;
+    `checkpoint`: the newest."""
 
     job_state: JobState | None = None
     failure: ShardyardError | None = None
@@ -240,6 +242,8 @@ class Standing:
     recovering: bool = False
     feedback: tuple[HandOver, ...] = ()
     gone_back: Generation = NEVER
+    stop: Stop | None = None
+    checkpoint: Committed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +254,8 @@ class Joined:
     ranks: tuple[RankLease, ...]
     logical_ranks: int
     chief: bool
+    stop: Stop | None = None
+    checkpoint: Committed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +310,16 @@ class CheckpointStanding:
 
 
 @dataclass(frozen=True, slots=True)
+class StopTaken:
+    """The stop that is in force. `first`: it is the one that was asked for."""
+
+    job: JobId
+    job_name: str
+    stop: Stop
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePlanned:
     """`running`: the job goes back now; else the next run begins with the checkpoint."""
 
@@ -314,6 +330,7 @@ Answer = (
     Done
     | RestorePlanned
     | CheckpointStanding
+    | StopTaken
     | FeedbackVerdict
     | Rebased
     | Registered

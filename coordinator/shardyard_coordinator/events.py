@@ -152,6 +152,15 @@ class CheckpointAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class StopAsked:
+    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+
+    caller: Caller | None
+    job_name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FeedbackRead:
     """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
 
@@ -314,6 +323,7 @@ Event = (
     | WatermarksRead
     | PassedOver
     | CheckpointAsked
+    | StopAsked
     | FeedbackRead
     | RestoreOrdered
     | RestoreCancelled

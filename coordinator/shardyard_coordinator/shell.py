@@ -131,6 +131,7 @@ class Coordinator:
         service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
+        service.on(methods.STOP_JOB, self._stop_job)
         service.on(methods.REPORT_FEEDBACK, self._report_feedback)
         service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
         service.on(methods.RESTORE_CHECKPOINT, self._restore_checkpoint)
@@ -201,6 +202,9 @@ class Coordinator:
 
     def _take_checkpoint(self, request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
         return door.checkpoint_reply(self._ask(door.checkpoint_asked(request), effects.CheckpointStanding))
+
+    def _stop_job(self, request: wire.StopJobRequest, _: Context) -> wire.StopJobReply:
+        return door.stop_reply(self._ask(door.stop_asked(request), effects.StopTaken))
 
     def _report_feedback(self, request: wire.ReportFeedbackRequest, _: Context) -> wire.ReportFeedbackReply:
         caller, said = door.feedback_reported(request)

@@ -15,6 +15,7 @@ from shardyard.ground.types import (
     MemberRole,
     PartitionMap,
     Rank,
+    Stop,
     Term,
     UpdateMode,
     VariableKind,
@@ -73,6 +74,7 @@ class JobStanding:
     checkpoint: Committed | None
     restored: Restored | None
     recovering: bool
+    stop: Stop | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,4 +160,5 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         checkpoint=job.keeping.book.committed,
         restored=job.keeping.restored,
         recovering=job.keeping.recovery.needed,
+        stop=job.stopping.stop,
     )

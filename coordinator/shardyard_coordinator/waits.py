@@ -79,6 +79,9 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
         yield "recovery", _recovery(job)
     elif job.deployment.stage is not Stage.OPEN and job.workers:
         yield "deployment", _deployment(job.deployment)
+    unheard = job.stopping.missing(job.workers)
+    if unheard:
+        yield "stop", f"worker {_named(unheard)} to hear that it shall stop"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

@@ -237,7 +237,7 @@ class AsyncStrategy(Strategy):
                 # nobody else can have counted it: the servers were restored to before this worker's last pushes
                 raise
             self._give_up(name, error)
-        except errors.Unavailable:
+        except (errors.Unavailable, KeyboardInterrupt):
             if isinstance(name.key.source, WorkerSource):
                 self._uncertain = name
             raise
@@ -382,8 +382,14 @@ class SyncStrategy(Strategy):
     def _prepare_work(self) -> None:
         if self._version is None:
             self._align()
-        if self.due() is None:
+        if self.due() is None and not self.is_over:
             self._settle()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job stands where it was told to stop."""
+        end = self._session.brake.end
+        return end is not None and self._version is not None and self._version >= end
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         self._training.complete()
@@ -419,6 +425,9 @@ class SyncStrategy(Strategy):
         assert isinstance(name.key.source, RankSource)
         assert self._version is not None
         rank = name.key.source.rank
+        if not self._may_begin(self._version):
+            log.info("%s is not computed: the job stops before step %d", name, self._version)
+            raise LostWork
         shipment = self._training.ship(name, sending)
         others = any(held.next == self._version for other, held in self._held.items() if other != rank)
         try:
@@ -444,6 +453,20 @@ class SyncStrategy(Strategy):
             self._settle()
         else:
             self._arrive()
+
+    def _may_begin(self, step: int) -> bool:
+        """Whether the job has that step; waits until it is settled where the job stops."""
+        brake = self._session.brake
+        may = brake.may_begin(step)
+        if may is not None:
+            return may
+        with self._session.vigil.over(lambda: f"other workers to hear that the job stops, before step {step}"):
+            while (may := brake.may_begin(step)) is None:
+                self._session.refresh()
+                if self._training.is_behind:
+                    raise MapChanged
+                self._pause()
+        return may
 
     # ---- versions
 
@@ -494,6 +517,9 @@ class SyncStrategy(Strategy):
         with self._session.vigil.over(waiting_for):
             while True:
                 version = min(held.next for held in self._held.values())
+                if self._session.brake.end is not None:
+                    # one that died may have contributed to a step that nobody else computes
+                    version = min(version, self._session.brake.end)
                 self._training.router.abandon_pull()
                 answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
                 if not answer.missing:
