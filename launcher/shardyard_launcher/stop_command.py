@@ -39,6 +39,7 @@ def stop(
     """Have JOB (a name; without one, the job that runs) end in good order: workers finish what they compute at the
     moment, and a last checkpoint is written."""
     from shardyard.ground import errors
+    from shardyard.runtime.waiting import Vigil
     from shardyard.transport.channel import GrpcNetwork
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -47,15 +48,18 @@ def stop(
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     address = coordinator_of(settings)
     peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    vigil = Vigil()
     try:
         request = wire.StopJobRequest(job_name=job or "", reason=reason)
-        told = peer.call(methods.STOP_JOB, request, timeout_ms=TIMEOUT_MS)
+        with vigil.over(lambda: f"the {peer.name} to take the stop"):
+            told = peer.call(methods.STOP_JOB, request, timeout_ms=TIMEOUT_MS)
         if told.first:
             click.echo(f"job {told.job_name} is told to stop")
         else:
             click.echo(f"job {told.job_name} was told to stop before, {describe_stop(told.stop)}")
         return _await_end(peer, told) if wait else 0
     finally:
+        vigil.close()
         peer.close()
 
 

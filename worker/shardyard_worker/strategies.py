@@ -426,7 +426,8 @@ class SyncStrategy(Strategy):
         assert self._version is not None
         rank = name.key.source.rank
         if not self._may_begin(self._version):
-            log.info("%s is not computed: the job stops before step %d", name, self._version)
+            log.info("%s does not count: the job stops before step %d", name, self._version)
+            self._training.load()  # buffers are those of the batch by now
             raise LostWork
         shipment = self._training.ship(name, sending)
         others = any(held.next == self._version for other, held in self._held.items() if other != rank)

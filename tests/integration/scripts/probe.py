@@ -60,6 +60,10 @@ def train_model(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         job.log(loss=loss)
         computed += 1
         announce(computed)
+        if computed == options.stop_at:
+            job.stop(f"computed {computed}")
+        if options.mode == "loader" and job.should_stop:
+            break
     return {"digest": digest(model), "loss": float(loss.detach()) if computed else None, "computed": computed}
 
 
@@ -75,6 +79,8 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         optimizer.step()
         computed += 1
         announce(computed)
+        if computed == options.stop_at:
+            job.stop(f"computed {computed}")
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
@@ -127,6 +133,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold", default="")
@@ -138,6 +145,7 @@ def main() -> None:
         channel.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in channel.OPTIONS)
     with sy.connect() as job:
         result = MODES[options.mode](job, options)
+        result |= {"should_stop": job.should_stop, "reason": job.stopping and job.stopping.reason}
         result |= {"step": job.step, "chief": job.chief, "pid": os.getpid(), "threads": torch.get_num_threads()}
     with open(options.out, "w") as file:
         json.dump(result, file)
