@@ -35,12 +35,14 @@ def data(samples: int) -> TensorDataset:
 def digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        found.update(name.removeprefix("_orig_mod.").encode() + tensor.contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
 def train_model(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model = network()
+    if options.compile:
+        model = torch.compile(model, backend=options.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     model, moved, schedule = job.prepare(model, optimizer, scheduler)
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--compile", default="", help="the backend of torch.compile")
     parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
