@@ -73,6 +73,8 @@ ALL_KINDS = {
     "partitions_created",
     "partitions_opened",
     "rank_given",
+    "stop_asked",
+    "stop_settled",
     "variables_committed",
     "variables_registered",
     "worker_admitted",
@@ -173,6 +175,8 @@ class Fuzz:
             self.handle(events.WorkersFenced(fence.job, fence.workers))
         elif chance < 0.45:
             self._join()
+        elif chance < 0.455 and self.jobs:
+            self._stop(self.random.choice(sorted(self.jobs)))
         elif chance < 0.49 and self.jobs:
             self._be_careful(self.random.choice(sorted(self.jobs)))
         elif self.jobs:
@@ -198,7 +202,8 @@ class Fuzz:
         silent = self.random.random() < 0.1
         for member in sorted(self.members):
             if not silent or self.random.random() < 0.7:
-                report = Report(self.random.randrange(9), self.random.randrange(99), (("loss", 0.5),))
+                reached = self.random.choice((None, self.random.randrange(9)))
+                report = Report(self.random.randrange(9), self.random.randrange(99), (("loss", 0.5),), reached=reached)
                 self.handle(events.HeartbeatReceived(member, report))
         if silent:
             self.now_ms += 450
@@ -246,6 +251,12 @@ class Fuzz:
         answer = self.handle(event)
         if isinstance(answer, DataLease):
             self.leases[worker] = answer
+
+    def _stop(self, worker: Incarnation) -> None:
+        """Told by a worker, or a person."""
+        caller = self.random.choice((Caller(self.jobs[worker], worker), None))
+        name = "" if caller else self.random.choice([*SETTINGS, "none", ""])
+        self.handle(events.StopAsked(caller, name, self.random.choice(("", "loss is n\u00e4n"))))
 
     def _be_careful(self, worker: Incarnation) -> None:
         """Announces work at which others have died, and dies of it, or not."""
