@@ -140,6 +140,15 @@ class ReadDeparted:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadSteps:
+    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops."""
+
+    job: JobId
+    map: PartitionMap
+    sources: tuple[SourceKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PassOver:
     """Then PassedOver, if all servers answered."""
 
@@ -362,6 +371,7 @@ Effect = (
     | ReadLedger
     | ReadWatermarks
     | ReadDeparted
+    | ReadSteps
     | PassOver
     | TakeCheckpoint
     | ForgetSources

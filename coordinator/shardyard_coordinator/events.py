@@ -299,6 +299,22 @@ class DepartedUnread:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsRead:
+    """The lowest next step over all logical ranks and partitions, under the map of that generation."""
+
+    job: JobId
+    generation: Generation
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsUnread:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class PassedOver:
     """All servers go on with the source at the sequence that was asked for."""
 
@@ -339,4 +355,6 @@ Event = (
     | LedgerRead
     | DepartedRead
     | DepartedUnread
+    | StepsRead
+    | StepsUnread
 )

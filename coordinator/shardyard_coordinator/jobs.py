@@ -51,6 +51,7 @@ from shardyard_coordinator.effects import (
     Persist,
     ReadDeparted,
     ReadLedger,
+    ReadSteps,
     ReadWatermarks,
     Rebased,
     Reply,
@@ -121,6 +122,7 @@ class Job:
         self.residuals = LostResiduals()
         self.departed = Departed() if self._goes_back_in_part else None
         self.handovers = HandOvers()
+        self._reads_steps = False
         self.stopping = Stopping(by_steps=settings.consistency.mode is UpdateMode.SYNC)
         self._idle_since_ms = now_ms
         self._last_lost = ""
@@ -297,7 +299,7 @@ class Job:
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
         return [
             *self._rank_records(given),
-            *self._settle_stop(),
+            *self._read_steps(),
             *self.deployment.reopen(now_ms),
             *self._keep(now_ms, servers),
         ]
@@ -319,13 +321,33 @@ class Job:
         if self.state.ended or reached is None:
             return []
         self.stopping.hear(worker, reached)
-        return self._settle_stop()
+        return self._read_steps()
 
-    def _settle_stop(self) -> list[Effect]:
-        settled = self.stopping.settle(self.workers)
-        if not settled or self.stopping.stop is None:
+    def _read_steps(self) -> list[Effect]:
+        """Before it is settled where the job stops: nobody goes on, and the servers know how far those came who are
+        gone."""
+        if self._reads_steps or not self._may_settle_stop:
             return []
+        assert self.ranks is not None
+        assert self.deployment.map is not None
+        self._reads_steps = True
+        return [ReadSteps(self.id, self.deployment.map, tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all))]
+
+    @property
+    def _may_settle_stop(self) -> bool:
+        return self.stopping.is_due(self.workers) and not self.fencing and self._is_whole
+
+    def settle_stop(self, generation: Generation, step: int) -> list[Effect]:
+        self._reads_steps = False
+        if self.state.ended or not self._may_settle_stop or generation != self.deployment.generation:
+            return []
+        settled = self.stopping.settle(step)
+        assert self.stopping.stop is not None
         return [*self._records(settled), Tell(f"{self.title} stops before step {self.stopping.stop.step:,}")]
+
+    def forget_steps(self) -> None:
+        """They could not be read."""
+        self._reads_steps = False
 
     def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""

@@ -184,6 +184,11 @@ class Machine:
                 return self._jobs[job].declare_lost_of_departed(generation, dict(found), now_ms)
             case events.DepartedUnread(job) if job in self._jobs:
                 return self._jobs[job].fail_departed(now_ms)
+            case events.StepsRead(job, generation, step) if job in self._jobs:
+                return self._jobs[job].settle_stop(generation, step)
+            case events.StepsUnread(job) if job in self._jobs:
+                self._jobs[job].forget_steps()
+                return []
             case events.WorkersFenced(job, workers, reached) if job in self._jobs:
                 return self._jobs[job].free(workers, now_ms, dict(reached))
             case _:

@@ -31,6 +31,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Job._last_failures": "and tried as often as if for the first time",
     "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
     "Job._step_seen": "as `progress`",
+    "Job._reads_steps": "servers are asked again",
     "Stopping._reached": "workers say it again with each heartbeat",
     "Safekeeping.restored": "said of this life's recoveries alone",
     "Recovery._since_ms": "lost partitions wait for a server's restart anew",

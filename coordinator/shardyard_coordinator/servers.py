@@ -154,7 +154,7 @@ class Servers:
         request = wire.DropJobRequest(caller=self._caller(effect.job))
         self._call(effect.server, methods.DROP_JOB, request, DROP_MS, f"to drop job {effect.job}")
 
-    def lowest_next(self, effect: effects.ReadLedger) -> int:
+    def lowest_next(self, effect: effects.ReadLedger | effects.ReadSteps) -> int:
         """The lowest next sequence of the sources over all partitions (rule A6). Raises where a server does not
         answer."""
         return min(

@@ -376,6 +376,8 @@ class Coordinator:
                 self._later(self._forget_sources, effect)
             case effects.ReadDeparted():
                 self._later(self._read_departed, effect)
+            case effects.ReadSteps():
+                self._later(self._read_steps, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -507,6 +509,15 @@ class Coordinator:
             self._handle(events.DepartedUnread(job))
         else:
             self._handle(events.DepartedRead(job, map_.generation, found))
+
+    def _read_steps(self, wanted: effects.ReadSteps) -> None:
+        try:
+            step = self._servers.lowest_next(wanted)
+        except ShardyardError as error:
+            log.debug("job %s: where it stands is asked again: %s", wanted.job, error.what)
+            self._handle(events.StepsUnread(wanted.job))
+        else:
+            self._handle(events.StepsRead(wanted.job, wanted.map.generation, step))
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation

@@ -2,8 +2,9 @@
 
 Owns: who said so first; of a synchronous job, how far each worker has come, and the step before which all of them end.
 Invariants: the first to say so decides, nobody takes it back; the step is settled once, when every living worker has
-said how far it has come and stays there until it is; so no living worker has contributed to that step, and all that
-any of them contributed to is computed by all. Must not know: steps' contents, servers, time.
+said how far it has come and stays there until it is, and the servers have said where the job is; so no step before it
+is done by some and never by others, and nobody who lives has contributed to it. Must not know: steps' contents,
+servers, time.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ class Stopping:
         if self._is_open:
             self._reached[worker] = max(reached, self._reached.get(worker, 0))
 
-    def settle(self, workers: Collection[Incarnation]) -> list[Entry]:
-        """`workers`: the living. Records, where it is due."""
-        if not self._is_open or not workers or self.missing(workers):
-            return []
-        return self._settle(max(self._reached[worker] for worker in workers))
+    def is_due(self, workers: Collection[Incarnation]) -> bool:
+        """Whether all of the living have said how far they have come."""
+        return self._is_open and bool(workers) and not self.missing(workers)
+
+    def settle(self, step: int) -> list[Entry]:
+        """`step`: the first that some partition lacks a part of, when it was due: those who are gone have come so far.
+        Records."""
+        return self._settle(max(step, *self._reached.values()))
 
     def missing(self, workers: Collection[Incarnation]) -> list[Incarnation]:
         """Of the living, those that have not said how far they have come."""

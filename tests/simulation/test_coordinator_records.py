@@ -104,6 +104,7 @@ class Fuzz:
         self.jobs: dict[Incarnation, JobId] = {}
         self.leases: dict[Incarnation, DataLease] = {}
         self.fences: list[effects.FenceOnServers] = []
+        self.reads: list[effects.ReadSteps] = []
         if seed % 2:
             for settings in SETTINGS.values():
                 self._run_job(settings)
@@ -157,6 +158,9 @@ class Fuzz:
         self.kinds |= {effect.kind for effect in found if isinstance(effect, effects.Persist)}
         self.fences += [effect for effect in found if isinstance(effect, effects.FenceOnServers)]
         reply: object = next((effect.answer for effect in found if isinstance(effect, effects.Reply)), None)
+        for effect in found:
+            if isinstance(effect, effects.ReadSteps):
+                self.reads.append(effect)
         if any(isinstance(effect, effects.ReadLedger) for effect in found):
             assert isinstance(event, events.LeaseReturned)
             reply = self.handle(events.LedgerRead(event, self.random.choice((0, 1, 2, 2, 40))))
@@ -173,6 +177,11 @@ class Fuzz:
         elif chance < 0.36 and self.fences:
             fence = self.fences.pop(self.random.randrange(len(self.fences)))
             self.handle(events.WorkersFenced(fence.job, fence.workers))
+        elif chance < 0.38 and self.reads:
+            read = self.reads.pop()
+            lost = self.random.random() < 0.2
+            answer = events.StepsRead(read.job, read.map.generation, self.random.randrange(9))
+            self.handle(events.StepsUnread(read.job) if lost else answer)
         elif chance < 0.45:
             self._join()
         elif chance < 0.455 and self.jobs:

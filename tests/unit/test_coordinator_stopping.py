@@ -11,9 +11,12 @@ from shardyard.ground import errors, limits
 from shardyard.ground.types import (
     Caller,
     DType,
+    Generation,
     Incarnation,
     MemberRole,
     OptimizerSpec,
+    Rank,
+    RankSource,
     Stop,
     Token,
     UpdateMode,
@@ -46,10 +49,16 @@ FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=T
 class Yard(MachineYard):
     def __init__(self, settings: JobSettings, workers: int = 2, checkpoints: str | None = None) -> None:
         super().__init__(checkpoints=checkpoints)
+        self.reads: list[effects.Effect] = []
         self.server = self.register(MemberRole.SERVER, "s:0")
         self.settings = settings
         self.workers = [self.join() for _ in range(workers)]
         self.open_job(self.workers[0], VARIABLES, SGD)
+
+    def handle(self, event: events.Event) -> object:
+        answer = super().handle(event)
+        self.reads += self.wanted(effects.ReadSteps)
+        return answer
 
     def join(self) -> Caller:
         return self.join_as(self.register(MemberRole.WORKER), self.settings)
@@ -61,6 +70,14 @@ class Yard(MachineYard):
 
     def say(self, caller: Caller, reached: int | None = None, step: int = 0) -> effects.Standing:
         return self.beat(caller.incarnation, Report(step=step, reached=reached))
+
+    def read(self, step: int) -> Stop | None:
+        """The servers have said how far the job is."""
+        (read,) = self.wanted(effects.ReadSteps)
+        assert isinstance(read, effects.ReadSteps)
+        assert [key.source for key in read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
+        self.handle(events.StepsRead(read.job, read.map.generation, step))
+        return self.stops
 
     def leave(self, caller: Caller, error: str = "") -> None:
         self.handle(events.MemberLeft(caller.incarnation, error))
@@ -135,9 +152,64 @@ def test_step_is_settled_once_every_living_worker_has_said_how_far_it_came() -> 
     assert yard.stop(first).stop == Stop("", first.incarnation)
     yard.advance(500)
     assert yard.say(first, 7).stop == Stop("", first.incarnation)
-    assert yard.say(second, 8).stop == Stop("", first.incarnation, True, 8)
-    assert yard.say(first, 7).stop == Stop("", first.incarnation, True, 8)
+    assert yard.say(second, 8).stop == Stop("", first.incarnation)
+    assert yard.read(7) == Stop("", first.incarnation, True, 8)
     assert yard.told[-1].endswith("stops before step 8")
+    assert yard.say(first, 7).stop == Stop("", first.incarnation, True, 8)
+
+
+def test_step_is_no_earlier_than_the_job_is() -> None:
+    yard = Yard(SYNC)
+    first, second = yard.workers
+    yard.stop()
+    yard.leave(first)  # it had computed all ranks alone
+    yard.handle(events.WorkersFenced(first.job, (first.incarnation,)))
+    yard.say(second, 0)
+    assert yard.read(6) == Stop("", None, True, 6)
+
+
+def test_nothing_is_settled_while_one_that_is_gone_may_still_contribute() -> None:
+    yard = Yard(SYNC)
+    first, second = yard.workers
+    yard.stop()
+    yard.kill(first.incarnation)
+    yard.say(second, 6)
+    assert not yard.wanted(effects.ReadSteps)
+    yard.handle(events.WorkersFenced(first.job, (first.incarnation,)))
+    yard.handle(events.Ticked())
+    assert yard.read(7) == Stop("", None, True, 7)
+
+
+def test_steps_that_could_not_be_read_are_read_again() -> None:
+    yard = Yard(SYNC)
+    yard.stop()
+    for worker in yard.workers:
+        yard.say(worker, 2)
+    (read,) = yard.wanted(effects.ReadSteps)
+    assert isinstance(read, effects.ReadSteps)
+    yard.say(yard.workers[0], 2)
+    assert not yard.wanted(effects.ReadSteps)
+    yard.handle(events.StepsUnread(read.job))
+    yard.handle(events.Ticked())
+    (read,) = yard.wanted(effects.ReadSteps)
+    assert isinstance(read, effects.ReadSteps)
+    yard.handle(events.StepsRead(read.job, Generation(read.map.generation - 1), 2))
+    assert yard.stops == Stop("")
+    yard.handle(events.Ticked())
+    assert yard.read(2) == Stop("", None, True, 2)
+
+
+def test_answer_that_comes_after_another_has_joined_settles_nothing() -> None:
+    yard = Yard(SYNC)
+    yard.stop()
+    for worker in yard.workers:
+        yard.say(worker, 2)
+    third = yard.join()
+    (read,) = [each for each in yard.reads if isinstance(each, effects.ReadSteps)]
+    yard.handle(events.StepsRead(read.job, read.map.generation, 2))
+    assert yard.stops == Stop("")
+    yard.say(third, 0)
+    assert yard.read(2) == Stop("", None, True, 2)
 
 
 def test_one_that_died_is_not_waited_for_and_one_that_joined_is() -> None:
@@ -147,11 +219,11 @@ def test_one_that_died_is_not_waited_for_and_one_that_joined_is() -> None:
     yard.say(first, 7)
     third = yard.join()
     yard.kill(second.incarnation)
+    yard.handle(events.WorkersFenced(first.job, (second.incarnation,)))
     yard.handle(events.Ticked())
-    stop = yard.stops
-    assert stop is not None
-    assert not stop.settled
-    assert yard.say(third, 0).stop == Stop("", first.incarnation, True, 7)
+    assert not yard.wanted(effects.ReadSteps)
+    yard.say(third, 0)
+    assert yard.read(6) == Stop("", first.incarnation, True, 7)
 
 
 def test_the_last_one_missing_may_leave_instead() -> None:
@@ -160,8 +232,9 @@ def test_the_last_one_missing_may_leave_instead() -> None:
     yard.stop()
     yard.say(first, 3)
     yard.leave(second)
+    yard.handle(events.WorkersFenced(first.job, (second.incarnation,)))
     yard.handle(events.Ticked())
-    assert yard.stops == Stop("", None, True, 3)
+    assert yard.read(3) == Stop("", None, True, 3)
 
 
 def test_what_a_worker_has_said_stays_true() -> None:
@@ -170,7 +243,7 @@ def test_what_a_worker_has_said_stays_true() -> None:
     yard.say(yard.workers[0], 7)
     yard.say(yard.workers[0], 5)
     yard.say(yard.workers[1], 6)
-    assert yard.stops == Stop("", None, True, 7)
+    assert yard.read(5) == Stop("", None, True, 7)
 
 
 def test_missing_workers_are_named_while_they_are_waited_for() -> None:
@@ -225,6 +298,7 @@ def test_feed_of_a_stopped_job_is_left_once_a_checkpoint_has_its_steps() -> None
     assert not done(3)
     for worker in (first, second):
         yard.say(worker, 3)
+    yard.read(3)
     book = yard.machine.jobs[-1].keeping.book
     book.committed = Committed(1, 2, {})
     assert (done(2), done(3)) == (False, False)
@@ -245,7 +319,7 @@ def test_a_stop_and_its_step_outlive_the_coordinator(short: bool) -> None:
     yard.say(yard.workers[1], 6)
     assert yard.stops == taken.stop
     yard.say(yard.workers[0], 7)
-    settled = yard.stops
+    settled = yard.read(6)
     assert settled == Stop("lo\u0161", yard.workers[0].incarnation, True, 7)
     yard.restart(from_snapshot=short)
     assert yard.stops == settled
@@ -263,6 +337,7 @@ def test_records_that_do_not_fit_are_refused() -> None:
     yard.stop()
     for worker in yard.workers:
         yard.say(worker, 2)
+    yard.read(2)
     kinds = [each.kind for each in yard.persisted]
     asked, settled = kinds.index("stop_asked"), kinds.index("stop_settled")
     for kept in ([*range(asked + 1), asked], [*range(settled + 1), settled], [*range(asked), settled]):
@@ -295,5 +370,6 @@ def test_an_asynchronous_job_settles_nothing() -> None:
     stopping = Stopping(by_steps=False)
     stopping.ask("", None)
     stopping.hear(Incarnation(3), 9)
-    assert stopping.missing([Incarnation(3)]) == stopping.settle([Incarnation(3)]) == []
+    assert not stopping.is_due([Incarnation(3)])
+    assert stopping.missing([Incarnation(3)]) == []
     assert not stopping.is_over(0)

@@ -181,7 +181,7 @@ class Job:
         if self.mode is UpdateMode.ASYNC:
             return self.stopping is not None
         end = self._session.brake.end
-        return end is not None and (self._strategy is None or self.step >= end)
+        return self.stopping is not None if self._strategy is None else end is not None and self.step >= end
 
     @property
     def stopping(self) -> Stop | None:

@@ -30,6 +30,8 @@ log = logging.getLogger("shardyard.worker")
 
 R = TypeVar("R")
 
+STOP_SLICE_MS = 20
+"""Between two questions where the job stops, which is a matter of a heartbeat of each worker."""
 NEWEST = Wish(0, exactly=False, prefetched=True)
 
 
@@ -466,7 +468,7 @@ class SyncStrategy(Strategy):
                 self._session.refresh()
                 if self._training.is_behind:
                     raise MapChanged
-                self._pause()
+                self._training.router.pause(STOP_SLICE_MS)
         return may
 
     # ---- versions

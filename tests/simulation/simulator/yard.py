@@ -69,6 +69,8 @@ JOB = "simulated"
 PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
 STARTS_MAX = 60
+STOP_CHANCE = 0.1
+"""After a batch, where a job is to be told to stop."""
 SYNC_WORKS = 16
 """Kinds of synchronous work, each of which is done undisturbed once."""
 SYNC_ELEMENTS = 5
@@ -110,6 +112,8 @@ class Plan:
     faults: tuple[tuple[int, str], ...]
     weather: Weather
     preempt: float
+    stops: bool = False
+    """Workers tell the job to stop, at some batch."""
 
     @property
     def undisturbed(self) -> Plan:
@@ -128,6 +132,7 @@ class Plan:
             preempt=0.0,
             window=0,
             per_shard=1,
+            stops=False,
         )
 
 
@@ -145,11 +150,11 @@ FAULTS = (
 
 
 def make_plan(seed: int, kind: str = "") -> Plan:
-    """`kind`: "async" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies. What it
-    does not say is the seed's."""
+    """`kind`: "async" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies; "stop", by
+    itself or behind: workers tell the job to stop. What it does not say is the seed's."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
-    given = kind.split("-")
+    given = [word for word in kind.split("-") if word != "stop"] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
     mode = "async" if lonely else mode
@@ -190,6 +195,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         faults=tuple(faults),
         weather=weather,
         preempt=rng.choice((0.0, 0.02, 0.1)),
+        stops="stop" in kind.split("-"),
     )
 
 
@@ -205,6 +211,8 @@ class Ending:
     calls: int = 0
     starts: int = 0
     values: dict[str, bytes] = field(default_factory=dict)
+    versions: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    """Of a synchronous job: the values at each step that was computed."""
     standing: str = ""
     happened: list[str] = field(default_factory=list)
 
@@ -231,6 +239,9 @@ class Yard:
         """Jobs that were begun and have not ended."""
         self.jobs_finished = 0
         self._goodbyes = 0
+        self.versions: dict[int, dict[str, bytes]] = {}
+        self.stopped_at: int | None = None
+        """The step before which the job was told to stop."""
         self.has_checkpoint = False
         """Whether any was ever committed."""
         self.effective: dict[Path, Mark] = {}
@@ -378,6 +389,7 @@ class Yard:
             if left == 0 or (left == 1 and dropped) or world.rng.random() > 0.2:
                 job.push(dict.fromkeys(names, gradient))
                 gradient = torch.zeros(size, dtype=torch.float64)
+            self._stop_by_chance(job)
 
     def _train_sync(self, job: Any, names: list[str], batches: Iterable[Any]) -> None:
         world = self.world
@@ -385,11 +397,17 @@ class Yard:
             # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
             noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
             values = job.pull()
+            self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
             sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
             job.push(sent)
+            self._stop_by_chance(job)
+
+    def _stop_by_chance(self, job: Any) -> None:
+        if self.plan.stops and self.world.rng.random() < STOP_CHANCE:
+            job.stop("by chance")
 
     def _batches_of(self, source: DataShardSource) -> int:
         total = -(-self.plan.samples // self.plan.batch)
@@ -478,6 +496,9 @@ class Yard:
             # nor is there a job to go back to where a disk has refused its every checkpoint
             lost = code == "ServerLost" and not self.has_checkpoint and len(self.finished) == self.plan.workers
             self.jobs_finished += body["state"] == "finished" or unheard or lost
+        elif kind == "stop_settled":
+            self.stopped_at = body["step"]
+            self.happened.append("stop")
         elif kind == "worker_gone":
             self._goodbyes += body["goodbye"]
         elif kind == "checkpoint_committed":
@@ -505,6 +526,7 @@ class Yard:
             self.wires.calls,
             self.starts,
             next(iter(self.finished.values()), {}),
+            self.versions,
             standing,
             self.happened,
         )
@@ -533,6 +555,9 @@ class Yard:
         self._compare(f"checkpoint {manifest.number}", saved, wanted)
 
     def _compare(self, whose: str, values: dict[str, bytes], wanted: dict[str, bytes]) -> None:
+        if self.stopped_at is not None and self.plan.mode == "async":
+            self._look_at_counts(whose, values)
+            return
         for name in sorted(wanted):
             if values[name] != wanted[name]:
                 got = np.frombuffer(values[name], np.float64)
@@ -540,10 +565,19 @@ class Yard:
                 bad = [(i, float(got[i]), float(want[i])) for i in np.flatnonzero(got != want)[:4]]
                 self.world.violations.append(f"{whose}: {name} has (place, got, wanted) {bad}")
 
+    def _look_at_counts(self, whose: str, values: dict[str, bytes]) -> None:
+        """A job that was stopped has counted some of its samples, none of them twice."""
+        for name in sorted(values):
+            counts = np.frombuffer(values[name], np.float64)
+            if not np.isin(counts, (0.0, 1.0)).all():
+                self.world.violations.append(f"{whose}: {name} has counted {sorted(set(counts.tolist()))}")
+
     def _wanted(self) -> dict[str, bytes]:
         plan = self.plan
         if plan.mode == "sync":
-            return _undisturbed(plan.undisturbed)
+            undisturbed = _undisturbed(plan.undisturbed)
+            at = max(undisturbed.versions) + 1 if self.stopped_at is None else self.stopped_at
+            return undisturbed.versions.get(at, undisturbed.values)
         counted = np.ones(plan.samples * plan.epochs * plan.feeds)
         for feed, epoch in itertools.product(range(plan.feeds), range(plan.epochs)):
             indices = order(seed=7, feed=feed, epoch=epoch, samples=plan.samples, shuffle=True)
@@ -557,10 +591,10 @@ class Yard:
 
 
 @functools.cache
-def _undisturbed(plan: Plan) -> dict[str, bytes]:
+def _undisturbed(plan: Plan) -> Ending:
     found = run_plan(plan, judged=False)
     assert not found.red, found.violations
-    return found.values
+    return found
 
 
 def warm_up() -> None:
