@@ -266,6 +266,18 @@ def lowest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey]
     return min((found.get((key, partition), 0) for key in sources for partition in partitions), default=0)
 
 
+def highest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
+    """The highest next sequence of the sources over the server's partitions. Raises MalformedPayload where a source is
+    not named, for it may be any."""
+    marks = dict(convert.watermarks_from_wire(reply.sources))
+    wanted = set(partitions)
+    for key in sources:
+        named = {mark.partition for mark in marks.get(key, ())}
+        if not named >= wanted:
+            raise MalformedPayload(f"watermarks of {key} in partitions {sorted(named)}; expected {sorted(wanted)}")
+    return max(mark.next for key in sources for mark in marks[key])
+
+
 # ---- out
 
 

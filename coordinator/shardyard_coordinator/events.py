@@ -300,7 +300,7 @@ class DepartedUnread:
 
 @dataclass(frozen=True, slots=True)
 class StepsRead:
-    """The lowest next step over all logical ranks and partitions, under the map of that generation."""
+    """The highest next step over all logical ranks and partitions, under the map of that generation."""
 
     job: JobId
     generation: Generation

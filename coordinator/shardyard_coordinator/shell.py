@@ -512,7 +512,7 @@ class Coordinator:
 
     def _read_steps(self, wanted: effects.ReadSteps) -> None:
         try:
-            step = self._servers.lowest_next(wanted)
+            step = self._servers.highest_next(wanted)
         except ShardyardError as error:
             log.debug("job %s: where it stands is asked again: %s", wanted.job, error.what)
             self._handle(events.StepsUnread(wanted.job))

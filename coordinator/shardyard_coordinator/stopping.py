@@ -2,9 +2,9 @@
 
 Owns: who said so first; of a synchronous job, how far each worker has come, and the step before which all of them end.
 Invariants: the first to say so decides, nobody takes it back; the step is settled once, when every living worker has
-said how far it has come and stays there until it is, and the servers have said where the job is; so no step before it
-is done by some and never by others, and nobody who lives has contributed to it. Must not know: steps' contents,
-servers, time.
+said how far it has come and stays there until it is, and the servers have said what they have of those who are gone;
+so nobody has contributed to that step, and all steps that anybody has contributed to are computed by all. Must not
+know: steps' contents, servers, time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stopping:
         return self._is_open and bool(workers) and not self.missing(workers)
 
     def settle(self, step: int) -> list[Entry]:
-        """`step`: the first that some partition lacks a part of, when it was due: those who are gone have come so far.
+        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
         Records."""
         return self._settle(max(step, *self._reached.values()))
 

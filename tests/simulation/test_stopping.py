@@ -18,9 +18,8 @@ from simulator.yard import make_plan, run_plan, simulation, warm_up
 
 from shardyard_coordinator.stopping import Stopping
 from shardyard_worker.brake import Brake
-from shardyard_worker.strategies import SyncStrategy
 
-SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "300"))
+SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "200"))
 SEEDS_FOR_A_MUTATION = 200
 
 
@@ -43,22 +42,12 @@ def simulated() -> Iterator[None]:
 
 
 def goes_on_before_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Brake.may_begin
-    monkeypatch.setattr(Brake, "may_begin", lambda self, step: real(self, step) is not False)
+    real = Brake._permits
+    monkeypatch.setattr(Brake, "_permits", lambda self, step: real(self, step) is not False)
 
 
 def settles_with_the_first_that_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopping, "is_due", lambda self, workers: self._is_open and bool(self._reached))
-
-
-def does_not_look_where_the_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Stopping.settle
-    monkeypatch.setattr(Stopping, "settle", lambda self, step: real(self, 0))
-
-
-def stands_where_only_the_dead_have_been(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SyncStrategy, "is_over", property(lambda self: False))
-    monkeypatch.setattr(Brake, "end", property(lambda self: None))
 
 
 @pytest.mark.timeout(600)
@@ -67,8 +56,6 @@ def stands_where_only_the_dead_have_been(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         goes_on_before_it_is_settled,
         settles_with_the_first_that_has_heard,
-        does_not_look_where_the_job_is,
-        stands_where_only_the_dead_have_been,
     ],
     ids=lambda each: each.__name__,
 )

@@ -26,6 +26,15 @@ def test_from_the_news_of_a_stop_no_further_step_begins_until_it_is_settled() ->
     assert (brake.heard, brake.end) == (None, 6)
 
 
+def test_what_is_only_asked_about_is_not_begun() -> None:
+    brake = Brake()
+    assert brake.permits(4) is True
+    brake.take(ASKED)
+    assert (brake.heard, brake.permits(0)) == (0, None)
+    brake.take(Stop("enough", None, True, 6))
+    assert [brake.permits(step) for step in (5, 6)] == [True, False]
+
+
 def test_what_is_settled_stays_so() -> None:
     brake = Brake()
     settled = Stop("enough", None, True, 6)

@@ -43,14 +43,23 @@ class Brake:
             if self._stop is None or not self._stop.settled:
                 self._stop = stop
 
-    def may_begin(self, step: int) -> bool | None:
-        """Whether this worker contributes to a step of a synchronous job; it does so at once then. None: that is not
-        settled yet."""
+    def permits(self, step: int) -> bool | None:
+        """Whether a step of a synchronous job is computed. None: that is not settled yet."""
         with self._lock:
-            stop = self._stop
-            if stop is not None and stop.settled and step >= stop.step:
-                return False
-            if stop is not None and not stop.settled and step >= self._reached:
-                return None
-            self._reached = max(self._reached, step + 1)
+            return self._permits(step)
+
+    def may_begin(self, step: int) -> bool | None:
+        """As `permits`, where this worker contributes to the step at once if it is."""
+        with self._lock:
+            permitted = self._permits(step)
+            if permitted:
+                self._reached = max(self._reached, step + 1)
+            return permitted
+
+    def _permits(self, step: int) -> bool | None:
+        stop = self._stop
+        if stop is None:
             return True
+        if stop.settled:
+            return step < stop.step
+        return True if step < self._reached else None

@@ -251,7 +251,7 @@ class SyncFeed(Feed):
                 if self._await_done():
                     break
                 continue
-            if rank is not None:
+            if rank is not None and self._strategy.goes_on():
                 yield from self._compute(rank)
         if self._strategy.on_standby or self._strategy.step < self._end:
             # a rank may have come with the news of the end, to somebody who computed none

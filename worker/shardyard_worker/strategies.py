@@ -384,14 +384,8 @@ class SyncStrategy(Strategy):
     def _prepare_work(self) -> None:
         if self._version is None:
             self._align()
-        if self.due() is None and not self.is_over:
+        if self.due() is None:
             self._settle()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the job stands where it was told to stop."""
-        end = self._session.brake.end
-        return end is not None and self._version is not None and self._version >= end
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         self._training.complete()
@@ -457,19 +451,32 @@ class SyncStrategy(Strategy):
         else:
             self._arrive()
 
+    def goes_on(self) -> bool:
+        """Whether the step of the version that the targets hold is computed; waits until that is settled."""
+        assert self._version is not None
+        try:
+            self._await_stop(self._version)
+        except MapChanged:
+            self._go_over()
+            return False
+        return self._session.brake.permits(self._version) is True
+
     def _may_begin(self, step: int) -> bool:
-        """Whether the job has that step; waits until it is settled where the job stops."""
+        """As `goes_on`, of a contribution that is made at once."""
+        while (may := self._session.brake.may_begin(step)) is None:
+            self._await_stop(step)
+        return may
+
+    def _await_stop(self, step: int) -> None:
         brake = self._session.brake
-        may = brake.may_begin(step)
-        if may is not None:
-            return may
+        if brake.permits(step) is not None:
+            return
         with self._session.vigil.over(lambda: f"other workers to hear that the job stops, before step {step}"):
-            while (may := brake.may_begin(step)) is None:
+            while brake.permits(step) is None:
                 self._session.refresh()
                 if self._training.is_behind:
                     raise MapChanged
                 self._training.router.pause(STOP_SLICE_MS)
-        return may
 
     # ---- versions
 
@@ -520,9 +527,6 @@ class SyncStrategy(Strategy):
         with self._session.vigil.over(waiting_for):
             while True:
                 version = min(held.next for held in self._held.values())
-                if self._session.brake.end is not None:
-                    # one that died may have contributed to a step that nobody else computes
-                    version = min(version, self._session.brake.end)
                 self._training.router.abandon_pull()
                 answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
                 if not answer.missing:
