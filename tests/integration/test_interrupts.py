@@ -18,6 +18,7 @@ import torch
 from alone import SYNC, SYNC_2, Connect, Counted
 from yards import Probes, finish, running_yard
 
+from shardyard.ground import errors
 from shardyard.ground.failpoints import armed
 from shardyard.runtime import configuration
 from shardyard.wire import methods
@@ -25,6 +26,8 @@ from shardyard_launcher.cluster import LocalCluster
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker
 from shardyard_worker.interrupts import Interrupts
+from shardyard_worker.line import Line
+from shardyard_worker.router import Router
 
 SOON_S = 5.0
 
@@ -209,6 +212,45 @@ def test_wait_for_another_worker_is_given_up() -> None:
             button.join()
     finally:
         yard.close()
+
+
+def test_answers_that_nobody_waited_for_are_not_those_to_the_next_question(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = connect()
+    names = [f"v{index}" for index in range(4)]
+    job.register({name: torch.zeros(16) for name in names}, lr=1.0)
+    real, given_up = Line.finish, []
+
+    def finish(line: Line, *given: Any, **named: Any) -> Any:
+        if not given_up:
+            given_up.append(line.server)
+            raise KeyboardInterrupt
+        return real(line, *given, **named)
+
+    monkeypatch.setattr(Line, "finish", finish)
+    with pytest.raises(KeyboardInterrupt):
+        job.pull()
+    for count in range(1, 4):
+        job.push({name: -torch.ones(16) for name in names})
+        assert {name: set(value.tolist()) for name, value in job.pull().items()} == {name: {count} for name in names}
+
+
+def test_push_of_which_nobody_knows_whether_it_has_arrived_is_not_followed_by_another(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = connect()
+    job.register({"w": torch.zeros(4)}, lr=1.0)
+
+    def twice_interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Router, "push_pull", twice_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.push({"w": torch.ones(4)})
+    with pytest.raises(errors.InvalidRequest, match="nobody knows"):
+        job.push({"w": torch.ones(4)})
 
 
 # ---- beginning and ending

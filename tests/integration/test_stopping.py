@@ -126,6 +126,22 @@ def test_steps_of_a_loop_that_does_not_ask_count_no_more_in_a_synchronous_job(co
     assert job.pull()["w"].tolist() == [3.0]
 
 
+def test_batch_that_does_not_count_leaves_no_trace_in_the_model(connect: Connect) -> None:
+    job = connect(settings=SYNC)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x, _) in enumerate(DataLoader(DATA, batch_size=4)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if number == 2:
+            job.stop()
+    values = job.pull()
+    assert int(values["1.num_batches_tracked"]) == job.step == 3
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, values[name]), name
+
+
 def test_first_reason_stands_and_a_long_one_is_refused(connect: Connect) -> None:
     job = connect()
     assert (job.should_stop, job.stopping) == (False, None)

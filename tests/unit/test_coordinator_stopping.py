@@ -15,16 +15,21 @@ from shardyard.ground.types import (
     Incarnation,
     MemberRole,
     OptimizerSpec,
+    PartitionId,
     Rank,
     RankSource,
+    SourceKey,
     Stop,
     Token,
     UpdateMode,
     VariableSpec,
+    Version,
+    Watermark,
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import door, effects, events
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import FeedSpec
@@ -364,6 +369,19 @@ def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
             convert.stop_from_wire(broken)
     assert door.heartbeat(wire.HeartbeatRequest()).report.reached is None
     assert door.heartbeat(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.reached == 0
+
+
+def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
+    first, second = (SourceKey(RankSource(Rank(rank))) for rank in range(2))
+    found = [
+        (first, [Watermark(PartitionId(0), 4, Version(0, 3)), Watermark(PartitionId(1), 5, Version(0, 3))]),
+        (second, [Watermark(PartitionId(0), 3, Version(0, 3)), Watermark(PartitionId(1), 3, Version(0, 3))]),
+    ]
+    reply = server_wire.ReadLedgerReply(sources=convert.watermarks_to_wire(found))
+    assert door.highest_next(reply, [first, second], [PartitionId(0), PartitionId(1)]) == 5
+    for sources, partitions in (([SourceKey(RankSource(Rank(2)))], [0]), ([first], [0, 2])):
+        with pytest.raises(errors.MalformedPayload, match="watermarks of"):
+            door.highest_next(reply, sources, [PartitionId(each) for each in partitions])
 
 
 def test_an_asynchronous_job_settles_nothing() -> None:
