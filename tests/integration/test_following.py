@@ -108,6 +108,7 @@ def test_the_stop_is_told_once_and_last(connect: Connect, settings: dict[str, An
         step(model, optimizer, x)
         if number == 1:
             job.stop("enough")
+    assert list(job.batches(DATA, batch_size=4)) == []
     assert told[-1] == (True, "enough")
     assert told[:-1] == list(range(1, job.step + 1))
 

@@ -69,30 +69,36 @@ def test_interrupt_is_raised_at_the_end_of_what_is_held_together() -> None:
 
 
 def test_interrupt_is_raised_where_a_wait_can_be_given_up_and_once() -> None:
-    interrupts = Interrupts()
+    interrupts, done = Interrupts(), []
 
     def held() -> None:
         with interrupts:
             interrupt()
+            done.append("before")
             interrupts.check()
-            pytest.fail("not raised")
+            done.append("after")
 
     with pytest.raises(KeyboardInterrupt):
         held()
+    assert done == ["before"]
     interrupts.check()
     with interrupts:
         interrupts.check()
 
 
 def test_second_interrupt_is_raised_at_once() -> None:
+    done = []
+
     def held() -> None:
         with Interrupts():
             interrupt()
+            done.append("first")
             interrupt()
-            pytest.fail("not raised")
+            done.append("second")
 
     with pytest.raises(KeyboardInterrupt):
         held()
+    assert done == ["first"]
 
 
 def test_another_thread_is_not_interrupted_and_holds_nothing_back() -> None:

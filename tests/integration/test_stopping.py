@@ -142,6 +142,20 @@ def test_batch_that_does_not_count_leaves_no_trace_in_the_model(connect: Connect
         assert torch.equal(value, values[name]), name
 
 
+def test_worker_that_has_steps_to_compute_goes_on_when_the_stop_is_settled(connect: Connect) -> None:
+    job = connect(settings=SYNC_2)
+    job.register({"w": torch.zeros(1)}, lr=1.0)
+    job.push({"w": -torch.ones(1)})
+    job.stop()
+    until = time.monotonic() + 10
+    while not job.stopping.settled:
+        assert time.monotonic() < until
+        job._session.refresh()
+    assert (job.stopping.step, job.should_stop) == (1, False)
+    job.push({"w": -torch.ones(1)})
+    assert (job.step, job.should_stop) == (1, True)
+
+
 def test_first_reason_stands_and_a_long_one_is_refused(connect: Connect) -> None:
     job = connect()
     assert (job.should_stop, job.stopping) == (False, None)

@@ -384,6 +384,13 @@ def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
             door.highest_next(reply, sources, [PartitionId(each) for each in partitions])
 
 
+def test_what_was_said_before_the_stop_is_no_answer_to_it() -> None:
+    stopping = Stopping(by_steps=True)
+    stopping.hear(Incarnation(3), 9)
+    stopping.ask("", None)
+    assert stopping.missing([Incarnation(3)]) == [3]
+
+
 def test_an_asynchronous_job_settles_nothing() -> None:
     stopping = Stopping(by_steps=False)
     stopping.ask("", None)
