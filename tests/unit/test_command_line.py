@@ -627,6 +627,23 @@ def report() -> status_view.YardReport:
     return status_view.YardReport("h:7070", yard_status(), {1: said})
 
 
+def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
+    found = report()
+    assert json.loads(status_view.to_json(found))["jobs"][1]["stop"] is None
+    stop = found.status.jobs[1].stop
+    stop.reason = "loss is [nan]"
+    for worker, settled, step, said in (
+        (0, False, 0, "told to stop by a person: loss is [nan]\n"),
+        ((1 << 32) + 4, True, 1_210, "told to stop by worker 1.4: loss is [nan]; before step 1,210\n"),
+    ):
+        stop.worker, stop.settled, stop.step = worker, settled, step
+        shown = io.StringIO()
+        status_view.show(found, Console(file=shown, width=200))
+        assert said in re.sub(r" +\n", "\n", shown.getvalue())
+        told = json.loads(status_view.to_json(found))["jobs"][1]["stop"]
+        assert told == {"reason": "loss is [nan]", "worker": worker or None, "step": step or None}
+
+
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     shown, found = io.StringIO(), report()
     found.status.waiting_for = "the journal j to be written, for 7.0 s"
