@@ -42,8 +42,8 @@ def simulated() -> Iterator[None]:
 
 
 def goes_on_before_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Brake._permits
-    monkeypatch.setattr(Brake, "_permits", lambda self, step: real(self, step) is not False)
+    real = Brake.permits
+    monkeypatch.setattr(Brake, "permits", lambda self, step: real(self, step) is not False)
 
 
 def settles_with_the_first_that_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:

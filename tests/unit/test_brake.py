@@ -19,11 +19,19 @@ def test_from_the_news_of_a_stop_no_further_step_begins_until_it_is_settled() ->
     brake.may_begin(4)
     brake.take(ASKED)
     assert (brake.heard, brake.end) == (5, None)
-    assert [brake.may_begin(step) for step in (4, 5, 6, 3)] == [True, None, None, True]
+    assert [brake.permits(step) for step in (3, 4, 5)] == [None] * 3
     assert brake.heard == 5
     brake.take(Stop("enough", Incarnation(3), True, 6))
     assert [brake.may_begin(step) for step in (4, 5, 6, 7)] == [True, True, False, False]
     assert (brake.heard, brake.end) == (None, 6)
+
+
+def test_step_that_is_begun_when_the_news_comes_is_in_what_the_worker_says() -> None:
+    brake = Brake()
+    brake.may_begin(4)
+    brake.take(ASKED)
+    assert brake.may_begin(5) is None
+    assert brake.heard == 6
 
 
 def test_what_is_only_asked_about_is_not_begun() -> None:
@@ -47,4 +55,4 @@ def test_what_is_settled_stays_so() -> None:
 def test_worker_that_has_begun_nothing_says_so() -> None:
     brake = Brake()
     brake.take(ASKED)
-    assert (brake.heard, brake.may_begin(0)) == (0, None)
+    assert (brake.heard, brake.permits(0)) == (0, None)

@@ -13,10 +13,10 @@ from shardyard.ground.types import Stop
 
 
 class Brake:
-    """Of one worker in one job. Safe for several threads."""
+    """Of one worker in one job. One thread contributes; safe for others beside it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._taking = threading.Lock()
         self._reached = 0
         self._stop: Stop | None = None
 
@@ -34,32 +34,24 @@ class Brake:
     def heard(self) -> int | None:
         """What the coordinator waits for: the first step to which this worker has not contributed. None where it waits
         for nothing."""
-        with self._lock:
-            return self._reached if self._stop is not None and not self._stop.settled else None
+        stop = self._stop
+        return self._reached if stop is not None and not stop.settled else None
 
     def take(self, stop: Stop) -> None:
         """The coordinator has said so; what is settled stays so."""
-        with self._lock:
+        with self._taking:
             if self._stop is None or not self._stop.settled:
                 self._stop = stop
 
     def permits(self, step: int) -> bool | None:
         """Whether a step of a synchronous job is computed. None: that is not settled yet."""
-        with self._lock:
-            return self._permits(step)
-
-    def may_begin(self, step: int) -> bool | None:
-        """As `permits`, where this worker contributes to the step at once if it is."""
-        with self._lock:
-            permitted = self._permits(step)
-            if permitted:
-                self._reached = max(self._reached, step + 1)
-            return permitted
-
-    def _permits(self, step: int) -> bool | None:
         stop = self._stop
         if stop is None:
             return True
-        if stop.settled:
-            return step < stop.step
-        return True if step < self._reached else None
+        return step < stop.step if stop.settled else None
+
+    def may_begin(self, step: int) -> bool | None:
+        """As `permits`, where this worker contributes to the step at once if it is."""
+        # first said, then looked at: who has seen no stop is in what is said once there is one
+        self._reached = max(self._reached, step + 1)
+        return self.permits(step)

@@ -463,9 +463,11 @@ class SyncStrategy(Strategy):
 
     def _may_begin(self, step: int) -> bool:
         """As `goes_on`, of a contribution that is made at once."""
-        while (may := self._session.brake.may_begin(step)) is None:
+        while True:
             self._await_stop(step)
-        return may
+            may = self._session.brake.may_begin(step)
+            if may is not None:
+                return may
 
     def _await_stop(self, step: int) -> None:
         brake = self._session.brake
