@@ -20,10 +20,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardyard.ground import errors
     from shardyard_worker import optim
+    from shardyard_worker.early_stopping import EarlyStopping
     from shardyard_worker.files import FixedRecords, FramedRecords, TextLines
     from shardyard_worker.job import Job
 
-__all__ = ["FixedRecords", "FramedRecords", "Job", "TextLines", "__version__", "connect", "errors", "optim"]
+__all__ = [
+    "EarlyStopping",
+    "FixedRecords",
+    "FramedRecords",
+    "Job",
+    "TextLines",
+    "__version__",
+    "connect",
+    "errors",
+    "optim",
+]
 
 
 def connect(
@@ -66,6 +77,10 @@ def __getattr__(name: str) -> Any:
         from shardyard_worker.job import Job
 
         return Job
+    if name == "EarlyStopping":
+        from shardyard_worker.early_stopping import EarlyStopping
+
+        return EarlyStopping
     if name in ("FixedRecords", "FramedRecords", "TextLines"):
         import shardyard_worker.files
 

@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     PartitionId,
     RankSource,
     SourceKey,
+    Stop,
     Term,
     Token,
     Watermark,
@@ -48,6 +49,7 @@ from shardyard_coordinator.effects import (
     Placed,
     Rebased,
     Standing,
+    StopTaken,
 )
 from shardyard_coordinator.feedback import Said, Wanted
 from shardyard_coordinator.feedback import Stage as FeedbackStage
@@ -117,6 +119,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         waiting_for=convert.text(request.waiting_for, "what a member waits for"),
         residual_norm=_residual(request.residual_norm),
         pushed=_pushed(request.pushed),
+        reached=_reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
@@ -140,6 +143,12 @@ def _pushed(pushed: int) -> int:
     if pushed > limits.SEQUENCE_MAX:
         raise TooLarge(f"{pushed} pushes; at most {limits.SEQUENCE_MAX} have names")
     return pushed
+
+
+def _reached(step: int) -> int:
+    if step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a worker that has come to step {step}; the last one is {limits.SEQUENCE_MAX}")
+    return step
 
 
 def exit_reported(request: wire.ReportExitRequest) -> events.ExitReported:
@@ -211,6 +220,13 @@ def checkpoint_asked(request: wire.TakeCheckpointRequest) -> events.CheckpointAs
     return events.CheckpointAsked(caller if caller.incarnation else None, name, request.ticket)
 
 
+def stop_asked(request: wire.StopJobRequest) -> events.StopAsked:
+    caller = convert.caller_from_wire(request.caller)
+    name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+    reason = convert.text(request.reason, "the reason of a stop")
+    return events.StopAsked(caller if caller.incarnation else None, name, reason)
+
+
 def restore_asked(request: wire.RestoreCheckpointRequest) -> tuple[str, int, str]:
     """Name, number and URL."""
     name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
@@ -278,6 +294,18 @@ def lowest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey]
     return min((found.get((key, partition), 0) for key in sources for partition in partitions), default=0)
 
 
+def highest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
+    """The highest next sequence of the sources over the server's partitions. Raises MalformedPayload where a source is
+    not named, for it may be any."""
+    marks = dict(convert.watermarks_from_wire(reply.sources))
+    wanted = set(partitions)
+    for key in sources:
+        named = {mark.partition for mark in marks.get(key, ())}
+        if not named >= wanted:
+            raise MalformedPayload(f"watermarks of {key} in partitions {sorted(named)}; expected {sorted(wanted)}")
+    return max(mark.next for key in sources for mark in marks[key])
+
+
 # ---- out
 
 
@@ -306,7 +334,13 @@ def heartbeat_reply(standing: Standing, term: Term, wanted: Wanted | None = None
         save_feedback=None if wanted is None else wire.SaveFeedback(number=wanted.number, url=wanted.url),
         feedback=map(_hand_over, standing.feedback),
         gone_back=standing.gone_back,
+        stop=_stop(standing.stop),
+        checkpoint=None if standing.checkpoint is None else _checkpoint_status(standing.checkpoint),
     )
+
+
+def _stop(stop: Stop | None) -> wire.Stop | None:
+    return None if stop is None else convert.stop_to_wire(stop)
 
 
 def _hand_over(handed: HandOver) -> wire.HandOver:
@@ -331,6 +365,8 @@ def join_reply(joined: Joined) -> wire.JoinJobReply:
         ranks=convert.rank_leases_to_wire(joined.ranks),
         logical_ranks=joined.logical_ranks,
         chief=joined.chief,
+        stop=_stop(joined.stop),
+        checkpoint=None if joined.checkpoint is None else _checkpoint_status(joined.checkpoint),
     )
 
 
@@ -427,6 +463,11 @@ def checkpoint_reply(standing: CheckpointStanding) -> wire.TakeCheckpointReply:
     )
 
 
+def stop_reply(taken: StopTaken) -> wire.StopJobReply:
+    stop = convert.stop_to_wire(taken.stop)
+    return wire.StopJobReply(job_name=taken.job_name, job=taken.job, stop=stop, first=taken.first)
+
+
 def rebase_reply(rebased: Rebased) -> wire.RebaseSourceReply:
     lost = [wire.LostRange(partition=each.partition, first=each.first, last=each.last) for each in rebased.lost]
     return wire.RebaseSourceReply(lost=lost)
@@ -497,6 +538,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         checkpoint=None if job.checkpoint is None else _checkpoint_status(job.checkpoint),
         restored=None if job.restored is None else _restored_status(job.restored),
         recovering=job.recovering,
+        stop=_stop(job.stop),
     )
 
 

@@ -26,6 +26,7 @@ from shardyard.ground.types import (
     PartitionMap,
     RankLease,
     SourceKey,
+    Stop,
     Token,
     UpdateMode,
 )
@@ -141,6 +142,15 @@ class ReadDeparted:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadSteps:
+    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops."""
+
+    job: JobId
+    map: PartitionMap
+    sources: tuple[SourceKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PassOver:
     """Then PassedOver, if all servers answered."""
 
@@ -240,7 +250,8 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """What a heartbeat brings back. `job_state` is None for a member without a job. `feedback`: what the worker's error
-    feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole."""
+    feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole;
+    `checkpoint`: the newest."""
 
     job_state: JobState | None = None
     failure: ShardyardError | None = None
@@ -253,6 +264,8 @@ class Standing:
     recovering: bool = False
     feedback: tuple[HandOver, ...] = ()
     gone_back: Generation = NEVER
+    stop: Stop | None = None
+    checkpoint: Committed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +276,8 @@ class Joined:
     ranks: tuple[RankLease, ...]
     logical_ranks: int
     chief: bool
+    stop: Stop | None = None
+    checkpoint: Committed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +340,16 @@ class CheckpointStanding:
 
 
 @dataclass(frozen=True, slots=True)
+class StopTaken:
+    """The stop that is in force. `first`: it is the one that was asked for."""
+
+    job: JobId
+    job_name: str
+    stop: Stop
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RestorePlanned:
     """`running`: the job goes back now; else the next run begins with the checkpoint."""
 
@@ -335,6 +360,7 @@ Answer = (
     Done
     | RestorePlanned
     | CheckpointStanding
+    | StopTaken
     | FeedbackVerdict
     | HandOverVerdict
     | Rebased
@@ -367,6 +393,7 @@ Effect = (
     | ReadLedger
     | ReadWatermarks
     | ReadDeparted
+    | ReadSteps
     | PassOver
     | TakeCheckpoint
     | ForgetSources

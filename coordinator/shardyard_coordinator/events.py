@@ -154,6 +154,15 @@ class CheckpointAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class StopAsked:
+    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+
+    caller: Caller | None
+    job_name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FeedbackRead:
     """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
 
@@ -307,6 +316,22 @@ class DepartedUnread:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsRead:
+    """The highest next step over all logical ranks and partitions, under the map of that generation."""
+
+    job: JobId
+    generation: Generation
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsUnread:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class PassedOver:
     """All servers go on with the source at the sequence that was asked for."""
 
@@ -331,6 +356,7 @@ Event = (
     | WatermarksRead
     | PassedOver
     | CheckpointAsked
+    | StopAsked
     | FeedbackRead
     | HandOverAsked
     | RestoreOrdered
@@ -347,4 +373,6 @@ Event = (
     | LedgerRead
     | DepartedRead
     | DepartedUnread
+    | StepsRead
+    | StepsUnread
 )

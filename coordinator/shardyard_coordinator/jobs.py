@@ -55,10 +55,12 @@ from shardyard_coordinator.effects import (
     Persist,
     ReadDeparted,
     ReadLedger,
+    ReadSteps,
     ReadWatermarks,
     Rebased,
     Reply,
     Standing,
+    StopTaken,
     Tell,
     records_of,
 )
@@ -90,6 +92,7 @@ from shardyard_coordinator.records import (
     require,
 )
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
+from shardyard_coordinator.stopping import Stopping
 from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
@@ -123,6 +126,8 @@ class Job:
         self.residuals = LostResiduals()
         self.departed = Departed() if self._goes_back_in_part else None
         self.handovers = HandOvers()
+        self._reads_steps = False
+        self.stopping = Stopping(by_steps=settings.consistency.mode is ConsistencyMode.SYNC)
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
@@ -289,7 +294,10 @@ class Job:
             return self._keep(now_ms, servers)
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
             return self._finish(now_ms)
-        if not self.workers and now_ms - self._idle_since_ms >= self.settings.idle_ms:
+        idle_ms = now_ms - self._idle_since_ms
+        if not self.workers and self.stopping.stop is not None and idle_ms >= LATE_MS:
+            return self._finish(now_ms)
+        if not self.workers and idle_ms >= self.settings.idle_ms:
             return self.fail(
                 errors.WorkerFailed(
                     f"{self.title} has had no worker for {self.settings.idle_ms / 1000:g} s; the last one, "
@@ -301,9 +309,55 @@ class Job:
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
         return [
             *self._rank_records(given),
+            *self._read_steps(),
             *self.deployment.reopen(now_ms),
             *self._keep(now_ms, servers),
         ]
+
+    # ---- an end before that of the data
+
+    def stop(self, worker: Incarnation | None, reason: str) -> list[Effect]:
+        """`worker`: None, a person."""
+        self.require_unfinished()
+        asked = self.stopping.ask(reason, worker)
+        stop = self.stopping.stop
+        assert stop is not None
+        by = "a person" if worker is None else f"worker {worker}"
+        told = [Tell(f"{self.title} is told to stop by {by}{f': {reason}' if reason else ''}")] if asked else []
+        return [*self._records(asked), *told, Reply(StopTaken(self.id, self.settings.name, stop, first=bool(asked)))]
+
+    def hear_of_stop(self, worker: Incarnation, reached: int | None) -> list[Effect]:
+        """A worker has heard of it. `reached`: see Report."""
+        if self.state.ended or reached is None:
+            return []
+        self.stopping.hear(worker, reached)
+        return self._read_steps()
+
+    def _read_steps(self) -> list[Effect]:
+        """Before it is settled where the job stops: nobody goes on, and the servers know how far those came who are
+        gone."""
+        if self._reads_steps or not self._may_settle_stop:
+            return []
+        assert self.ranks is not None
+        assert self.deployment.map is not None
+        self._reads_steps = True
+        return [ReadSteps(self.id, self.deployment.map, tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all))]
+
+    @property
+    def _may_settle_stop(self) -> bool:
+        return self.stopping.is_due(self.workers) and not self.fencing and self._is_whole
+
+    def settle_stop(self, generation: Generation, step: int) -> list[Effect]:
+        self._reads_steps = False
+        if self.state.ended or not self._may_settle_stop or generation != self.deployment.generation:
+            return []
+        settled = self.stopping.settle(step)
+        assert self.stopping.stop is not None
+        return [*self._records(settled), Tell(f"{self.title} stops before step {self.stopping.stop.step:,}")]
+
+    def forget_steps(self) -> None:
+        """They could not be read."""
+        self._reads_steps = False
 
     def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""
@@ -678,7 +732,7 @@ class Job:
             done = self.feeds.close(returned.feed, next_sequence=next_sequence)
             self._step_seen = max(self._step_seen, next_sequence)
             closed = [data_ledger.feed_closed(returned.feed)] if done and not known else []
-            return [*self._records(closed), Reply(LeaseClosed(done and self.keeping.has_all_steps_of(returned.feed)))]
+            return [*self._records(closed), Reply(LeaseClosed(self._is_kept(returned.feed, next_sequence, done=done)))]
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
             return [Reply(LeaseClosed(done=True))]
@@ -687,6 +741,13 @@ class Job:
         record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
         self._settle_suspicion(source, worker, done=done)
         return [*self._records([record]), Reply(LeaseClosed(done))]
+
+    def _is_kept(self, feed: int, step: int, *, done: bool) -> bool:
+        """Whether a synchronous job that stands at `step` has all that it shall have of a feed in a checkpoint."""
+        if done:
+            return self.keeping.has_all_steps_of(feed)
+        stop = self.stopping.stop
+        return stop is not None and self.stopping.is_over(step) and self.keeping.has_steps_before(stop.step)
 
     # ---- work without leased data
 
@@ -758,6 +819,8 @@ class Job:
             recovering=self.keeping.recovery.needed,
             feedback=self.handed_to(worker),
             gone_back=self.handovers.generation,
+            stop=self.stopping.stop,
+            checkpoint=self.keeping.book.committed,
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
@@ -804,6 +867,7 @@ class Job:
             *self.residuals.entries(),
             *([] if self.departed is None else self.departed.entries()),
             *self.handovers.entries(),
+            *self.stopping.entries(),
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
@@ -874,6 +938,8 @@ class Job:
                     self.departed.restored(PartitionId(each) for each in body.numbers("partitions"))
             case "pushes_lost" | "pushes_lost_before":
                 self.lost.restore(kind, body)
+            case "stop_asked" | "stop_settled":
+                self.stopping.restore(kind, body)
             case "job_finishing":
                 require(not self.state.ended, "the job has ended before")
                 self.state = JobState.FINISHING

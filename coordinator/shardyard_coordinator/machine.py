@@ -141,6 +141,9 @@ class Machine:
             case events.CheckpointAsked(asker, job_name, ticket):
                 asked = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return asked.ask_checkpoint(ticket)
+            case events.StopAsked(asker, job_name, reason):
+                told = self._find_job(job_name) if asker is None else self._require_job(asker)
+                return told.stop(None if asker is None else asker.incarnation, reason)
             case events.FeedbackRead(caller):
                 return self._require_job(caller).take_feedback(event)
             case events.HandOverAsked(caller):
@@ -185,6 +188,11 @@ class Machine:
                 return self._jobs[job].declare_lost_of_departed(generation, dict(found), now_ms)
             case events.DepartedUnread(job) if job in self._jobs:
                 return self._jobs[job].fail_departed(now_ms)
+            case events.StepsRead(job, generation, step) if job in self._jobs:
+                return self._jobs[job].settle_stop(generation, step)
+            case events.StepsUnread(job) if job in self._jobs:
+                self._jobs[job].forget_steps()
+                return []
             case events.WorkersFenced(job, workers, reached) if job in self._jobs:
                 return self._jobs[job].free(workers, now_ms, dict(reached))
             case _:
@@ -217,7 +225,8 @@ class Machine:
         if job is None:
             return [Reply(Standing())]
         job.report(member.incarnation, event.report, now_ms)
-        return [Reply(job.standing(member.incarnation))]
+        stopped = job.hear_of_stop(member.incarnation, event.report.reached)
+        return [*stopped, Reply(job.standing(member.incarnation))]
 
     def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)
@@ -362,6 +371,8 @@ class Machine:
             ranks=job.ranks_of(worker.incarnation),
             logical_ranks=0 if job.ranks is None else len(job.ranks.all),
             chief=job.chief == worker.incarnation,
+            stop=job.stopping.stop,
+            checkpoint=job.keeping.book.committed,
         )
 
     def _require_job(self, caller: Caller) -> Job:

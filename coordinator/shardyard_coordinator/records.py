@@ -31,6 +31,8 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Job._last_failure": "told by the tries of this life",
     "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
     "Job._step_seen": "as `progress`",
+    "Job._reads_steps": "servers are asked again",
+    "Stopping._reached": "workers say it again with each heartbeat",
     "Safekeeping.restored": "said of this life's recoveries alone",
     "Recovery._since_ms": "lost partitions wait for a server's restart anew",
     "Recovery._retry_at_ms": "tried again at once",

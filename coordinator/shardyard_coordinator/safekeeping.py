@@ -400,10 +400,15 @@ class Safekeeping:
         return self.book.committed.data_ledger.get("closed") == self._feeds.closed
 
     def has_all_steps_of(self, feed: int) -> bool:
-        """Whether the newest checkpoint of a synchronous job has all steps of a feed; another one is wanted else."""
-        if self.trails is not None or not isinstance(self._feeds, StepLedger):
+        """As `has_steps_before`, of a feed."""
+        return not isinstance(self._feeds, StepLedger) or self.has_steps_before(self._feeds.end(feed))
+
+    def has_steps_before(self, end: int) -> bool:
+        """Whether the newest checkpoint of a synchronous job has all steps before `end`, the last of which is done;
+        another one is wanted else."""
+        if self.trails is not None:
             return True
-        committed, draft, end = self.book.committed, self.book.draft, self._feeds.end(feed)
+        committed, draft = self.book.committed, self.book.draft
         if committed is None and self.book.is_in_doubt and (draft is None or draft.step >= end):
             return True
         if committed is not None and committed.step >= end:

@@ -8,7 +8,7 @@ Must not know: why it is made.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 from shardyard.checkpoints.convert import entry_to_wire
@@ -162,16 +162,12 @@ class Servers:
     def lowest_next(self, effect: effects.ReadLedger) -> int:
         """The lowest next sequence of the sources over all partitions (rule A6). Raises where a server does not
         answer."""
-        return min(
-            self._read(
-                effect.job,
-                Server(server, owned[0].address),
-                effect.sources,
-                effect.map.generation,
-                [owner.partition for owner in owned],
-            )
-            for server, owned in effect.map.by_server().items()
-        )
+        return min(self._read_everywhere(effect, door.lowest_next))
+
+    def highest_next(self, effect: effects.ReadSteps) -> int:
+        """The highest next sequence of the sources over all partitions (rule B9). Raises where a server does not
+        answer."""
+        return max(self._read_everywhere(effect, door.highest_next))
 
     def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
         """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""
@@ -226,18 +222,28 @@ class Servers:
         for peer in peers:
             peer.close()
 
-    def _read(
-        self, job: JobId, server: Server, sources: Sequence[SourceKey], generation: int, partitions: Sequence[int]
-    ) -> int:
-        request = wire.ReadLedgerRequest(
-            caller=self._caller(job),
-            server=server.incarnation,
-            generation=generation,
-            sources=convert.sources_to_wire((key, Token(0)) for key in sources),
-        )
-        what = f"to say what partitions {_listed(partitions)} of job {job} have of {sources[0].source}"
-        reply = self._call(server, methods.READ_LEDGER, request, CALL_MS, what)
-        return door.lowest_next(reply, sources, partitions)
+    def _read_everywhere(
+        self,
+        effect: effects.ReadLedger | effects.ReadSteps,
+        look: Callable[[wire.ReadLedgerReply, Sequence[SourceKey], Sequence[PartitionId]], int],
+    ) -> list[int]:
+        """What each server's answer comes to."""
+        found = []
+        for incarnation, owned in effect.map.by_server().items():
+            partitions = [owner.partition for owner in owned]
+            request = wire.ReadLedgerRequest(
+                caller=self._caller(effect.job),
+                server=incarnation,
+                generation=effect.map.generation,
+                sources=convert.sources_to_wire((key, Token(0)) for key in effect.sources),
+            )
+            what = (
+                f"to say what partitions {_listed(partitions)} of job {effect.job} have of {effect.sources[0].source}"
+            )
+            server = Server(incarnation, owned[0].address)
+            reply = self._call(server, methods.READ_LEDGER, request, CALL_MS, what)
+            found.append(look(reply, effect.sources, partitions))
+        return found
 
     def _call(
         self, server: Server, method: Method[Sent, Answered], request: Sent, timeout_ms: int, what: str

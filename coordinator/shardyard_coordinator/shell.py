@@ -131,6 +131,7 @@ class Coordinator:
         service.on(methods.BEGIN_BATCH, self._begin_batch)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
+        service.on(methods.STOP_JOB, self._stop_job)
         service.on(methods.REPORT_FEEDBACK, self._report_feedback)
         service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
         service.on(methods.HAND_OVER_FEEDBACK, self._hand_over_feedback)
@@ -202,6 +203,9 @@ class Coordinator:
 
     def _take_checkpoint(self, request: wire.TakeCheckpointRequest, _: Context) -> wire.TakeCheckpointReply:
         return door.checkpoint_reply(self._ask(door.checkpoint_asked(request), effects.CheckpointStanding))
+
+    def _stop_job(self, request: wire.StopJobRequest, _: Context) -> wire.StopJobReply:
+        return door.stop_reply(self._ask(door.stop_asked(request), effects.StopTaken))
 
     def _report_feedback(self, request: wire.ReportFeedbackRequest, _: Context) -> wire.ReportFeedbackReply:
         caller, said = door.feedback_reported(request)
@@ -378,6 +382,8 @@ class Coordinator:
                 self._later(self._forget_sources, effect)
             case effects.ReadDeparted():
                 self._later(self._read_departed, effect)
+            case effects.ReadSteps():
+                self._later(self._read_steps, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -520,6 +526,15 @@ class Coordinator:
             self._handle(events.DepartedUnread(job))
         else:
             self._handle(events.DepartedRead(job, map_.generation, found))
+
+    def _read_steps(self, wanted: effects.ReadSteps) -> None:
+        try:
+            step = self._servers.highest_next(wanted)
+        except ShardyardError as error:
+            log.debug("job %s: where it stands is asked again: %s", wanted.job, error.what)
+            self._handle(events.StepsUnread(wanted.job))
+        else:
+            self._handle(events.StepsRead(wanted.job, wanted.map.generation, step))
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation

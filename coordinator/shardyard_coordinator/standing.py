@@ -15,6 +15,7 @@ from shardyard.ground.types import (
     MemberRole,
     PartitionMap,
     Rank,
+    Stop,
     Term,
     UpdateMode,
     VariableKind,
@@ -74,7 +75,8 @@ class JobStanding:
     checkpoint: Committed | None
     restored: Restored | None
     recovering: bool
-    staleness: int | None = None
+    staleness: int | None
+    stop: Stop | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,4 +163,5 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         restored=job.keeping.restored,
         recovering=job.keeping.recovery.needed,
         staleness=job.settings.consistency.bound,
+        stop=job.stopping.stop,
     )

@@ -82,6 +82,9 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
     if job.handovers.left:
         left = _named([each.worker for each in job.handovers.left])
         yield "feedback", f"a worker to take up what worker {left} had not sent"
+    unheard = job.stopping.missing(job.workers)
+    if unheard:
+        yield "stop", f"worker {_named(unheard)} to hear that it shall stop"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

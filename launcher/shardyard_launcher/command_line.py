@@ -20,6 +20,7 @@ from shardyard_launcher.audit_command import audit
 from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_launcher.options import ADDRESS, load_given, settings_options
 from shardyard_launcher.quarantine_command import quarantined
+from shardyard_launcher.stop_command import stop
 
 if TYPE_CHECKING:
     from shardyard.ground.errors import ShardyardError
@@ -84,6 +85,7 @@ for command in (roles.coordinator, roles.server, roles.agent, yard.up, yard.down
 shardyard.add_command(checkpoint)
 shardyard.add_command(quarantined)
 shardyard.add_command(audit)
+shardyard.add_command(stop)
 shardyard.add_command(doctor.doctor)
 
 

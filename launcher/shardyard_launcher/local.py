@@ -20,6 +20,7 @@ from shardyard_coordinator.shell import Coordinator
 from shardyard_ps_server.process import Server
 from shardyard_ps_server.wal_files import LogRoot
 from shardyard_worker import job as worker
+from shardyard_worker.interrupts import Interrupts
 
 log = logging.getLogger("shardyard.local")
 
@@ -66,9 +67,17 @@ def connect(settings: Settings) -> worker.Job:
         # alone in a process, the comings and goings of its own parts are no news
         if logging.getLogger(role).level == logging.NOTSET:
             logging.getLogger(role).setLevel(logging.WARNING)
-    yard = LocalYard(settings)
-    inside = settings.model_copy(update={"coordinator": COORDINATOR})
-    return worker.connect(inside, network=yard.network, on_close=yard.close)
+    job: worker.Job | None = None
+    try:
+        with Interrupts():
+            yard = LocalYard(settings)
+            inside = settings.model_copy(update={"coordinator": COORDINATOR})
+            job = worker.connect(inside, network=yard.network, on_close=yard.close)
+    except KeyboardInterrupt:
+        if job is not None:
+            job.close("KeyboardInterrupt")
+        raise
+    return job
 
 
 def _log_loss(error: errors.ShardyardError) -> None:

@@ -26,6 +26,7 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.standing import StandingYard
+from shardyard_launcher.stop_command import describe_stop
 from shardyard_launcher.yard_state import RoleRestart, read_state
 
 TIMEOUT_MS: Final = 3_000
@@ -185,6 +186,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "checkpoint": _checkpoint(job.checkpoint) if job.HasField("checkpoint") else None,
         "restored": _restored(job.restored) if job.HasField("restored") else None,
         "recovering": job.recovering,
+        "stop": _stop(job.stop) if job.HasField("stop") else None,
         "generation": job.map.generation,
         "partitions": [
             {
@@ -214,6 +216,14 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
 
 def _checkpoint(taken: wire.CheckpointStatus) -> dict[str, object]:
     return {"number": taken.number, "step": taken.step, "created_s": taken.created_s}
+
+
+def _stop(stop: wire.Stop) -> dict[str, object]:
+    return {
+        "reason": stop.reason,
+        "worker": stop.worker or None,
+        "step": stop.step if stop.settled and stop.step else None,
+    }
 
 
 def _restored(restored: wire.RestoredStatus) -> dict[str, object]:
@@ -382,6 +392,8 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
     found: list[RenderableType] = [_title(f"job {name}"), table]
     if job.HasField("failure"):
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
+    if job.HasField("stop"):
+        found.append(Text(f"  told to stop {describe_stop(job.stop)}"))
     if job.lost_pushes:
         said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log says which"
         found.append(Text(said, style="red"))

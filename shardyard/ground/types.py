@@ -320,6 +320,17 @@ class DoneDataShards:
 
 
 @dataclass(frozen=True, slots=True)
+class Stop:
+    """A job ends before its data does. `worker`: who said so; None: a person. Of a synchronous job the steps before
+    `step` are computed, and no others, once that is `settled`; an asynchronous one has no such step."""
+
+    reason: str
+    worker: Incarnation | None = None
+    settled: bool = False
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RankLease:
     """`careful_below`: steps before it are announced to the coordinator before they are computed."""
 

@@ -95,6 +95,9 @@ Address = Annotated[
 ]
 Host = Annotated[str, _matching(_HOST), Expected("a host name or IP address, without a port (IPv6 in brackets)")]
 Folder = Annotated[str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX), Expected("the path of a folder")]
+FolderOrNone = Annotated[
+    str, Field(max_length=limits.TEXT_CHARACTERS_MAX), Expected('the path of a folder, or "" for none')
+]
 CheckpointUrl = Annotated[
     str,
     Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX),
@@ -439,6 +442,14 @@ class MembershipSettings(Section):
         return self
 
 
+class MetricsSettings(Section):
+    tensorboard: FolderOrNone = Field(
+        default="",
+        description="The folder for event files of what job.log is given, for TensorBoard: a run for each worker, in"
+        " DIR/JOB.",
+    )
+
+
 class LogSettings(Section):
     format: Literal["auto", "human", "json"] = Field(
         default="auto", description="human: lines to read; json: one object a line; auto: human."
@@ -458,6 +469,7 @@ class Settings(Section):
     job: JobSettings = Field(default_factory=JobSettings, description="The training run.")
     worker: WorkerSettings = Field(default_factory=WorkerSettings, description="A training process.")
     membership: MembershipSettings = Field(default_factory=MembershipSettings, description="Who is alive.")
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings, description="Where a script's metrics go.")
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")
 
 

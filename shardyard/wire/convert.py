@@ -51,6 +51,7 @@ from shardyard.ground.types import (
     RankSource,
     Source,
     SourceKey,
+    Stop,
     Stride,
     Term,
     Ticket,
@@ -714,6 +715,18 @@ def rank_leases_to_wire(leases: Iterable[RankLease]) -> list[coordinator.RankLea
 
 def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[RankLease, ...]:
     return tuple(RankLease(Rank(m.rank), Token(m.token), m.careful_below) for m in messages)
+
+
+def stop_to_wire(stop: Stop) -> coordinator.Stop:
+    return coordinator.Stop(reason=stop.reason, worker=stop.worker or 0, settled=stop.settled, step=stop.step)
+
+
+def stop_from_wire(message: coordinator.Stop) -> Stop:
+    """Raises TooLarge."""
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a stop at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
+    reason = text(message.reason, "the reason of a stop")
+    return Stop(reason, Incarnation(message.worker) or None, message.settled, message.step)
 
 
 def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:

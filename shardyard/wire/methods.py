@@ -94,6 +94,7 @@ CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinato
 BEGIN_BATCH = _unary(_C, "BeginBatch", coordinator.BeginBatchRequest, coordinator.BeginBatchReply)
 REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coordinator.RebaseSourceReply)
 TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
+STOP_JOB = _unary(_C, "StopJob", coordinator.StopJobRequest, coordinator.StopJobReply)
 REPORT_FEEDBACK = _unary(_C, "ReportFeedback", coordinator.ReportFeedbackRequest, coordinator.ReportFeedbackReply)
 TAKE_UP_FEEDBACK = _unary(_C, "TakeUpFeedback", coordinator.TakeUpFeedbackRequest, coordinator.TakeUpFeedbackReply)
 HAND_OVER_FEEDBACK = _unary(

@@ -151,6 +151,7 @@ def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
             [coordinator.JoinJobReply.FromString(golden["JoinJobReply"])],
             lambda message: convert.rank_leases_from_wire(message.ranks),
         ),
+        (coordinator.Stop, [coordinator.Stop(reason="enough", worker=9, settled=True, step=7)], convert.stop_from_wire),
         (common.ErrorDetail, [common.ErrorDetail.FromString(golden["ErrorDetail"])], from_detail),
     ]
     for kind, examples, door in doors:

@@ -338,7 +338,8 @@ class CoordinatorWorld:
                 encoded(wire.RegisterRequest(role=wire.ROLE_SERVER, address="server:9", **register)),
             ],
             "Heartbeat": [
-                encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x"))
+                encoded(wire.HeartbeatRequest(caller=caller, step=3, samples=9, metrics=metrics, waiting_for="x")),
+                encoded(wire.HeartbeatRequest(caller=caller, step=3, stop_heard={"reached": 4})),
             ],
             "Leave": [encoded(wire.LeaveRequest(caller=lone, error="E: no", residual_lost=0.5))],
             "ReportExit": [
@@ -382,6 +383,10 @@ class CoordinatorWorld:
             "RestoreCheckpoint": [
                 encoded(wire.RestoreCheckpointRequest(job_name="default", number=1)),
                 encoded(wire.RestoreCheckpointRequest(job_name="other")),
+            ],
+            "StopJob": [
+                encoded(wire.StopJobRequest(caller=caller, reason="loss is nan")),
+                encoded(wire.StopJobRequest(job_name="default")),
             ],
             "ListQuarantined": [encoded(wire.ListQuarantinedRequest(job=worker.job))],
             "ReadAudit": [encoded(wire.ReadAuditRequest(job="default")), encoded(wire.ReadAuditRequest(after=3))],

@@ -49,6 +49,7 @@ from shardyard.ground.types import (
     RankLease,
     RankSource,
     SourceKey,
+    Stop,
     Term,
     Ticket,
     Token,
@@ -392,6 +393,17 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
         st.builds(DataLease, st.builds(DataShardSource, u32, u32, u32), u64.map(Token), u64, u64),
         lambda v: convert.data_lease_from_wire(convert.data_lease_to_wire(v)),
     ),
+    (
+        "stop",
+        st.builds(
+            Stop,
+            texts,
+            st.none() | st.integers(1, (1 << 64) - 1).map(Incarnation),
+            st.booleans(),
+            st.integers(0, limits.SEQUENCE_MAX),
+        ),
+        lambda v: convert.stop_from_wire(convert.stop_to_wire(v)),
+    ),
 ]
 
 
@@ -493,6 +505,7 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (coordinator.HandOver, handed_from_wire),
     (coordinator.HandOverFeedbackRequest, door.hand_over_asked),
     (coordinator.LeaveRequest, door.left),
+    (coordinator.Stop, convert.stop_from_wire),
 ]
 
 

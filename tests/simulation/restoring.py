@@ -75,6 +75,8 @@ def renew(machine: Machine, now_ms: int) -> None:
     for job in machine.jobs:
         job._idle_since_ms = now_ms
         job._finish_at_ms = None if job._finish_at_ms is None else now_ms + LATE_MS
+        job.stopping._reached.clear()
+        job._reads_steps = False
         job.deployment._retry_at_ms = 0
         job.deployment.stage = DUE_AGAIN.get(job.deployment.stage, job.deployment.stage)
         if not job.state.ended:

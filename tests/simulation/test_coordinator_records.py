@@ -79,6 +79,8 @@ ALL_KINDS = {
     "partitions_created",
     "partitions_opened",
     "rank_given",
+    "stop_asked",
+    "stop_settled",
     "variables_committed",
     "variables_registered",
     "worker_admitted",
@@ -108,6 +110,7 @@ class Fuzz:
         self.jobs: dict[Incarnation, JobId] = {}
         self.leases: dict[Incarnation, DataLease] = {}
         self.fences: list[effects.FenceOnServers] = []
+        self.reads: list[effects.ReadSteps] = []
         if seed % 2:
             for settings in SETTINGS.values():
                 self._run_job(settings)
@@ -161,6 +164,9 @@ class Fuzz:
         self.kinds |= {effect.kind for effect in found if isinstance(effect, effects.Persist)}
         self.fences += [effect for effect in found if isinstance(effect, effects.FenceOnServers)]
         reply: object = next((effect.answer for effect in found if isinstance(effect, effects.Reply)), None)
+        for effect in found:
+            if isinstance(effect, effects.ReadSteps):
+                self.reads.append(effect)
         if any(isinstance(effect, effects.ReadLedger) for effect in found):
             assert isinstance(event, events.LeaseReturned)
             reply = self.handle(events.LedgerRead(event, self.random.choice((0, 1, 2, 2, 40))))
@@ -177,8 +183,15 @@ class Fuzz:
         elif chance < 0.36 and self.fences:
             fence = self.fences.pop(self.random.randrange(len(self.fences)))
             self.handle(events.WorkersFenced(fence.job, fence.workers))
+        elif chance < 0.38 and self.reads:
+            read = self.reads.pop()
+            lost = self.random.random() < 0.2
+            answer = events.StepsRead(read.job, read.map.generation, self.random.randrange(9))
+            self.handle(events.StepsUnread(read.job) if lost else answer)
         elif chance < 0.45:
             self._join()
+        elif chance < 0.455 and self.jobs:
+            self._stop(self.random.choice(sorted(self.jobs)))
         elif chance < 0.49 and self.jobs:
             self._be_careful(self.random.choice(sorted(self.jobs)))
         elif self.jobs:
@@ -204,7 +217,8 @@ class Fuzz:
         silent = self.random.random() < 0.1
         for member in sorted(self.members):
             if not silent or self.random.random() < 0.7:
-                report = Report(self.random.randrange(9), self.random.randrange(99), (("loss", 0.5),))
+                reached = self.random.choice((None, self.random.randrange(9)))
+                report = Report(self.random.randrange(9), self.random.randrange(99), (("loss", 0.5),), reached=reached)
                 self.handle(events.HeartbeatReceived(member, report))
         if silent:
             self.now_ms += 450
@@ -252,6 +266,12 @@ class Fuzz:
         answer = self.handle(event)
         if isinstance(answer, DataLease):
             self.leases[worker] = answer
+
+    def _stop(self, worker: Incarnation) -> None:
+        """Told by a worker, or a person."""
+        caller = self.random.choice((Caller(self.jobs[worker], worker), None))
+        name = "" if caller else self.random.choice([*SETTINGS, "none", ""])
+        self.handle(events.StopAsked(caller, name, self.random.choice(("", "loss is n\u00e4n"))))
 
     def _be_careful(self, worker: Incarnation) -> None:
         """Announces work at which others have died, and dies of it, or not."""

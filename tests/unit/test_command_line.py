@@ -226,6 +226,60 @@ def test_checkpoint_is_asked_for_until_it_is_there_or_was_refused(
         assert captured.out == "checkpoint 7 of job digits, step 4,950, in /kept\n"
 
 
+@pytest.mark.parametrize("state", [wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED])
+def test_stop_waits_until_the_job_has_ended(state: wire.JobState, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[tuple[str, str]] = []
+    states = [wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING, state]
+
+    def stop(request: wire.StopJobRequest, _: Context) -> wire.StopJobReply:
+        asked.append((request.job_name, request.reason))
+        return wire.StopJobReply(job_name="digits", job=7, stop=wire.Stop(reason=request.reason), first=True)
+
+    def status(request: wire.StatusRequest, _: Context) -> wire.StatusReply:
+        failure = common.ErrorDetail(what="no room") if state == wire.JOB_STATE_FAILED else None
+        job = wire.JobStatus(job=7, name="digits", state=states[0], step=4_950, failure=failure)
+        del states[: len(states) > 1]
+        return wire.StatusReply(jobs=[wire.JobStatus(job=6, name="digits", state=wire.JOB_STATE_FAILED), job])
+
+    service = Service("Coordinator")
+    service.on(methods.STOP_JOB, stop)
+    service.on(methods.STATUS, status)
+    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    try:
+        code = main(["stop", "digits", "--reason", "tea", "--wait", "--coordinator", listener.address])
+    finally:
+        listener.stop()
+    assert asked == [("digits", "tea")]
+    captured = capsys.readouterr()
+    told = "job digits is told to stop\n"
+    if state == wire.JOB_STATE_FINISHED:
+        assert (code, captured.out) == (0, f"{told}job digits is finished, at step 4,950\n")
+    else:
+        assert (code, captured.out, captured.err) == (1, told, "job digits has failed: no room\n")
+
+
+def test_stop_of_a_job_that_stops_already_says_who_told_it(capsys: pytest.CaptureFixture[str]) -> None:
+    reply = wire.StopJobReply(
+        job_name="digits", job=7, stop=wire.Stop(reason="nan", worker=(1 << 32) + 4, settled=True, step=1_200)
+    )
+    service = Service("Coordinator")
+    service.on(methods.STOP_JOB, lambda request, _: reply)
+    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    try:
+        assert main(["stop", "--coordinator", listener.address]) == 0
+    finally:
+        listener.stop()
+    said = "job digits was told to stop before, by worker 1.4: nan; before step 1,200\n"
+    assert capsys.readouterr().out == said
+
+
+def test_stop_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "digits", "--coordinator", coordinator]) == 1
+    assert "no job 'digits'" in capsys.readouterr().err
+
+
 def test_port_in_use_says_what_to_do_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -571,6 +625,23 @@ def report() -> status_view.YardReport:
         ],
     )
     return status_view.YardReport("h:7070", yard_status(), {1: said})
+
+
+def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
+    found = report()
+    assert json.loads(status_view.to_json(found))["jobs"][1]["stop"] is None
+    stop = found.status.jobs[1].stop
+    stop.reason = "loss is [nan]"
+    for worker, settled, step, said in (
+        (0, False, 0, "told to stop by a person: loss is [nan]\n"),
+        ((1 << 32) + 4, True, 1_210, "told to stop by worker 1.4: loss is [nan]; before step 1,210\n"),
+    ):
+        stop.worker, stop.settled, stop.step = worker, settled, step
+        shown = io.StringIO()
+        status_view.show(found, Console(file=shown, width=200))
+        assert said in re.sub(r" +\n", "\n", shown.getvalue())
+        told = json.loads(status_view.to_json(found))["jobs"][1]["stop"]
+        assert told == {"reason": "loss is [nan]", "worker": worker or None, "step": step or None}
 
 
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:

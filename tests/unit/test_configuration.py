@@ -443,7 +443,10 @@ def test_documentation_names_every_variable() -> None:
         assert f"`{name}`" in page
 
 
-@pytest.mark.parametrize("name", ["local", "sync", "async", "bounded", "compose", "compression", "checkpoints"])
+EXAMPLES = ["local", "sync", "async", "bounded", "compose", "compression", "checkpoints", "metrics"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example_is_valid(name: str) -> None:
     loaded = load(ROOT / "configs" / f"{name}.yaml")
     assert loaded.settings.job.name == name
@@ -458,5 +461,7 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert (loaded["local"].yard.servers, loaded["local"].yard.workers) == (2, 2)
     assert loaded["compression"].job.compression.push_rules.kinds == {"none", "topk"}
     assert (loaded["checkpoints"].job.checkpoint.every_steps, loaded["checkpoints"].job.checkpoint.keep) == (1_000, 5)
+    assert loaded["metrics"].metrics.tensorboard == "runs"
+    assert loaded["local"].metrics.tensorboard == ""
     assert loaded["compose"].coordinator == "coordinator:7070"
     assert loaded["compose"].yard.bind == "0.0.0.0"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,8 +92,12 @@ class Feed(ABC):
         self._warned = False
         self.work: Work | None = None
 
+    @property
+    def _is_told_to_stop(self) -> bool:
+        return self._session.brake.stop is not None
+
     @abstractmethod
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         """Yields batches until all samples of all epochs are counted, by this worker or others."""
 
     def push(self, sending: Sending) -> None:
@@ -130,9 +134,9 @@ class Feed(ABC):
 
 
 class AsyncFeed(Feed):
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         try:
-            while (lease := self._lease()) is not None:
+            while not self._is_told_to_stop and (lease := self._lease()) is not None:
                 yield from self._go_through(lease)
         finally:
             self._rest()
@@ -146,7 +150,7 @@ class AsyncFeed(Feed):
             log.debug("no word that this worker rests: %s", error)
 
     def _lease(self) -> DataLease | None:
-        """A data shard to work on; None when all are done."""
+        """A data shard to work on; None when all are done, or the job is told to stop."""
         request = wire.LeaseDataRequest(caller=convert.caller_to_wire(self._session.caller), feed=self._number)
         reply = self._session.ask(methods.LEASE_DATA, request)
         with self._session.vigil.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
@@ -154,6 +158,8 @@ class AsyncFeed(Feed):
                 self._strategy.rest()
                 self._training.router.pause(min(reply.wait.retry_ms, 1_000))
                 self._session.check()
+                if self._is_told_to_stop:
+                    return None
                 reply = self._session.ask(methods.LEASE_DATA, request)
         return convert.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
 
@@ -170,6 +176,11 @@ class AsyncFeed(Feed):
         careful_below = lease.careful_below
         pending: Work | None = None
         for sequence in range(min(nexts), -(-len(samples) // size)):
+            if self._is_told_to_stop:
+                if pending is not None:
+                    self._drop("no optimizer.step() after a batch when the job is told to stop")
+                self._give_back(lease)
+                return
             chosen = samples[sequence * size : (sequence + 1) * size]
             first = sequence if pending is None else pending.name.first
             before = 0 if pending is None else pending.samples
@@ -195,7 +206,7 @@ class AsyncFeed(Feed):
             seed_everything(self._session.seed, 1, lease.source.feed, lease.source.epoch, lease.source.index, sequence)
             try:
                 yield self._reader.fetch(chosen)
-            except GeneratorExit:
+            except (GeneratorExit, KeyboardInterrupt):
                 self._give_back(lease)
                 raise
             pending = None if self.work.taken else self.work
@@ -235,9 +246,12 @@ class SyncFeed(Feed):
 
     @property
     def _end(self) -> int:
-        return self._opened.first_step + self._opened.units_per_epoch * self._settings.epochs
+        """The step after the last one: that of the data, or, before it, where the job is told to stop."""
+        end = self._opened.first_step + self._opened.units_per_epoch * self._settings.epochs
+        stop = self._session.brake.end
+        return end if stop is None else min(end, stop)
 
-    def batches(self) -> Iterator[Any]:
+    def batches(self) -> Generator[Any, None, None]:
         while not self._opened.done:
             if self._strategy.on_standby:
                 if self._is_done_on_standby():
@@ -249,7 +263,7 @@ class SyncFeed(Feed):
                 if self._await_done():
                     break
                 continue
-            if rank is not None:
+            if rank is not None and self._strategy.goes_on():
                 yield from self._compute(rank)
         if self._strategy.on_standby or self._strategy.step < self._end:
             # a rank may have come with the news of the end, to somebody who computed none

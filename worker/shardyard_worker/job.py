@@ -6,11 +6,13 @@ Owns: what `sy.connect()` gives back. Must not know: how a yard is started, byte
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -26,17 +28,20 @@ from shardyard.ground.errors import (
     UnsupportedModel,
     UnsupportedOptimizer,
 )
-from shardyard.ground.limits import METRIC_NAME_CHARACTERS_MAX, METRICS_MAX
+from shardyard.ground.limits import METRIC_NAME_CHARACTERS_MAX, METRICS_MAX, TEXT_CHARACTERS_MAX
 from shardyard.ground.optimizers import KINDS, make_group, setting_names
-from shardyard.ground.types import ConsistencyMode, Incarnation, OptimizerSpec, UpdateMode, VariableKind
+from shardyard.ground.types import ConsistencyMode, Incarnation, OptimizerSpec, Stop, UpdateMode, VariableKind
 from shardyard.runtime.settings import Settings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.memory import tune_malloc
 from shardyard.transport.peers import Network
 from shardyard_worker.bounded import BoundedStrategy
 from shardyard_worker.buckets import spec_of
+from shardyard_worker.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, OnStop
 from shardyard_worker.dataset import Reader
+from shardyard_worker.event_files import EventFiles
 from shardyard_worker.feeds import Feed, FeedSettings, open_feed
+from shardyard_worker.notebook import table
 from shardyard_worker.optimizer import ServerOptimizer, translate
 from shardyard_worker.randomness import seed_everything
 from shardyard_worker.schedule import JobScheduler
@@ -47,6 +52,12 @@ from shardyard_worker.training import BufferPlace, Sending, Training, Variable
 log = logging.getLogger("shardyard.worker")
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+StepCallback = TypeVar("StepCallback", bound=OnStep)
+LogCallback = TypeVar("LogCallback", bound=OnLog)
+CheckpointCallback = TypeVar("CheckpointCallback", bound=OnCheckpoint)
+StopCallback = TypeVar("StopCallback", bound=OnStop)
+
+_END = object()
 
 
 def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
@@ -60,16 +71,23 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
         torch.set_num_threads(settings.worker.threads)
     place = _place(os.environ)
     session = Session(network or GrpcNetwork(), settings.coordinator, settings, place)
+    files: EventFiles | None = None
     try:
-        device = pick_device(settings.worker.device, place.local_index)
-        session.join()
+        with session.interrupts:
+            device = pick_device(settings.worker.device, place.local_index)
+            session.join()
+            if settings.metrics.tensorboard:
+                worker = str(session.caller.incarnation)
+                files = EventFiles(Path(settings.metrics.tensorboard), job=settings.job.name, worker=worker)
     except BaseException:
+        if files is not None:
+            files.close()
         session.leave("could not join")
         if on_close is not None:
             on_close()
         raise
     seed_everything(session.seed)
-    return Job(session, device, on_close)
+    return Job(session, device, on_close, files)
 
 
 def _place(environment: Mapping[str, str]) -> Place:
@@ -98,7 +116,13 @@ class Job:
     Not thread-safe: one thread trains.
     """
 
-    def __init__(self, session: Session, device: torch.device, on_close: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        device: torch.device,
+        on_close: Callable[[], None] | None,
+        files: EventFiles | None = None,
+    ) -> None:
         self._session = session
         self._device = device
         self._on_close = on_close
@@ -110,6 +134,10 @@ class Job:
         self._own_steps = 0
         self._settings_now: Callable[[], tuple[tuple[float, ...], ...]] = tuple
         self._metrics: dict[str, Any] = {}
+        self._shown: dict[str, float | torch.Tensor] = {}
+        self._files = files
+        self._callbacks = Callbacks(self, session.checkpoint)
+        self._step_told = 0
         self._metrics_lock = threading.Lock()
         self._closed = False
         session.metrics = self._take_metrics
@@ -147,8 +175,66 @@ class Job:
         """
         return self._session.chief
 
+    @property
+    def should_stop(self) -> bool:
+        """True once the job is told to stop and this worker has no more steps to compute: in a synchronous job all
+        workers see it at the same step. A loop of the script's own asks this; job.batches ends by itself."""
+        if self.mode is UpdateMode.ASYNC:
+            return self.stopping is not None
+        end = self._session.brake.end
+        return self.stopping is not None if self._strategy is None else end is not None and self.step >= end
+
+    @property
+    def stopping(self) -> Stop | None:
+        """Who has told the job to stop, and why, as far as this worker has heard."""
+        return self._session.brake.stop
+
+    def stop(self, reason: str = "") -> None:
+        """Ends the job, for all its workers, before its data does: after the batch at hand (asynchronous), or before a
+        step that all workers agree on (synchronous), which is this one's next or the one after it. Returns at once.
+        The first reason stands. A last checkpoint is written when all have left.
+
+        Raises InvalidRequest for a reason that is too long, JobFailed.
+        """
+        if len(reason) > TEXT_CHARACTERS_MAX:
+            raise InvalidRequest(f"a reason of {len(reason)} characters; at most {TEXT_CHARACTERS_MAX}")
+        self._session.check()
+        with self._session.interrupts:
+            self._session.stop(reason)
+
+    # ---- what a script is told
+
+    def on_step(self, callback: StepCallback) -> StepCallback:
+        """`callback(job)` after each step of this worker (asynchronous), each step of the job (synchronous).
+
+        It, and those of the other `on_...`, are called in the thread that trains. What they raise ends the script
+        unless that catches it. They can be used as decorators.
+        """
+        self._callbacks.on_step.append(callback)
+        return callback
+
+    def on_log(self, callback: LogCallback) -> LogCallback:
+        """`callback(job, metrics)` with each call of `job.log`: numbers, and tensors of one element, by name."""
+        self._callbacks.on_log.append(callback)
+        return callback
+
+    def on_checkpoint(self, callback: CheckpointCallback) -> CheckpointCallback:
+        """`callback(job, checkpoint)` after a step, when this worker has heard of a newer one: `number`, `step`."""
+        self._callbacks.on_checkpoint.append(callback)
+        return callback
+
+    def on_stop(self, callback: StopCallback) -> StopCallback:
+        """`callback(job, stop)` once `job.should_stop` is true, before job.batches ends: `reason`, `worker`, `step`."""
+        self._callbacks.on_stop.append(callback)
+        return callback
+
+    def _look_around(self) -> None:
+        """Between two steps."""
+        self._callbacks.look(self._session.checkpoint, self.stopping if self.should_stop else None)
+
     def log(self, **metrics: float | torch.Tensor) -> None:
-        """Reports metrics, by name; the last value of each is shown by `shardyard status` and the progress display.
+        """Reports metrics, by name; the last value of each is shown by `shardyard status` and the progress display,
+        all of them by TensorBoard (metrics.tensorboard).
 
         Tensors are kept as they are and read when the next heartbeat is due, so a GPU is not waited for here.
         Raises InvalidRequest for what is not one real number, and for a name that is too long.
@@ -158,6 +244,11 @@ class Job:
             for name, value in taken.items():
                 if len(self._metrics) < METRICS_MAX or name in self._metrics:
                     self._metrics[name] = value
+                if len(self._shown) < METRICS_MAX or name in self._shown:
+                    self._shown[name] = value
+        if self._files is not None:
+            self._files.take(self.step, taken)
+        self._callbacks.logged(taken)
 
     def _take_metrics(self) -> dict[str, float]:
         with self._metrics_lock:
@@ -233,8 +324,9 @@ class Job:
         if epochs == 0:
             return iter(())
         settings = FeedSettings(batch_size, epochs, shuffle, drop_last)
-        feed = open_feed(self._training, self._strategy, reader, number=self._feeds, settings=settings)
-        self._feeds += 1
+        with self._session.interrupts:
+            feed = open_feed(self._training, self._strategy, reader, number=self._feeds, settings=settings)
+            self._feeds += 1
         return self._iterate(feed)
 
     def _refuse_nesting(self) -> None:
@@ -245,9 +337,16 @@ class Job:
         self._refuse_nesting()
         self._feed = feed
         try:
-            yield from feed.batches()
+            with contextlib.closing(feed.batches()) as batches:
+                while True:
+                    with self._session.interrupts:
+                        batch = next(batches, _END)
+                    if batch is _END:
+                        break
+                    yield batch
         finally:
             self._feed = None
+        self._look_around()
 
     # ---- variables without a model
 
@@ -291,7 +390,8 @@ class Job:
         """The values of the variables, copies, by name. Asynchronous: the newest. Synchronous: those of this step."""
         training = self._need_training()
         if self.mode is UpdateMode.ASYNC and self._strategy is not None:
-            self._strategy.begin()
+            with self._session.interrupts:
+                self._strategy.begin()
         chosen = list(self._names) if names is None else list(names)
         for name in chosen:
             if name not in self._names:
@@ -309,11 +409,14 @@ class Job:
         """
         self._need_training()
         assert self._strategy is not None
-        try:
-            self._strategy.drain()
-        except LostWork:
-            log.info("the last batch was computed by another worker as well; this one's does not count")
-        return self._session.take_checkpoint()
+        with self._session.interrupts:
+            try:
+                self._strategy.drain()
+            except LostWork:
+                log.info("the last batch was computed by another worker as well; this one's does not count")
+            number = self._session.take_checkpoint()
+        self._look_around()
+        return number
 
     # ---- leaving
 
@@ -321,6 +424,10 @@ class Job:
         """Leaves the job. The second time does nothing."""
         if self._closed:
             return
+        with self._session.interrupts:
+            self._close(error)
+
+    def _close(self, error: str) -> None:
         self._closed = True
         atexit.unregister(self._close_at_exit)
         try:
@@ -329,6 +436,9 @@ class Job:
             error = error or f"{lost.code}: {lost}"
             raise
         finally:
+            files, self._files = self._files, None
+            if files is not None:
+                files.close()
             if self._training is not None:
                 self._training.close()
             self._session.leave(error)
@@ -358,6 +468,31 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
+    def __repr__(self) -> str:
+        return f"<Job {self.name!r}, {self.mode.value}, step {self.step:,}, {self._standing}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        with self._metrics_lock:
+            shown = [(name, f"{float(value):.6g}") for name, value in self._shown.items()]
+        stop = self.stopping
+        rows = [
+            ("standing", self._standing),
+            ("worker", f"{self._session.caller.incarnation}{' (chief)' if self.chief else ''}"),
+            ("mode", self.mode.value),
+            ("step", f"{self.step:,}"),
+            ("device", str(self._device)),
+            *shown,
+            *([] if stop is None else [("told to stop", stop.reason or "without a reason")]),
+        ]
+        return table(f"job {self.name}", rows)
+
+    @property
+    def _standing(self) -> str:
+        if self._closed:
+            return "left"
+        return "no variables yet" if self._training is None else "training"
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -374,10 +509,12 @@ class Job:
                 "a second job.prepare or job.register in one job",
                 todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
             )
-        self._training = Training(self._session, variables, spec, model)
-        self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
-        self._strategy = self._make_strategy(self._training)
-        self._strategy.begin()
+        with self._session.interrupts:
+            self._training = Training(self._session, variables, spec, model)
+            self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
+            self._strategy = self._make_strategy(self._training)
+            self._strategy.begin()
+            self._step_told = self._strategy.step
 
     def _make_strategy(self, training: Training) -> Strategy:
         match self._session.job_settings.consistency.mode:
@@ -391,15 +528,26 @@ class Job:
 
     def _contribute(self, sending: Sending) -> None:
         self._session.check()
+        with self._session.interrupts:
+            counted = self._count(sending)
+        if counted and (self.mode is UpdateMode.ASYNC or self.step != self._step_told):
+            self._step_told = self.step
+            self._callbacks.stepped()
+        self._look_around()
+
+    def _count(self, sending: Sending) -> bool:
+        """Whether the work is this worker's."""
         if self._feed is not None:
             self._feed.push(sending)
-            return
+            return self._feed.work is None or not self._feed.work.lost
         assert self._strategy is not None
         self._own_steps += 1
         try:
             self._strategy.contribute(None, sending)
         except LostWork:
-            log.info("the last batch was computed by another worker as well; this one's does not count")
+            log.info("the last batch does not count: another worker has computed it as well, or the job has stopped")
+            return False
+        return True
 
     # ---- compression
 
@@ -430,7 +578,7 @@ class Job:
 
 
 def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Variable]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: _as_written(name) for name, parameter in model.named_parameters()}
     found = []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -448,8 +596,13 @@ def _buffers(model: torch.nn.Module) -> list[Variable]:
         if name in persistent:
             owner, _, key = name.rpartition(".")
             place = BufferPlace(model.get_submodule(owner), key)
-            found.append(Variable(spec_of(name, buffer, VariableKind.BUFFER), buffer, place))
+            found.append(Variable(spec_of(_as_written(name), buffer, VariableKind.BUFFER), buffer, place))
     return found
+
+
+def _as_written(name: str) -> str:
+    """Without what torch.compile puts between: a model has the same names compiled and not."""
+    return name.replace("_orig_mod.", "")
 
 
 def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:

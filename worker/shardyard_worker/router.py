@@ -354,23 +354,29 @@ class Router:
         waits: list[str] = []
         results: list[PullResult] = []
         refusals: list[errors.ShardyardError] = []
-        with self._vigil.over(lambda: f"{waiting_for()} on {waits[-1] if waits else 'all servers'}"):
+        try:
+            with self._vigil.over(lambda: f"{waiting_for()} on {waits[-1] if waits else 'all servers'}"):
+                for line in lines:
+                    try:
+                        order = self._begin(make, line)
+                        if order is not None:
+                            begun[line.server] = order
+                    except errors.Unavailable:
+                        log.debug("%s: asked again (%s)", line.peer.name, waiting_for())
+                for line in lines:
+                    waits.append(line.peer.name)
+                    try:
+                        result = self._finish(line, make, begun.get(line.server), waiting_for)
+                    except errors.ShardyardError as error:
+                        refusals.append(error)
+                    else:
+                        if result is not None:
+                            results.append(result)
+        except BaseException:
+            # nobody shall take answers that were not waited for as those to what is asked next
             for line in lines:
-                try:
-                    order = self._begin(make, line)
-                    if order is not None:
-                        begun[line.server] = order
-                except errors.Unavailable:
-                    log.debug("%s: asked again (%s)", line.peer.name, waiting_for())
-            for line in lines:
-                waits.append(line.peer.name)
-                try:
-                    result = self._finish(line, make, begun.get(line.server), waiting_for)
-                except errors.ShardyardError as error:
-                    refusals.append(error)
-                else:
-                    if result is not None:
-                        results.append(result)
+                line.break_off()
+            raise
         if refusals:
             raise next((each for each in refusals if isinstance(each, _MOVED)), refusals[0])
         return results

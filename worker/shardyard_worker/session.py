@@ -26,6 +26,8 @@ from shardyard.transport.status import from_detail
 from shardyard.wire import convert, methods
 from shardyard.wire.methods import Method
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.brake import Brake
+from shardyard_worker.interrupts import Interrupts
 from shardyard_worker.patience import Patience
 
 log = logging.getLogger("shardyard.worker")
@@ -58,6 +60,14 @@ class Progress:
     """For the goodbye: the 2-norm of what compression has not sent, and could not hand over though others go on."""
 
 
+@dataclass(frozen=True)
+class CheckpointTaken:
+    """A committed checkpoint: its number, and the step at which it was taken."""
+
+    number: int
+    step: int
+
+
 class Session:
     """One worker in one job, from joining to leaving. Safe for several threads."""
 
@@ -79,6 +89,10 @@ class Session:
         self.chief = False
         self.generation = Generation(0)
         self.recovering = False
+        self.brake = Brake()
+        self.interrupts = Interrupts()
+        self.checkpoint: CheckpointTaken | None = None
+        """The newest one that the job has."""
         self.on_heard: Callable[[wire.HeartbeatReply], None] | None = None
         """Is told what each heartbeat brought, by the thread that sent it."""
         self._enrolment = Enrolment(
@@ -111,6 +125,7 @@ class Session:
         self.chief = reply.chief
         with self._lock:
             self._ranks = convert.rank_leases_from_wire(reply.ranks)
+        self._hear_news(reply)
         bind_process(job=wanted.name)
         log.info("%s job %r", "started" if reply.started else "joined", wanted.name)
         self._tell_differences(wanted, self.job_settings)
@@ -173,7 +188,9 @@ class Session:
             log.debug("the coordinator did not answer a heartbeat")
 
     def check(self) -> None:
-        """Raises the job's failure, if it has failed, and InvalidRequest once this worker has left."""
+        """Raises the job's failure, if it has failed, InvalidRequest once this worker has left, and KeyboardInterrupt
+        where one was held back."""
+        self.interrupts.check()
         with self._lock:
             failure, left = self._failure, self._left
         if failure is not None:
@@ -243,17 +260,34 @@ class Session:
             while True:
                 reply = self.ask(methods.TAKE_CHECKPOINT, request)
                 if reply.done:
-                    return int(reply.number)
+                    self.checkpoint = CheckpointTaken(reply.number, reply.step)
+                    return self.checkpoint.number
                 if reply.HasField("failure"):
                     raise from_detail(reply.failure)
                 request.ticket = reply.ticket
                 time.sleep(ASK_AGAIN_MS / 1000)
+
+    def stop(self, reason: str) -> None:
+        """Has the job end before its data does, unless somebody has done so before."""
+        request = wire.StopJobRequest(caller=convert.caller_to_wire(self.caller), reason=reason)
+        self.brake.take(convert.stop_from_wire(self.ask(methods.STOP_JOB, request).stop))
+        if self.brake.heard is not None:
+            self.refresh()  # so that the others need not wait for a heartbeat of this worker
+
+    def _hear_news(self, reply: wire.JoinJobReply | wire.HeartbeatReply) -> None:
+        if reply.HasField("stop"):
+            self.brake.take(convert.stop_from_wire(reply.stop))
+        if reply.HasField("checkpoint"):
+            self.checkpoint = CheckpointTaken(reply.checkpoint.number, reply.checkpoint.step)
 
     def _report(self, request: wire.HeartbeatRequest) -> None:
         request.step = self.progress.step
         request.samples = self.progress.samples
         request.residual_norm = self.progress.residual_norm
         request.pushed = self.progress.pushed
+        reached = self.brake.heard
+        if reached is not None:
+            request.stop_heard.reached = reached
         request.waiting_for = self.vigil.waiting_for
         for name, value in sorted(self.metrics().items()):
             request.metrics.add(name=name, value=value)
@@ -266,6 +300,7 @@ class Session:
         self.initializer = reply.initializer
         self.chief = reply.chief
         self.recovering = reply.recovering
+        self._hear_news(reply)
         if self.on_heard is not None:
             self.on_heard(reply)
         for callback in moved:

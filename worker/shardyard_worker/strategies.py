@@ -30,6 +30,8 @@ log = logging.getLogger("shardyard.worker")
 
 R = TypeVar("R")
 
+STOP_SLICE_MS = 20
+"""Between two questions where the job stops, which is a matter of a heartbeat of each worker."""
 NEWEST = Wish(0, exactly=False, prefetched=True)
 
 
@@ -260,7 +262,7 @@ class AsyncStrategy(Strategy):
                 # nobody else can have counted it: the servers were restored to before this worker's last pushes
                 raise
             self._give_up(name, error)
-        except errors.Unavailable:
+        except (errors.Unavailable, KeyboardInterrupt):
             if isinstance(name.key.source, WorkerSource):
                 self._uncertain = name
             raise
@@ -452,6 +454,10 @@ class SyncStrategy(Strategy):
         assert isinstance(name.key.source, RankSource)
         assert self._version is not None
         rank = name.key.source.rank
+        if not self._may_begin(self._version):
+            log.info("%s does not count: the job stops before step %d", name, self._version)
+            self._training.load()  # buffers are those of the batch by now
+            raise LostWork
         shipment = self._training.ship(name, sending)
         others = any(held.next == self._version for other, held in self._held.items() if other != rank)
         try:
@@ -477,6 +483,35 @@ class SyncStrategy(Strategy):
             self._settle()
         else:
             self._arrive()
+
+    def goes_on(self) -> bool:
+        """Whether the step of the version that the targets hold is computed; waits until that is settled."""
+        assert self._version is not None
+        try:
+            self._await_stop(self._version)
+        except MapChanged:
+            self._go_over()
+            return False
+        return self._session.brake.permits(self._version) is True
+
+    def _may_begin(self, step: int) -> bool:
+        """As `goes_on`, of a contribution that is made at once."""
+        while True:
+            self._await_stop(step)
+            may = self._session.brake.may_begin(step)
+            if may is not None:
+                return may
+
+    def _await_stop(self, step: int) -> None:
+        brake = self._session.brake
+        if brake.permits(step) is not None:
+            return
+        with self._session.vigil.over(lambda: f"other workers to hear that the job stops, before step {step}"):
+            while brake.permits(step) is None:
+                self._session.refresh()
+                if self._training.is_behind:
+                    raise MapChanged
+                self._training.router.pause(STOP_SLICE_MS)
 
     # ---- versions
 

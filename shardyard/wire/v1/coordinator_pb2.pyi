@@ -110,8 +110,26 @@ class LogLength(_message.Message):
     length: int
     def __init__(self, job: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
+class Stop(_message.Message):
+    __slots__ = ("reason", "worker", "settled", "step")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    worker: int
+    settled: bool
+    step: int
+    def __init__(self, reason: _Optional[str] = ..., worker: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ...) -> None: ...
+
+class StopHeard(_message.Message):
+    __slots__ = ("reached",)
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    reached: int
+    def __init__(self, reached: _Optional[int] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed")
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_heard")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +138,7 @@ class HeartbeatRequest(_message.Message):
     LOGS_FIELD_NUMBER: _ClassVar[int]
     RESIDUAL_NORM_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
+    STOP_HEARD_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     step: int
     samples: int
@@ -128,7 +147,8 @@ class HeartbeatRequest(_message.Message):
     logs: _containers.RepeatedCompositeFieldContainer[LogLength]
     residual_norm: float
     pushed: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ...) -> None: ...
+    stop_heard: StopHeard
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_heard: _Optional[_Union[StopHeard, _Mapping]] = ...) -> None: ...
 
 class RankLease(_message.Message):
     __slots__ = ("rank", "token", "careful_below")
@@ -167,7 +187,7 @@ class HandOver(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back", "stop", "checkpoint")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +201,8 @@ class HeartbeatReply(_message.Message):
     SAVE_FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     FEEDBACK_FIELD_NUMBER: _ClassVar[int]
     GONE_BACK_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     term: int
     job_state: JobState
     failure: _common_pb2.ErrorDetail
@@ -194,7 +216,9 @@ class HeartbeatReply(_message.Message):
     save_feedback: SaveFeedback
     feedback: _containers.RepeatedCompositeFieldContainer[HandOver]
     gone_back: int
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ...) -> None: ...
+    stop: Stop
+    checkpoint: CheckpointStatus
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed", "residual_lost")
@@ -237,7 +261,7 @@ class JoinJobRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
 
 class JoinJobReply(_message.Message):
-    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief")
+    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "stop", "checkpoint")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +269,8 @@ class JoinJobReply(_message.Message):
     RANKS_FIELD_NUMBER: _ClassVar[int]
     LOGICAL_RANKS_FIELD_NUMBER: _ClassVar[int]
     CHIEF_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     job: int
     settings_json: str
     started: bool
@@ -252,7 +278,9 @@ class JoinJobReply(_message.Message):
     ranks: _containers.RepeatedCompositeFieldContainer[RankLease]
     logical_ranks: int
     chief: bool
-    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ...) -> None: ...
+    stop: Stop
+    checkpoint: CheckpointStatus
+    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
 
 class RegisterVariablesRequest(_message.Message):
     __slots__ = ("caller", "variables", "optimizer")
@@ -460,6 +488,28 @@ class TakeCheckpointReply(_message.Message):
     failure: _common_pb2.ErrorDetail
     def __init__(self, ticket: _Optional[int] = ..., done: bool = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., job_name: _Optional[str] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
+class StopJobRequest(_message.Message):
+    __slots__ = ("caller", "job_name", "reason")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    job_name: str
+    reason: str
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., job_name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class StopJobReply(_message.Message):
+    __slots__ = ("job_name", "job", "stop", "first")
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    job_name: str
+    job: int
+    stop: Stop
+    first: bool
+    def __init__(self, job_name: _Optional[str] = ..., job: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., first: bool = ...) -> None: ...
+
 class ReportFeedbackRequest(_message.Message):
     __slots__ = ("caller", "number", "stage", "length", "sha256", "failure")
     CALLER_FIELD_NUMBER: _ClassVar[int]
@@ -625,7 +675,7 @@ class RestoredStatus(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., partitions: _Optional[int] = ..., leased_again: _Optional[int] = ..., logs: bool = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "stop")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -649,6 +699,7 @@ class JobStatus(_message.Message):
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -672,7 +723,8 @@ class JobStatus(_message.Message):
     restored: RestoredStatus
     recovering: bool
     staleness: int
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ...) -> None: ...
+    stop: Stop
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release")

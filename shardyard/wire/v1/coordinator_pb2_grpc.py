@@ -99,6 +99,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
                 _registered_method=True)
+        self.StopJob = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/StopJob',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobReply.FromString,
+                _registered_method=True)
         self.ReportFeedback = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/ReportFeedback',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackRequest.SerializeToString,
@@ -232,6 +237,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StopJob(self, request, context):
+        """For a worker about its job, or a person: the job is to end before its data does. The first to say so decides.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportFeedback(self, request, context):
         """For a worker that was told to save what its error feedback remembers (SaveFeedback): how far that is.
         """
@@ -350,6 +362,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.TakeCheckpoint,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.SerializeToString,
+            ),
+            'StopJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopJob,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobReply.SerializeToString,
             ),
             'ReportFeedback': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportFeedback,
@@ -738,6 +755,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/TakeCheckpoint',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.TakeCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/StopJob',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,12 +36,14 @@ def data(samples: int) -> TensorDataset:
 def digest(model: torch.nn.Module) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        found.update(name.removeprefix("_orig_mod.").encode() + tensor.contiguous().numpy().tobytes())
     return found.hexdigest()
 
 
 def train_model(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model = network()
+    if options.compile:
+        model = torch.compile(model, backend=options.compile)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
     model, moved, schedule = job.prepare(model, optimizer, scheduler)
@@ -61,6 +63,10 @@ def train_model(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         job.log(loss=loss)
         computed += 1
         announce(computed)
+        if computed == options.stop_at:
+            job.stop(f"computed {computed}")
+        if options.mode == "loader" and job.should_stop:
+            break
     return {"digest": digest(model), "loss": float(loss.detach()) if computed else None, "computed": computed}
 
 
@@ -76,6 +82,8 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         optimizer.step()
         computed += 1
         announce(computed)
+        if computed == options.stop_at:
+            job.stop(f"computed {computed}")
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
@@ -133,6 +141,8 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--compile", default="", help="the backend of torch.compile")
+    parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold", default="")
@@ -145,6 +155,7 @@ def main() -> None:
         channel.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in channel.OPTIONS)
     with sy.connect() as job:
         result = MODES[options.mode](job, options)
+        result |= {"should_stop": job.should_stop, "reason": job.stopping and job.stopping.reason}
         result |= {"step": job.step, "chief": job.chief, "pid": os.getpid(), "threads": torch.get_num_threads()}
     with open(options.out, "w") as file:
         json.dump(result, file)

@@ -48,7 +48,7 @@ def _run(seed: int, kind: str, *, trace: bool) -> dict[str, object]:
     found = run_plan(make_plan(seed, kind), trace=print if trace else None)
     told = dataclasses.asdict(found)
     plan = told.pop("plan")
-    del told["values"]
+    del told["values"], told["versions"]
     return {
         "seed": seed,
         "kind": kind,

@@ -70,6 +70,8 @@ JOB = "simulated"
 PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
 STARTS_MAX = 60
+STOP_CHANCE = 0.1
+"""After a batch, where a job is to be told to stop."""
 SYNC_WORKS = 16
 """Kinds of synchronous work, each of which is done undisturbed once."""
 SYNC_ELEMENTS = 5
@@ -113,6 +115,8 @@ class Plan:
     preempt: float
     staleness: int | None
     """The bound of an asynchronous job that has one."""
+    stops: bool
+    """Workers tell the job to stop, at some batch."""
 
     @property
     def undisturbed(self) -> Plan:
@@ -132,6 +136,7 @@ class Plan:
             window=0,
             per_shard=1,
             staleness=None,
+            stops=False,
         )
 
 
@@ -149,11 +154,11 @@ FAULTS = (
 
 
 def make_plan(seed: int, kind: str = "") -> Plan:
-    """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies.
-    What it does not say is the seed's."""
+    """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies;
+    "stop", by itself or behind: workers tell the job to stop. What it does not say is the seed's."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
-    given = kind.split("-")
+    given = [word for word in kind.split("-") if word != "stop"] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
     bounded = mode == "bounded"
@@ -196,6 +201,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         weather=weather,
         preempt=rng.choice((0.0, 0.02, 0.1)),
         staleness=None,
+        stops="stop" in kind.split("-"),
     )
     if bounded or (not sync and not kind and rng.random() < 0.25):
         return replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
@@ -214,6 +220,8 @@ class Ending:
     calls: int = 0
     starts: int = 0
     values: dict[str, bytes] = field(default_factory=dict)
+    versions: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    """Of a synchronous job: the values at each step that was computed."""
     standing: str = ""
     happened: list[str] = field(default_factory=list)
 
@@ -240,6 +248,9 @@ class Yard:
         """Jobs that were begun and have not ended."""
         self.jobs_finished = 0
         self._goodbyes = 0
+        self.versions: dict[int, dict[str, bytes]] = {}
+        self.stops: dict[object, int | None] = {}
+        """By run of the job: the step before which it was told to stop."""
         self.has_checkpoint = False
         """Whether any was ever committed."""
         self.paces = Paces(self.world.violations.append)
@@ -390,6 +401,7 @@ class Yard:
             if left == 0 or (left == 1 and dropped) or world.rng.random() > 0.2:
                 job.push(dict.fromkeys(names, gradient))
                 gradient = torch.zeros(size, dtype=torch.float64)
+            self._stop_by_chance(job)
 
     def _train_sync(self, job: Any, names: list[str], batches: Iterable[Any]) -> None:
         world = self.world
@@ -397,11 +409,17 @@ class Yard:
             # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
             noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
             values = job.pull()
+            self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
             sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
             job.push(sent)
+            self._stop_by_chance(job)
+
+    def _stop_by_chance(self, job: Any) -> None:
+        if self.plan.stops and self.world.rng.random() < STOP_CHANCE:
+            job.stop("by chance")
 
     def _batches_of(self, source: DataShardSource) -> int:
         total = -(-self.plan.samples // self.plan.batch)
@@ -482,6 +500,7 @@ class Yard:
         """A record of the coordinator's."""
         if kind == "job_started":
             self.unfinished[body["job"]] = None
+            self.stops[body["job"]] = None
         elif kind == "job_ended":
             self.unfinished.pop(body["job"], None)
             code = "" if body["failure"] is None else body["failure"]["code"]
@@ -492,6 +511,9 @@ class Yard:
             if code == "ServerLost" and self.plan.durability == "wal" and not lost:
                 self.world.violations.append(f"a job with logs ended by a server: {body['failure']['what']}")
             self.jobs_finished += body["state"] == "finished" or unheard or lost
+        elif kind == "stop_settled":
+            self.stops[body["job"]] = body["step"]
+            self.happened.append("stop")
         elif kind == "worker_gone":
             self._goodbyes += body["goodbye"]
             self.paces.goes(Incarnation(body["worker"]))
@@ -520,6 +542,7 @@ class Yard:
             self.wires.calls,
             self.starts,
             next(iter(self.finished.values()), {}),
+            self.versions,
             standing,
             self.happened,
         )
@@ -548,6 +571,11 @@ class Yard:
         self._compare(f"checkpoint {manifest.number}", saved, wanted)
 
     def _compare(self, whose: str, values: dict[str, bytes], wanted: dict[str, bytes]) -> None:
+        if self.plan.mode == "async" and any(step is not None for step in self.stops.values()):
+            self._look_at_counts(whose, values)
+            return
+        if self.plan.stops and self.plan.mode == "sync":
+            wanted = self._wanted_at({name: values[name] for name in wanted})
         for name in sorted(wanted):
             if values[name] != wanted[name]:
                 got = np.frombuffer(values[name], np.float64)
@@ -555,10 +583,25 @@ class Yard:
                 bad = [(i, float(got[i]), float(want[i])) for i in np.flatnonzero(got != want)[:4]]
                 self.world.violations.append(f"{whose}: {name} has (place, got, wanted) {bad}")
 
+    def _wanted_at(self, values: dict[str, bytes]) -> dict[str, bytes]:
+        """What a synchronous job has that was told to stop; of several runs, what is nearest to the values."""
+        undisturbed = _undisturbed(self.plan.undisturbed)
+        ends = [
+            undisturbed.versions.get(-1 if step is None else step, undisturbed.values) for step in self.stops.values()
+        ]
+        return values if values in ends else ends[-1]
+
+    def _look_at_counts(self, whose: str, values: dict[str, bytes]) -> None:
+        """A job that was stopped has counted some of its samples, none of them twice."""
+        for name in sorted(values):
+            counts = np.frombuffer(values[name], np.float64)
+            if not np.isin(counts, (0.0, 1.0)).all():
+                self.world.violations.append(f"{whose}: {name} has counted {sorted(set(counts.tolist()))}")
+
     def _wanted(self) -> dict[str, bytes]:
         plan = self.plan
         if plan.mode == "sync":
-            return _undisturbed(plan.undisturbed)
+            return _undisturbed(plan.undisturbed).values
         counted = np.ones(plan.samples * plan.epochs * plan.feeds)
         for feed, epoch in itertools.product(range(plan.feeds), range(plan.epochs)):
             indices = order(seed=7, feed=feed, epoch=epoch, samples=plan.samples, shuffle=True)
@@ -572,10 +615,10 @@ class Yard:
 
 
 @functools.cache
-def _undisturbed(plan: Plan) -> dict[str, bytes]:
+def _undisturbed(plan: Plan) -> Ending:
     found = run_plan(plan, judged=False)
     assert not found.red, found.violations
-    return found.values
+    return found
 
 
 def warm_up() -> None:

@@ -1,0 +1,68 @@
+"""A whole yard under faults whose workers tell their job to stop: it ends, a synchronous one at one step for all, with
+the bits of an undisturbed run there (rule B9). SHARDYARD_SEEDS says how many seeds are run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from simulator.parallel import run_seeds
+from simulator.yard import make_plan, run_plan, simulation, warm_up
+
+from shardyard_coordinator.stopping import Stopping
+from shardyard_worker.brake import Brake
+
+SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "200"))
+SEEDS_FOR_A_MUTATION = 200
+
+
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize("kind", ["sync-stop", "async-stop"])
+def test_promise_6_yard_that_is_told_to_stop_ends_where_it_was_settled_under_every_seed(kind: str) -> None:
+    stopped: Counter[bool] = Counter()
+    for found in run_seeds(range(SEEDS), kind=kind):
+        assert not found["violations"], f"seed {found['seed']}: {found['violations']}"
+        stopped["stop" in found["happened"]] += 1
+    if SEEDS >= 100:
+        assert min(stopped[True], stopped[False]) >= 5, stopped
+
+
+@pytest.fixture(scope="module")
+def simulated() -> Iterator[None]:
+    with simulation():
+        warm_up()
+        yield
+
+
+def goes_on_before_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Brake.permits
+    monkeypatch.setattr(Brake, "permits", lambda self, step: real(self, step) is not False)
+
+
+def settles_with_the_first_that_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stopping, "is_due", lambda self, workers: self._is_open and bool(self._reached))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        goes_on_before_it_is_settled,
+        settles_with_the_first_that_has_heard,
+    ],
+    ids=lambda each: each.__name__,
+)
+@pytest.mark.usefixtures("simulated")
+def test_without_a_part_of_rule_b9_some_seed_is_red(mutation: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)  # type: ignore[operator]
+    for seed in range(SEEDS_FOR_A_MUTATION):
+        if run_plan(make_plan(seed, "sync-stop")).red:
+            return
+    pytest.fail(f"{SEEDS_FOR_A_MUTATION} seeds are green")

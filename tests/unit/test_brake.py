@@ -1,0 +1,58 @@
+"""How far a worker goes when its job is told to stop."""
+
+from __future__ import annotations
+
+from shardyard.ground.types import Incarnation, Stop
+from shardyard_worker.brake import Brake
+
+ASKED = Stop("enough", Incarnation(3))
+
+
+def test_without_a_stop_every_step_begins_and_nobody_waits() -> None:
+    brake = Brake()
+    assert [brake.may_begin(step) for step in (0, 0, 1, 7)] == [True] * 4
+    assert (brake.stop, brake.end, brake.heard) == (None, None, None)
+
+
+def test_from_the_news_of_a_stop_no_further_step_begins_until_it_is_settled() -> None:
+    brake = Brake()
+    brake.may_begin(4)
+    brake.take(ASKED)
+    assert (brake.heard, brake.end) == (5, None)
+    assert [brake.permits(step) for step in (3, 4, 5)] == [None] * 3
+    assert brake.heard == 5
+    brake.take(Stop("enough", Incarnation(3), True, 6))
+    assert [brake.may_begin(step) for step in (4, 5, 6, 7)] == [True, True, False, False]
+    assert (brake.heard, brake.end) == (None, 6)
+
+
+def test_step_that_is_begun_when_the_news_comes_is_in_what_the_worker_says() -> None:
+    brake = Brake()
+    brake.may_begin(4)
+    brake.take(ASKED)
+    assert brake.may_begin(5) is None
+    assert brake.heard == 6
+
+
+def test_what_is_only_asked_about_is_not_begun() -> None:
+    brake = Brake()
+    assert brake.permits(4) is True
+    brake.take(ASKED)
+    assert (brake.heard, brake.permits(0)) == (0, None)
+    brake.take(Stop("enough", None, True, 6))
+    assert [brake.permits(step) for step in (5, 6)] == [True, False]
+
+
+def test_what_is_settled_stays_so() -> None:
+    brake = Brake()
+    settled = Stop("enough", None, True, 6)
+    brake.take(settled)
+    brake.take(ASKED)
+    brake.take(Stop("", None, True, 9))
+    assert brake.stop == settled
+
+
+def test_worker_that_has_begun_nothing_says_so() -> None:
+    brake = Brake()
+    brake.take(ASKED)
+    assert (brake.heard, brake.permits(0)) == (0, None)

@@ -1,0 +1,57 @@
+"""Where the job ends before its data does, as one worker has heard it (docs/ledger.md, rule B9).
+
+Owns: the stop that this worker was told of, and how far it has come in a synchronous job. Invariant: from the moment at
+which it has heard of a stop until that is settled it begins no step, so that what it has said of itself stays true.
+Must not know: who decides, how it is told, what a step does.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from shardyard.ground.types import Stop
+
+
+class Brake:
+    """Of one worker in one job. One thread contributes; safe for others beside it."""
+
+    def __init__(self) -> None:
+        self._taking = threading.Lock()
+        self._reached = 0
+        self._stop: Stop | None = None
+
+    @property
+    def stop(self) -> Stop | None:
+        return self._stop
+
+    @property
+    def end(self) -> int | None:
+        """The step before which a synchronous job ends, once that is settled."""
+        stop = self._stop
+        return stop.step if stop is not None and stop.settled else None
+
+    @property
+    def heard(self) -> int | None:
+        """What the coordinator waits for: the first step to which this worker has not contributed. None where it waits
+        for nothing."""
+        stop = self._stop
+        return self._reached if stop is not None and not stop.settled else None
+
+    def take(self, stop: Stop) -> None:
+        """The coordinator has said so; what is settled stays so."""
+        with self._taking:
+            if self._stop is None or not self._stop.settled:
+                self._stop = stop
+
+    def permits(self, step: int) -> bool | None:
+        """Whether a step of a synchronous job is computed. None: that is not settled yet."""
+        stop = self._stop
+        if stop is None:
+            return True
+        return step < stop.step if stop.settled else None
+
+    def may_begin(self, step: int) -> bool | None:
+        """As `permits`, where this worker contributes to the step at once if it is."""
+        # first said, then looked at: who has seen no stop is in what is said once there is one
+        self._reached = max(self._reached, step + 1)
+        return self.permits(step)

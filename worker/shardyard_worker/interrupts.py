@@ -1,0 +1,55 @@
+"""Ctrl-C, held back while a step is half done.
+
+Python raises KeyboardInterrupt between any two instructions of the main thread. In the midst of an exchange, or of a
+server's arithmetic in a yard inside this process, that would leave half of a step behind.
+
+Owns: the handler of SIGINT, for so long. Invariants: an interrupt that came meanwhile is raised at the end, or where a
+wait can be given up (`check`); a second one is raised at once; a handler that is not Python's own is left alone. Must
+not know: what is held together.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """For `with` blocks, one in another too. Used by the thread that trains, but for `check`."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._former: Any = None
+        self._noted = False
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt where one has come, and this thread is to be told. Safe for several threads."""
+        if self._noted and threading.current_thread() is threading.main_thread():
+            self._noted = False
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        if self._depth == 0 and threading.current_thread() is threading.main_thread():
+            former = signal.getsignal(signal.SIGINT)
+            if former is signal.default_int_handler:
+                self._former = former
+                signal.signal(signal.SIGINT, self._note)
+        self._depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._former is not None:
+            former, self._former = self._former, None
+            signal.signal(signal.SIGINT, former)
+            self.check()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if self._noted:
+            self._noted = False
+            raise KeyboardInterrupt
+        self._noted = True
