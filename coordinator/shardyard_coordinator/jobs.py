@@ -453,7 +453,7 @@ class Job:
 
     def _goes_on_without(self, worker: Incarnation) -> bool:
         """Whether there is, or may come, a worker that takes further steps when this one has left."""
-        if self.state is not JobState.RUNNING or self._is_through:
+        if self.state is not JobState.RUNNING or self._is_through or self.stopping.is_over(self._step):
             return False
         if any(each != worker and not self.handovers.is_leaving(each) for each in self.workers):
             return True

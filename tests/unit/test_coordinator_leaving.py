@@ -185,6 +185,21 @@ def test_nobody_goes_on_where_all_data_is_done(restarts: str) -> None:
     assert not [each for each in yard.persisted if each.kind == "feedback_handed_over"]
 
 
+def test_nobody_goes_on_behind_the_step_at_which_the_job_was_told_to_stop(restarts: str) -> None:
+    yard = Yard()
+    first, second = run(yard, 2)
+    job = yard.machine.jobs[0]
+    yard.handle(events.StopAsked(first, "", "good enough"))
+    for worker in (first, second):
+        yard.handle(events.HeartbeatReceived(worker.incarnation, Report(step=5, reached=6)))
+    assert job.deployment.map is not None
+    yard.handle(events.StepsRead(job.id, job.deployment.map.generation, 6))
+    perhaps(yard, restarts)
+    assert ask(yard, first).fate is Fate.WRITE, "there is a step to take"
+    yard.handle(events.HeartbeatReceived(second.incarnation, Report(step=6)))
+    assert ask(yard, first).fate is Fate.UNWANTED
+
+
 def test_steps_without_data_that_follow_are_somebodys(restarts: str) -> None:
     yard = Yard()
     first, second = run(yard, 2)
