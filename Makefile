@@ -56,7 +56,8 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/lint-imports
 
 test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
-	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu --numprocesses=$(JOBS) --dist=loadfile
+	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu --numprocesses=$(JOBS) \
+		--dist=loadfile --no-loadscope-reorder
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
 	@$(BIN)/python tests/fuzz/fuzzing.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))

@@ -134,7 +134,8 @@ class Job:
         self._chief_is_done = False
         self._finish_at_ms: int | None = None
         self._last_ticket = 0
-        self._last_failure = ""
+        self.last_failure = ""
+        """Of its last checkpoint, for behind what is said of it."""
         if settings.consistency.mode is ConsistencyMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
@@ -288,7 +289,7 @@ class Job:
             return []
         if self.state is JobState.FINISHING:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
-                late = f"it was not written within {self.settings.idle_ms / 1000:g} s{self._last_failure}"
+                late = f"it was not written within {self.settings.idle_ms / 1000:g} s{self.last_failure}"
                 return self._end_without(late)
             self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self._step)
             return self._keep(now_ms, servers)
@@ -505,7 +506,7 @@ class Job:
             return []
         effects = self.keeping.fail_checkpoint(draft, failure, now_ms)
         if self._last_ticket and draft >= self._last_ticket:
-            self._last_failure = f", and failed at last by: {failure.what}"
+            self.last_failure = f", which failed at last by: {failure.what}"
         return effects
 
     def ask_checkpoint(self, ticket: int) -> list[Effect]:

@@ -28,7 +28,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Job._idle_since_ms": "a job without workers waits for its idle time anew: nobody could join meanwhile",
     "Job._finish_at_ms": "whether it is set is recorded; the time for late workers begins anew",
     "Job._last_ticket": "the last checkpoint is begun anew",
-    "Job._last_failure": "told by the tries of this life",
+    "Job.last_failure": "told by the tries of this life",
     "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
     "Job._step_seen": "as `progress`",
     "Job._reads_steps": "servers are asked again",

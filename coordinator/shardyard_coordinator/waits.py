@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardyard.ground import limits
 from shardyard.ground.types import JobId
 from shardyard_coordinator.deployment import Deployment, Stage
-from shardyard_coordinator.effects import Tell
+from shardyard_coordinator.effects import JobState, Tell
 from shardyard_coordinator.jobs import Job
 
 NAMED_MAX = 8
@@ -71,7 +71,9 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
     """Each wait of a job: its kind, and what it waits for."""
     if job.state.ended:
         return
-    if not job.workers:
+    if job.state is JobState.FINISHING:
+        yield "last", f"its last checkpoint{job.last_failure}; it ends without after {job.settings.idle_ms / 1000:g} s"
+    elif not job.workers:
         yield "worker", f"a worker; it is ended {job.settings.idle_ms / 1000:g} s after its last one has gone"
     if job.fencing:
         yield "fence", f"servers to refuse worker {_named(job.fencing)}, before others have their work"

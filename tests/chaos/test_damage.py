@@ -25,13 +25,12 @@ import pytest
 from battle import JOB, LOOK_S, Battlefield, battlefield
 from schedules import draw
 
-from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.library import CheckpointLibrary, read_partition
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged
 from shardyard.ground.failpoints import EXIT_CODE
 from shardyard.ground.types import Incarnation, JobId
-from shardyard_ps_server.checkpoints import load
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.replay import replay
 from shardyard_ps_server.wal_files import END, FENCED, SYNCED, LogFiles, LogRoot
@@ -113,7 +112,7 @@ class Checkpoint(Artifact):
         try:
             manifest = self._library.load(JOB)
             for entry in manifest.partitions:
-                load(storage, manifest.layout, entry)
+                read_partition(storage, manifest.layout, entry)
         except (CheckpointDamaged, CheckpointNotFound) as error:
             return Sight((error.what,))
         return Sight()
@@ -139,7 +138,9 @@ class Log(Artifact):
         manifest = manifests.load(JOB, self._base)
         storage = open_storage(f"{url}/{JOB}")
         self._layout, self._mode = manifest.layout, manifest.mode
-        self._states: list[PartitionState] = [load(storage, manifest.layout, each) for each in manifest.partitions]
+        self._states: list[PartitionState] = [
+            read_partition(storage, manifest.layout, each) for each in manifest.partitions
+        ]
         self.files = [self._files.folder / SYNCED, *map(self._files.segment, self._files.numbers())]
         self.looks = {"read": self._read, "restore": self._restore}
         synced = self._files.folder / SYNCED

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from yards import Probes, RoleYard, Script, finish
@@ -122,7 +123,8 @@ def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_wit
     (tmp_path / "file").write_text("no folder")
     url = tmp_path / "file" / "kept"
     options = ("--samples", "100", "--pause-ms", "20")
-    script, out = probes.start("own", *options, coordinator=yard.address, job__checkpoint__url=url, **SELDOM)
+    given: dict[str, Any] = {"coordinator": yard.address, "job__checkpoint__url": url, "job__idle_ms": 3_000, **SELDOM}
+    script, out = probes.start("own", *options, **given)
     script.wait_for("computed 5")
     taken = shardyard("checkpoint", "take", "probe", "--coordinator", yard.address)
     assert taken.wait() == 1
@@ -130,10 +132,9 @@ def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_wit
     finish(script, out)
     (job,) = yard.ended().jobs
     assert job.state == wire.JOB_STATE_FINISHED
-    assert "ends without its last checkpoint: it failed 3 times" in yard.coordinator.output
-    failing, _ = probes.start(
-        "own", *options, "--checkpoint-at", "5", coordinator=yard.address, job__checkpoint__url=url, **SELDOM
-    )
+    late = "ends without its last checkpoint: it was not written within 3 s, which failed at last by: "
+    assert late in yard.coordinator.output
+    failing, _ = probes.start("own", *options, "--checkpoint-at", "5", **given)
     assert failing.wait() == 1
     assert "StorageUnavailable" in failing.output
 

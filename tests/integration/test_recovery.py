@@ -150,7 +150,7 @@ def test_lost_pushes_of_a_worker_that_has_left_are_told_exactly(yard: RoleYard, 
         "job__checkpoint__every_steps": 10_000,
         "job__workers_expected": 2,
     }
-    stays, out = probes.start("own", "--samples", "120", "--pause-ms", "30", **given)
+    stays, out = probes.start("own", "--samples", "300", "--pause-ms", "30", **given)
     yard.coordinator.wait_for("checkpoint 1 of step")
     finish(*probes.start("own", "--samples", "12", **given))
     yard.coordinator.wait_for(" left")
@@ -161,5 +161,5 @@ def test_lost_pushes_of_a_worker_that_has_left_are_told_exactly(yard: RoleYard, 
     pushes = set().union(*lost.values())
     assert len({worker for worker, _ in pushes}) == 2, "of the one that had left too"
     counts = sorted(value[0] for value in result["values"].values())
-    assert counts == sorted(132.0 - len(lost.get(partition, ())) for partition in range(4))
+    assert counts == sorted(312.0 - len(lost.get(partition, ())) for partition in range(4))
     assert yard.status().jobs[0].lost_pushes == len(pushes)

@@ -200,9 +200,11 @@ def test_job_whose_last_checkpoint_fails_tries_again_for_its_idle_time_and_says_
         yard.tick(1_000 << number)
         yard.break_off(failure)
     assert yard.state is JobState.FINISHING
+    said = f"its last checkpoint, which failed at last by: {failure.what}; it ends without after 20 s"
+    assert any(said in text for text in yard.told)
     yard.tick(SETTINGS.idle_ms)
     assert yard.state is JobState.FINISHED
-    late = f"without its last checkpoint: it was not written within 20 s, and failed at last by: {failure.what}"
+    late = f"without its last checkpoint: it was not written within 20 s, which failed at last by: {failure.what}"
     assert any(late in text for text in yard.told)
 
 
