@@ -250,10 +250,7 @@ def test_next_run_of_a_job_with_logs_begins_with_a_checkpoint(
     ("origin", "dying", "mode"),
     [
         ("values", "server", "sync"),
-        ("values", "coordinator", "async"),
         ("values", "both", "async"),
-        ("checkpoint", "server", "async"),
-        ("checkpoint", "coordinator", "sync"),
         ("checkpoint", "both", "sync"),
     ],
 )

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import test_coordinator_handovers as handing
 import test_restore_on_command as orders
 
-SEEDS = range(150)
+SEEDS = range(60)
 ACTIONS = 300
 WORKERS_MAX = 5
 SETTINGS: JobSettings = handing.SETTINGS.model_copy(

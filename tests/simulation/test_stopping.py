@@ -19,7 +19,7 @@ from simulator.yard import make_plan, run_plan, simulation, warm_up
 from shardyard_coordinator.stopping import Stopping
 from shardyard_worker.brake import Brake
 
-SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "200"))
+SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 200
 
 
