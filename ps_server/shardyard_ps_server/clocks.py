@@ -42,7 +42,7 @@ class Clocks:
             return pace.clock
         if pace.stride is Stride.RESTS:
             self._rested[worker] = pace.turn
-            self.leave(worker)
+            self._clocks.pop(worker, None)
             return pace.clock
         clock, known = pace.clock, self._clocks.get(worker, UNHEARD)
         if pace.stride is Stride.JOINS:
@@ -53,9 +53,10 @@ class Clocks:
         self._clocks[worker] = max(clock, known)
         return self._clocks[worker]
 
-    def leave(self, worker: Incarnation) -> None:
-        """It takes no steps any more, or none for now."""
+    def forget(self, worker: Incarnation) -> None:
+        """It is refused from now on: nothing of it comes late."""
         self._clocks.pop(worker, None)
+        self._rested.pop(worker, None)
 
     def behind(self, worker: Incarnation, pace: Pace) -> tuple[Incarnation, int] | None:
         """The slowest of the others, and its clock, if it is so far behind that the values must wait for it; else what

@@ -38,10 +38,11 @@ class Pacing:
             self._changed.notify_all()
             return clock if pace.stride is Stride.JOINS else None
 
-    def leave(self, workers: Iterable[Incarnation]) -> None:
+    def forget(self, workers: Iterable[Incarnation]) -> None:
+        """They are refused from now on."""
         with self._changed:
             for worker in workers:
-                self._clocks.leave(worker)
+                self._clocks.forget(worker)
             self._changed.notify_all()
 
     def await_others(self, worker: Incarnation, pace: Pace, until: float) -> str:

@@ -294,7 +294,7 @@ class Store:
                     hosted.wal.drain()
         for hosted in self.hosted():
             if hosted.pacing is not None:  # which may have been told to expect them since they were fenced
-                hosted.pacing.leave(fenced)
+                hosted.pacing.forget(fenced)
 
     # ---- the coordinator's orders
 
@@ -739,7 +739,7 @@ class Store:
         with self._lock:
             fenced = worker in self._standing.fenced
         if fenced:  # since it was admitted
-            hosted.pacing.leave([worker])
+            hosted.pacing.forget([worker])
         return clock
 
     def hold(self, hosted: HostedJob, wish: PullWish, pace: Pace | None = None) -> tuple[PullResult, Held]:

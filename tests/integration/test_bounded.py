@@ -173,12 +173,16 @@ def test_promise_7_who_waits_says_for_whom_and_how_far_that_one_is(caplog: pytes
 
 
 def test_worker_with_data_of_its_own_joins_with_its_first_push() -> None:
-    with yard(**{"job.consistency.staleness": 0}) as connect, ThreadPoolExecutor(1) as threads:
+    with yard(**{"job.consistency.staleness": 1}) as connect, ThreadPoolExecutor(1) as threads:
         jobs = [connect(), connect()]
         traced = [Traced(job, place) for place, job in enumerate(jobs)]
-        traced[0].step()  # alone so far
+        for _ in range(5):
+            traced[0].step()  # alone so far
+        traced[1].step()  # joins beside it
         second = threads.submit(traced[1].step)
-        second.result(DEADLINE_S) if second.done() else traced[0].step()
+        with pytest.raises(TimeoutError):
+            second.result(0.5)
+        traced[0].step()
         second.result(DEADLINE_S)
         jobs[0].close()
         for _ in range(3):

@@ -82,7 +82,7 @@ class Histories(RuleBasedStateMachine):
     def die(self, place: int) -> None:
         worker = self.at_place(place)
         if worker in self.at:
-            self.clocks.leave(worker)
+            self.clocks.forget(worker)
             del self.at[worker]
             self.waits.discard(worker)
             # who is fenced is not admitted any more: nothing of it comes late
