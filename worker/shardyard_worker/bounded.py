@@ -100,20 +100,22 @@ class BoundedStrategy(AsyncStrategy):
             self._known_to = self._training.router
             self._training.load()
             return
-        router = self._training.router
         self._take(answer)
-        self._moved = self._moved or router is not self._training.router
 
     def _join(self) -> None:
         """Takes its place beside the slowest."""
-        router, wish = self._training.router, self._wish_at(Stride.JOINS)
         self._training.router.abandon_pull()
-        answer = self._training.reach(lambda router: router.pull(wish))
+        answer = self._pull(self._wish_at(Stride.JOINS))
         # servers may have heard of the others at different times; what they gave is asked for again, at one clock
         self._clock = max(self._clock, answer.clock)
         self._training.router.abandon_pull()
         self._take(answer)
+
+    def _pull(self, wish: Wish) -> Answer:
+        router = self._training.router
+        answer = self._training.reach(lambda router: router.pull(wish))
         self._moved = self._moved or router is not self._training.router
+        return answer
 
     def _take(self, answer: Answer) -> Answer:
         """Asks until nobody is too far behind for this worker's clock. `answer`: who is, as was said last."""
@@ -124,7 +126,7 @@ class BoundedStrategy(AsyncStrategy):
 
         with self._session.vigil.over(waiting_for):
             while True:
-                answer = self._training.reach(lambda router: router.pull(wish))
+                answer = self._pull(wish)
                 if not answer.missing:
                     break
                 self._session.check()
