@@ -1,0 +1,92 @@
+"""What goes, a little at a time: walks for a table's expiry settings.
+
+Owns: where the walk is, and what it has learned of frequencies. Invariants: a pinned id stays; what goes is told, since
+where a walk stands depends on the index's private seed: whoever needs the same rows again records the ids (rule C1).
+Must not know: when it is called.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from shardyard_ps_server.tables import walks
+from shardyard_ps_server.tables.layout import FREQUENCY_MAX, Memory, Numbers
+from shardyard_ps_server.tables.settings import ExpirySettings
+
+HOMES_PER_STEP: Final = 512
+_GONE: Final = 2 * HOMES_PER_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """`ids`: those that are gone. `over`: the walk has come to the end of the table, and begins anew next time."""
+
+    ids: Numbers
+    over: bool
+
+
+@dataclass(slots=True)
+class Expiry:
+    """`step` until it says that it is over, or has done enough for now."""
+
+    settings: ExpirySettings
+    dim: int
+    _cursor: np.uint64 = field(default_factory=lambda: np.uint64(0))
+    _histogram: Numbers | None = None
+    """Of frequencies, while they are counted because there are too many rows."""
+    _fewest: int = 0
+    _ties: Numbers = field(default_factory=lambda: np.zeros(1, np.int64))
+    _begun: bool = False
+
+    def step(self, memory: Memory, unit: int, rows: int, pinned: Numbers) -> Expired:
+        """The next few hundred buckets."""
+        nothing = np.empty(0, np.int64)
+        if not self._begun:
+            self._begin(rows)
+        if self._histogram is not None:
+            cursor, over = walks.count_some(memory, self._cursor, HOMES_PER_STEP, self._histogram)
+            self._cursor = np.uint64(cursor)
+            if over:
+                self._choose(rows)
+            return Expired(nothing, over=False)
+        gone = np.empty(_GONE, np.int64)
+        n, cursor, over = walks.expire_some(
+            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, pinned), gone
+        )
+        self._cursor = np.uint64(cursor)
+        if over:
+            self._begun = False
+        return Expired(gone[:n].copy(), over=over)
+
+    def _begin(self, rows: int) -> None:
+        self._begun = True
+        self._cursor, self._fewest, self._ties[0] = np.uint64(0), 0, 0
+        if 0 < self.settings.rows_kept < rows:
+            self._histogram = np.zeros(FREQUENCY_MAX + 1, np.int64)
+
+    def _choose(self, rows: int) -> None:
+        """So many of the least frequent go as are too many."""
+        assert self._histogram is not None
+        too_many = max(rows - self.settings.rows_kept, 0)
+        below = np.cumsum(self._histogram)
+        fewest = int(np.searchsorted(below, too_many)) if too_many else 0
+        self._fewest = min(fewest, FREQUENCY_MAX)
+        self._ties[0] = too_many - (int(below[self._fewest - 1]) if self._fewest else 0)
+        self._histogram = None
+        self._cursor = np.uint64(0)
+
+    def _reasons(self, unit: int, pinned: Numbers) -> walks.Reasons:
+        settings, step_unit = self.settings, self.settings.step_unit
+        return walks.Reasons(
+            unit,
+            settings.age_steps // step_unit,
+            settings.grace_steps // step_unit,
+            settings.frequency_min,
+            float(settings.norm_min) ** 2,
+            self._fewest,
+            self._ties,
+            pinned,
+        )

@@ -1,0 +1,107 @@
+"""How a table lies in memory: words of a bucket, fields of a stripe, and the arrays that loops are given.
+
+A bucket is two words: the id, and a word that is 0 in an empty bucket:
+
+    bits  0-29  number of the row, and one; 0: the id is counted, and has no row yet
+    bit     30  the mark: whether the cut that is being taken has this entry already (tables.cuts)
+    bit     31  changed since the last cut
+    bits 32-47  frequency: how often the id was pushed, at most 65,535
+    bits 48-63  when it was pushed last, in units of steps after the stripe's `BASE`
+
+The hash of an id has 64 bits. Its upper 12 are the slot of the directory that names the stripe; in a stripe that has
+2**(12 - depth) slots the 32 bits after the upper `depth` ones are scaled to its number of homes. So buckets are in the
+order of hashes but for what was displaced, and a place in that order outlives growth and splits.
+
+Owns: names of places. Must not know: what is done there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+SLOT_BITS: Final = 12
+SLOTS: Final = 1 << SLOT_BITS
+"""The most stripes that a table can have."""
+ROWS_MAX: Final = (1 << 30) - 1
+FREQUENCY_MAX: Final = 0xFFFF
+WINDOW_UNITS: Final = 1 << 15
+"""So far back the step of an id's last push is told exactly."""
+
+ROW: Final = np.uint64((1 << 30) - 1)
+MARK: Final = np.uint64(1 << 30)
+CHANGED: Final = np.uint64(1 << 31)
+FREQUENCY_SHIFT: Final = np.uint64(32)
+FREQUENCY: Final = np.uint64(0xFFFF)
+AGE_SHIFT: Final = np.uint64(48)
+EMPTY: Final = np.uint64(0)
+SLOT_SHIFT: Final = np.uint64(64 - SLOT_BITS)
+S32: Final = np.uint64(32)
+
+signed: Any = np.int64
+"""A word as a number that may be negative: loops that mix the two would compute in floating point."""
+
+# fields of a stripe; a look-up reads the first cache line alone
+LOCK: Final = 0
+ADDRESS: Final = 1
+HOMES: Final = 2
+DEPTH: Final = 3
+LENGTH: Final = 8
+"""Buckets, `HOMES` and a tail for what is displaced at the end; the last one stays empty."""
+ENTRIES: Final = 9
+BOUND: Final = 10
+"""Entries at which it must grow."""
+LOW: Final = 11
+HIGH: Final = 12
+"""Its slots, [LOW, HIGH)."""
+BASE: Final = 13
+FIELDS: Final = 16
+
+# words that all stripes share
+HEAP_LOCK: Final = 0
+NEXT_ROW: Final = 8
+FREE_ROW: Final = 9
+"""The first freed row, and one; the next one stands in its first element."""
+FREED: Final = 10
+SIDE: Final = 16
+"""What the mark of an entry is that needs no copy: 0 or `MARK`."""
+LOGGED: Final = 18
+SHARED_WORDS: Final = 24
+
+
+class Memory(NamedTuple):
+    """A table's memory, as loops take it. `slab[row]`: values, then state; `links`: the same as int32. `log_words`
+    (three words an entry: id, word, base) and `log_rows` are the cut's. `fresh`: how state begins."""
+
+    seeds: Words
+    directory: npt.NDArray[np.int16]
+    stripes: Numbers
+    shared: Numbers
+    slab: Floats
+    links: npt.NDArray[np.int32]
+    log_words: Words
+    log_rows: Floats
+    fresh: Floats
+    initial_kind: int
+    initial_scale: np.float64
+    initial_key: Any
+    """np.uint64"""
+
+
+class Batch(NamedTuple):
+    """Ids in the order of their stripes. `order[p]`: the place in the caller's arrays of what stands at p; run r is
+    [at[r], ends[r]) and has what is still to be done."""
+
+    ids: Numbers
+    hashes: Words
+    order: npt.NDArray[np.int32]
+    at: Numbers
+    ends: Numbers
+    slots: npt.NDArray[np.int16]
+    """The directory when they were put in order."""

@@ -1,0 +1,120 @@
+"""What loops need of the processor that the compiler's language does not have: locks, counters and cache lines.
+
+Owns: one intrinsic each. Invariants: a lock is a word that is odd while someone has it, and never the same again after
+it was let go: who reads without it can tell whether somebody has written meanwhile (a sequence lock; Boehm, Can
+Seqlocks Get Along With Programming Language Memory Models?, MSPC 2012). `try_lock` acquires and `unlock` releases, so
+whoever has the lock sees all that was written under it; whoever finds it taken is never put to sleep, but may yield.
+Must not know: what the words mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numba.extending
+from llvmlite import ir
+from numba.core import cgutils, types
+
+_WORD: Final = ir.IntType(64)
+_INT: Final = ir.IntType(32)
+_BYTES: Final = ir.IntType(8).as_pointer()
+
+
+def _place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """The address of element `arguments[1]` of the array `arguments[0]`, which is contiguous."""
+    proxy: Any = cgutils.create_struct_proxy(signature.args[0])  # type: ignore[no-untyped-call]
+    return builder.gep(proxy(context, builder, arguments[0]).data, [arguments[1]])
+
+
+def _function(builder: Any, kind: Any, name: str) -> Any:
+    return cgutils.get_or_insert_function(builder.module, kind, name)  # type: ignore[no-untyped-call]
+
+
+def _make_prefetch(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.bitcast(_place(context, builder, signature, arguments), _BYTES)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
+        function = _function(builder, kind, "llvm.prefetch.p0")
+        builder.call(function, [place, _INT(0), _INT(3), _INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+def _make_try_lock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, signature, arguments)
+        # a word that is odd is not found
+        free = builder.and_(builder.load_atomic(place, "monotonic", 8), _WORD(~1 & (1 << 64) - 1))
+        found = builder.cmpxchg(place, free, builder.add(free, _WORD(1)), "acquire", "monotonic")
+        # whoever reads without the lock sees that it is odd before it sees what is written under it
+        builder.fence("release")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(array, types.intp), generate
+
+
+def _make_unlock(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = _place(context, builder, signature, arguments)
+        builder.store_atomic(builder.add(builder.load(place), _WORD(1)), place, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+def _make_add(_context: Any, array: Any, _at: Any, _more: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.atomic_rmw("add", _place(context, builder, signature, arguments), arguments[2], "monotonic")
+
+    return types.int64(array, types.intp, types.int64), generate
+
+
+def _make_load(_context: Any, array: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(_place(context, builder, signature, arguments), "acquire", 8)
+
+    return types.int64(array, types.intp), generate
+
+
+def _make_fence(_context: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("acquire")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _make_give_way(_context: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        kind = ir.FunctionType(_INT, [])
+        builder.call(_function(builder, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], _BYTES)
+
+    return types.voidptr(types.int64), generate
+
+
+prefetch: Any = numba.extending.intrinsic(_make_prefetch)
+"""(array, index): the line of that element is asked for."""
+try_lock: Any = numba.extending.intrinsic(_make_try_lock)
+"""(int64 array, index): whether the word was even, and is one more now."""
+unlock: Any = numba.extending.intrinsic(_make_unlock)
+"""(int64 array, index): the word is even again, and another than it was before it was locked."""
+load: Any = numba.extending.intrinsic(_make_load)
+"""(int64 array, index): what is there, read before whatever is read after it."""
+fence: Any = numba.extending.intrinsic(_make_fence)
+"""What is read before it is read before what is read after it."""
+add: Any = numba.extending.intrinsic(_make_add)
+"""(int64 array, index, number): adds at once, and gives what was there before."""
+give_way: Any = numba.extending.intrinsic(_make_give_way)
+"""Another thread may run."""
+pointer: Any = numba.extending.intrinsic(_make_pointer)
+"""(address): for numba's carray."""

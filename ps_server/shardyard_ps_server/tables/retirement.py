@@ -1,0 +1,52 @@
+"""Memory that a look-up may still read after it was replaced.
+
+Owns: who reads, and what waits for them. Invariants: what is retired stays until all who were reading then have left
+(two epochs: whoever comes in the next one cannot have seen it); nobody waits. Must not know: what the memory is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Retirement:
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._epoch = 0
+        self._readers = [0, 0]
+        """Of the even and the odd epoch."""
+        self._retired: list[tuple[int, Any]] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._changing:
+            epoch = self._epoch
+            self._readers[epoch & 1] += 1
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._readers[epoch & 1] -= 1
+                # what is let go is unmapped after the lock
+                _gone = self._pass() if self._retired else None
+
+    def retire(self, memory: Any) -> None:
+        with self._changing:
+            self._retired.append((self._epoch, memory))
+            _gone = self._pass()
+
+    @property
+    def kept(self) -> int:
+        return len(self._retired)
+
+    def _pass(self) -> list[Any]:
+        """The next epoch begins when nobody of the one before it is left."""
+        for _ in range(2):
+            if self._readers[(self._epoch + 1) & 1] == 0:
+                self._epoch += 1
+        gone = [memory for epoch, memory in self._retired if epoch + 2 <= self._epoch]
+        self._retired = [each for each in self._retired if each[0] + 2 > self._epoch]
+        return gone

@@ -1,0 +1,136 @@
+"""The memory of a table's stripes: when one grows, when it splits, and how large it is then.
+
+Owns: the arrays in which buckets lie. Invariants: a stripe has at most `ENTRIES_MAX` entries, so that moving them takes
+a few milliseconds at most, unless it has a single slot; of one that was split, and so has half of that or more, at
+least 0.48 of the buckets are taken, so that they cost less than 34 bytes an entry; one stripe grows at a time; memory
+that is replaced is retired, since look-ups read without locks. Must not know: rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import numpy as np
+
+from shardyard_ps_server.tables import index
+from shardyard_ps_server.tables.layout import (
+    BOUND,
+    ENTRIES,
+    FIELDS,
+    HIGH,
+    HOMES,
+    LOW,
+    SLOTS,
+    Memory,
+    Words,
+)
+from shardyard_ps_server.tables.memory import HUGE_BYTES, reserve
+from shardyard_ps_server.tables.retirement import Retirement
+
+ENTRIES_MAX: Final = 250_000
+LOAD: Final = 0.75
+LOAD_SPREAD: Final = 0.05
+LOAD_AFTER: Final = 0.625
+HOMES_FIRST: Final = 64
+PARALLEL_STRIPES: Final = 16
+"""So many stripes even a table of some ten thousand entries has, for threads that work side by side."""
+PARALLEL_ENTRIES: Final = 1_024
+BUCKET_BYTES: Final = 16
+_DOUBLED_HOMES: Final = 1 << 14
+_HUGE_FROM_BYTES: Final = HUGE_BYTES * 3 // 4
+_TAIL_SHARE: Final = 64
+_TAIL_LEAST: Final = 32
+
+
+class Stripes:
+    """Not a lock of its own for those who read and write: loops have theirs (tables.index)."""
+
+    def __init__(self, memory: Memory, retirement: Retirement) -> None:
+        self._memory, self._retirement = memory, retirement
+        self._growing = threading.Lock()
+        first = _room(HOMES_FIRST)
+        self._rooms = [first]
+        index.found(
+            memory, 1, np.array([first.ctypes.data], np.int64), HOMES_FIRST, first.size // 2, bound_of(HOMES_FIRST, 0)
+        )
+
+    @property
+    def count(self) -> int:
+        return len(self._rooms)
+
+    @property
+    def entries(self) -> int:
+        return int(self._memory.stripes.reshape(SLOTS, FIELDS)[: self.count, ENTRIES].sum())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(room.nbytes for room in self._rooms)
+
+    def make_room(self, stripe: int) -> None:
+        """After a loop has found that stripe full: there is room for one entry more, at least."""
+        with self._growing:
+            fields = self._memory.stripes[stripe * FIELDS : (stripe + 1) * FIELDS]
+            entries, bound, homes = int(fields[ENTRIES]), int(fields[BOUND]), int(fields[HOMES])
+            can_split = int(fields[HIGH] - fields[LOW]) > 1
+            too_few = self.count < PARALLEL_STRIPES and entries >= PARALLEL_ENTRIES
+            if entries >= bound and can_split and (entries >= ENTRIES_MAX or too_few):
+                self._split(stripe, entries)
+            else:
+                self._grow(stripe, homes, limit=ENTRIES_MAX if can_split else 1 << 62)
+
+    def _grow(self, stripe: int, homes: int, *, limit: int) -> None:
+        while True:
+            homes = fitted(more_homes(homes))
+            room = _room(homes)
+            done = index.grow(self._memory, stripe, room, homes, min(bound_of(homes, stripe), limit))
+            if done >= 0:
+                break
+        if done:
+            self._retirement.retire(self._rooms[stripe])
+            self._rooms[stripe] = room
+
+    def _split(self, stripe: int, entries: int) -> None:
+        # halves are not equal, by a few times the root of their number
+        homes = fitted(int((entries / 2 + 4 * entries**0.5) / LOAD_AFTER))
+        while True:
+            left, right = _room(homes), _room(homes)
+            if index.split(self._memory, stripe, self.count, left, right, homes, bound_of(homes, 0)):
+                break
+            homes = fitted(more_homes(homes))
+        self._retirement.retire(self._rooms[stripe])
+        self._rooms[stripe] = left
+        self._rooms.append(right)
+
+
+def more_homes(homes: int) -> int:
+    """Twice as many; of many, a fifth more."""
+    return 2 * homes if homes < _DOUBLED_HOMES else homes * 6 // 5
+
+
+def fitted(homes: int) -> int:
+    """As many, or as many more as fill the huge pages that they begin: a look-up that finds its bucket in a small page
+    first has to find the page."""
+    nbytes = length_of(homes) * BUCKET_BYTES
+    if nbytes < _HUGE_FROM_BYTES:
+        return homes
+    length = -(-nbytes // HUGE_BYTES) * HUGE_BYTES // BUCKET_BYTES
+    return (length - _TAIL_LEAST) * _TAIL_SHARE // (_TAIL_SHARE + 1)
+
+
+def bound_of(homes: int, stripe: int) -> int:
+    """The entries at which it grows: a little fewer for some, so that not all stripes of a table grow at once."""
+    return int(homes * (LOAD - LOAD_SPREAD * (stripe * 7 % 16) / 16))
+
+
+def length_of(homes: int) -> int:
+    """With a tail for what is displaced at the end."""
+    return homes + homes // _TAIL_SHARE + _TAIL_LEAST
+
+
+def _room(homes: int) -> Words:
+    """Empty buckets."""
+    length = length_of(homes)
+    if length * BUCKET_BYTES < _HUGE_FROM_BYTES:
+        return np.zeros(2 * length, np.uint64)
+    return reserve(length * BUCKET_BYTES, np.uint64, small_bytes=0)

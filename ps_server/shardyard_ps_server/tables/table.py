@@ -1,0 +1,460 @@
+"""One table's rows in one partition.
+
+Owns: what a table is asked, checked before anything changes. Invariants: a look-up changes nothing (rule A13); what is
+refused has changed nothing; the same pushes in the same order give the same rows, whatever the index's private seed,
+the number of threads and of stripes; a cut shows one moment between pushes. Calls may come from any threads: pushes,
+removals and look-ups go on side by side, each stripe's lock for a part of a batch; whoever needs the order of two
+pushes of one id sends them one after the other (the partition does). Must not know: jobs, the wire, files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.ground import optimizers, row_optimizers
+from shardyard.ground.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
+from shardyard.ground.row_ids import Ids, writable
+from shardyard.ground.row_values import row_key
+from shardyard.ground.types import OptimizerSpec
+from shardyard_ps_server.tables import loops, rules
+from shardyard_ps_server.tables.batches import Batches
+from shardyard_ps_server.tables.cuts import Chunk, Cut, Moment
+from shardyard_ps_server.tables.estimates import Estimates
+from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry
+from shardyard_ps_server.tables.gate import Gate
+from shardyard_ps_server.tables.layout import (
+    FIELDS,
+    FREED,
+    FREQUENCY_MAX,
+    LOGGED,
+    MARK,
+    NEXT_ROW,
+    SHARED_WORDS,
+    SIDE,
+    SLOTS,
+    Batch,
+    Floats,
+    Memory,
+    Numbers,
+)
+from shardyard_ps_server.tables.memory import reserve
+from shardyard_ps_server.tables.retirement import Retirement
+from shardyard_ps_server.tables.settings import Admission, AdmissionSettings, TableSettings
+from shardyard_ps_server.tables.stripes import Stripes
+
+BATCH_IDS_MAX: Final = 1 << 24
+STEP_MAX: Final = (1 << 47) - 1
+_NOBODY: Final[Numbers] = np.empty(0, np.int64)
+
+
+class Table:
+    """Raises TableError where the address space for `rows_max` rows is refused."""
+
+    def __init__(self, settings: TableSettings) -> None:
+        self.settings = settings
+        self.slots = rules.slots_of(settings.optimizer, settings.group)
+        self._state = sum(settings.dim if slot.whole else 1 for slot in self.slots)
+        self._memory = self._reserve()
+        self._retirement = Retirement()
+        self._stripes = Stripes(self._memory, self._retirement)
+        self._batches = Batches()
+        self._turns = itertools.count(0, 7)
+        self._gate = Gate()
+        self._counting = threading.Lock()
+        """Of what is below: short, and never around a loop."""
+        self._promised = 0
+        self._unit = 0
+        self._group = settings.group
+        self._generation = 0
+        self._chained = False
+        self._removed: list[Numbers] = []
+        self._cut: Cut | None = None
+        self._pinned: dict[int, list[Numbers]] = {}
+        self._expiry = Expiry(settings.expiry, settings.dim)
+        self._expiring = threading.Lock()
+        admission = settings.admission
+        self._estimates = Estimates(admission.cells, self._key) if admission.kind is Admission.ESTIMATE else None
+
+    # ---- reading
+
+    @property
+    def rows(self) -> int:
+        shared = self._memory.shared
+        return int(shared[NEXT_ROW] - shared[FREED])
+
+    @property
+    def entries(self) -> int:
+        """Ids with a row, and ids that are counted until they have one."""
+        return self._stripes.entries
+
+    @property
+    def stripes(self) -> int:
+        return self._stripes.count
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that is in use: rows that were ever taken, with their state, and the index."""
+        rows = int(self._memory.shared[NEXT_ROW]) * int(self._memory.slab.shape[1]) * 4
+        return rows + self._stripes.nbytes + (0 if self._estimates is None else self._estimates.nbytes)
+
+    @property
+    def generation(self) -> int:
+        """Of the last cut for a checkpoint."""
+        return self._generation
+
+    def look_up(self, ids: Ids, out: Floats) -> None:
+        """out[i] becomes the values of the row of ids[i], an id without a row its initial values (or zeros, as the
+        admission settings say). `ids`: int64 (n,), repeated or not; `out`: float32 (n, dim). Changes nothing."""
+        self._check_ids(ids)
+        self._check_array("out", out, (ids.size, self.settings.dim), np.float32)
+        if not (out.flags.writeable and out.flags.c_contiguous and out.flags.aligned):
+            raise TableError("look-up into an array that is read-only, or does not lie in one piece")
+        with self._retirement.reading():
+            loops.look_up(self._memory, writable(ids), self.settings.dim, out, self.settings.admission.zeros)
+
+    # ---- changing
+
+    def push(
+        self,
+        ids: Ids,
+        gradients: Floats,
+        step: int,
+        *,
+        group: Sequence[float] | None = None,
+        counts: Numbers | None = None,
+        finite: bool = False,
+    ) -> None:
+        """Makes the rows of new ids, counts all, and updates their rows. `ids`: int64 (n,); those that are repeated are
+        updated one after the other. `gradients`: float32 (n, dim). `step`: the number of this update, 1 is the first.
+        `group`: the optimizer's settings for it. `counts`: how often each id occurred, int64 (n,), once if it is not
+        said. `finite`: gradients that are not are refused. Raises TableError, ShapeMismatch, DTypeMismatch,
+        InvalidRequest; nothing has changed then."""
+        self._check_ids(ids)
+        self._check_array("gradients", gradients, (ids.size, self.settings.dim), np.float32)
+        if finite and not np.isfinite(gradients).all():
+            raise TableError(f"gradients for {ids.size} rows of table {self.settings.name!r} that are not all finite")
+        self._push(ids, gradients, step, self._checked(group), counts)
+
+    def count(self, ids: Ids, counts: Numbers | None, step: int) -> None:
+        """A push without gradients: makes the rows of ids that are admitted by it, and counts all."""
+        self._check_ids(ids)
+        self._push(ids, None, step, self._group, counts)
+
+    def remove(self, ids: Ids) -> Ids:
+        """Takes them out, rows and counts; those that were there."""
+        self._check_ids(ids)
+        gone = np.zeros(ids.size, np.bool_)
+        with self._gate.together():
+            memory = self._memory
+            loops.remove(memory, self._batches.arrange(memory, ids, self._stripes.count), gone, self._turn())
+            taken = ids[gone]
+            self._tell_removed(taken)
+        return taken
+
+    def load(
+        self,
+        ids: Ids,
+        values: Floats,
+        state: Floats | None = None,
+        frequencies: Numbers | None = None,
+        steps: Numbers | None = None,
+    ) -> None:
+        """Puts rows in as they are given, over what is there: int64 (n,), float32 (n, dim), float32 (n, state), int64
+        (n,) from 1 to 65,535, and int64 (n,). Without `state` it begins as that of new rows, without `frequencies` they
+        are 1, without `steps` 0. `values` and `state` of the first m ids alone: the others are counted and have no
+        row."""
+        self._check_ids(ids)
+        n, settings = ids.size, self.settings
+        m = values.shape[0] if values.ndim == 2 and values.shape[0] <= n else n
+        self._check_array("values", values, (m, settings.dim), np.float32)
+        if state is None:
+            state = self._fresh_state(values)
+        self._check_array("state", state, (m, self._state), np.float32)
+        frequencies = np.ones(n, np.int64) if frequencies is None else frequencies
+        steps = np.zeros(n, np.int64) if steps is None else steps
+        self._check_array("frequencies", frequencies, (n,), np.int64)
+        self._check_array("steps", steps, (n,), np.int64)
+        if n and not (frequencies.min() >= 1 and frequencies.max() <= FREQUENCY_MAX):
+            raise TableError(f"frequencies from {frequencies.min()} to {frequencies.max()}; expected 1 to 65,535")
+        if n and not (steps.min() >= 0 and steps.max() <= STEP_MAX):
+            raise TableError(f"steps from {steps.min()} to {steps.max()}; expected 0 to 2**47 - 1")
+        records = np.hstack([values, state])
+        units = steps // settings.expiry.step_unit
+        with self._gate.together():
+            memory = self._memory
+            batch = self._batches.arrange(memory, ids, self._stripes.count)
+            with self._room_for(batch, ids):
+                self._advance(int(units.max()) if n else 0)
+                self._repeat(
+                    lambda: int(loops.restore(memory, batch, records, writable(frequencies), units, self._turn()))
+                )
+
+    def load_cells(self, cells: npt.NDArray[np.uint8]) -> None:
+        """Puts a cut's filter in."""
+        if self._estimates is None:
+            raise TableError("a filter for a table whose ids are not admitted by estimate")
+        self._estimates.load(cells)
+
+    # ---- expiring
+
+    def pin(self, ids: Ids, step: int) -> None:
+        """These do not expire until `unpin(step)`: a step in flight has read them, and will push them."""
+        self._check_ids(ids)
+        with self._counting:
+            self._pinned.setdefault(step, []).append(ids.copy())
+
+    def unpin(self, step: int) -> None:
+        with self._counting:
+            self._pinned.pop(step, None)
+
+    def expire(self, step: int, budget: int) -> Expired:
+        """Takes out what expires by the settings at `step`, in about `budget` buckets from where the last call has
+        stopped, or to the end of the table. Others push and look up meanwhile."""
+        gone: list[Numbers] = []
+        over = False
+        with self._expiring:
+            for _ in range(max(1, budget // HOMES_PER_STEP)):
+                with self._gate.together():
+                    with self._counting:
+                        pins = [ids for of in self._pinned.values() for ids in of]
+                    pinned = np.unique(np.concatenate(pins)) if pins else _NOBODY
+                    done = self._expiry.step(self._memory, step // self._step_unit, self.rows, pinned)
+                    self._tell_removed(done.ids)
+                gone.append(done.ids)
+                over = done.over
+                if over:
+                    break
+        return Expired(np.concatenate(gone), over)
+
+    # ---- cutting
+
+    def items(self) -> Iterator[Chunk]:
+        """All entries as they are now, in chunks, while pushes go on. Raises NotReady while another cut is taken."""
+        with self._cut_now(generation=0, only_changed=False) as cut:
+            yield from cut
+
+    def cut(self, since: int | None = None) -> Cut:
+        """The table as it is now, for a checkpoint; remember its `generation`. `since`: only what has changed
+        after the cut of that generation, which must be the last one, and have been read to its end. Raises NotReady
+        while another cut is taken, TableError for another generation."""
+        if since is not None and not (self._chained and since == self._generation):
+            raise TableError(
+                f"what has changed since generation {since}; changes are known since "
+                + (f"generation {self._generation}" if self._chained else "no generation"),
+                todo="take a cut of all",
+            )
+        return self._cut_now(generation=self._generation + 1, only_changed=since is not None)
+
+    def _cut_now(self, *, generation: int, only_changed: bool) -> Cut:
+        with self._gate.alone():
+            if self._cut is not None:
+                raise NotReady("a cut of this table is being taken")
+            shared, entries = self._memory.shared, self.entries
+            stride = self._memory.slab.shape[1]
+            self._memory = self._memory._replace(
+                log_words=reserve(24 * max(entries, 1), np.uint64),
+                log_rows=reserve(4 * stride * max(entries, 1), np.float32).reshape(-1, stride),
+            )
+            shared[SIDE] ^= int(MARK)
+            shared[LOGGED] = 0
+            removed = _NOBODY
+            if generation:
+                removed = np.concatenate([_NOBODY, *self._removed]) if only_changed else _NOBODY
+                self._removed.clear()
+                self._generation, self._chained = generation, True
+            moment = Moment(
+                generation,
+                only_changed,
+                removed,
+                None if self._estimates is None else self._estimates.copy(),
+                self._unit,
+                self._step_unit,
+                self.settings.dim,
+            )
+            self._cut = Cut(self._memory, moment, lambda whole: self._end_cut(generation, whole))
+            return self._cut
+
+    def _end_cut(self, generation: int, whole: bool) -> None:
+        with self._gate.alone():
+            self._cut = None
+            self._memory = self._memory._replace(**_no_log(self._memory.slab.shape[1]))
+            if generation and not whole:
+                self._chained = False
+                self._removed.clear()
+
+    # ---- inside
+
+    @property
+    def _key(self) -> int:
+        return row_key(self.settings.seed, self.settings.name)
+
+    @property
+    def _step_unit(self) -> int:
+        return self.settings.expiry.step_unit
+
+    def _turn(self) -> int:
+        """Where a loop begins: threads that come at the same time begin at different stripes."""
+        return next(self._turns) % self._stripes.count
+
+    def _reserve(self) -> Memory:
+        settings, stride = self.settings, self.settings.dim + self._state
+        slab = reserve(4 * stride * settings.rows_max, np.float32).reshape(-1, stride)
+        fresh = [np.full(settings.dim if slot.whole else 1, slot.initial, np.float32) for slot in self.slots]
+        return Memory(
+            seeds=np.frombuffer(bytearray(os.urandom(16)), np.uint64),
+            directory=np.zeros(SLOTS, np.int16),
+            stripes=reserve(8 * SLOTS * FIELDS, np.int64),
+            shared=np.zeros(SHARED_WORDS, np.int64),
+            slab=slab,
+            links=slab.view(np.int32),
+            fresh=np.concatenate([np.empty(0, np.float32), *fresh]),
+            initial_kind=settings.initial.kind.value,
+            initial_scale=np.float64(settings.initial.scale),
+            initial_key=np.uint64(self._key),
+            **_no_log(stride),
+        )
+
+    def _push(
+        self, ids: Ids, gradients: Floats | None, step: int, group: tuple[float, ...], counts: Numbers | None
+    ) -> None:
+        if not 1 <= step <= STEP_MAX:
+            raise TableError(f"update number {step}; expected 1 to 2**47 - 1")
+        if counts is not None:
+            self._check_array("counts", counts, (ids.size,), np.int64)
+            if ids.size and counts.min() < 1:
+                raise TableError(f"an id that occurred {counts.min()} times; expected at least once")
+            counts = np.minimum(counts, FREQUENCY_MAX)
+        if gradients is not None:
+            gradients = np.ascontiguousarray(gradients)
+        settings, unit = self.settings, step // self._step_unit
+        rule = rules.rule_of(settings.optimizer, group, step)
+        with self._gate.together():
+            memory = self._memory
+            batch = self._batches.arrange(memory, ids, self._stripes.count)
+            with self._room_for(batch, ids):
+                self._advance(unit)
+                pushed = loops.Pushed(
+                    rule.code,
+                    gradients is not None,
+                    rule.scalars,
+                    0 if gradients is None else gradients.ctypes.data,
+                    0 if counts is None else counts.ctypes.data,
+                    unit,
+                    _NOBODY if self._estimates is None else self._estimates.count(ids, counts),
+                )
+                entrance = self._entrance(step)
+                self._repeat(lambda: int(loops.push(memory, batch, settings.dim, pushed, entrance, self._turn())))
+
+    def _repeat(self, once: Callable[[], int]) -> None:
+        """A loop stops at a stripe that is full, and goes on when it has grown."""
+        while (stripe := once()) >= 0:
+            self._stripes.make_room(stripe)
+
+    def _entrance(self, step: int) -> loops.Entrance:
+        admission = self.settings.admission
+        drawn = row_key(self._key, f"{step}") if admission.kind is Admission.CHANCE else 0
+        share = min(int(admission.chance * 2.0**64), 2**64 - 1)
+        return loops.Entrance(admission.kind.value, admission.threshold, np.uint64(share), np.uint64(drawn))
+
+    def _advance(self, unit: int) -> None:
+        with self._counting:
+            self._unit = max(self._unit, unit)
+
+    def _tell_removed(self, ids: Numbers) -> None:
+        with self._counting:
+            if self._chained and ids.size:
+                self._removed.append(ids)
+
+    @contextmanager
+    def _room_for(self, batch: Batch, ids: Ids) -> Iterator[None]:
+        """So many rows as the batch may need are nobody else's meanwhile. Raises TableFull."""
+        n, most = ids.size, self.settings.rows_max
+        with self._counting:
+            close = self.rows + self._promised + n > most
+            if not close:
+                self._promised += n
+        if close:
+            # nobody makes rows while they are counted
+            n = self._missing(batch, ids)
+            with self._counting:
+                if self.rows + self._promised + n > most:
+                    raise TableFull(
+                        f"{n} more rows in table {self.settings.name!r}, which has {self.rows}; at most {most} are kept"
+                    )
+                self._promised += n
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._promised -= n
+
+    def _missing(self, batch: Batch, ids: Ids) -> int:
+        """How many of the ids have no row."""
+        missing = np.zeros(ids.size, np.bool_)
+        loops.find_missing(self._memory, batch, missing)
+        return np.unique(ids[missing]).size
+
+    def _fresh_state(self, values: Floats) -> Floats:
+        """The state of new rows that begin with these values."""
+        rule = rules.rule_of(self.settings.optimizer, self.settings.group, 1)
+        records = np.hstack([values, np.tile(self._memory.fresh, (values.shape[0], 1))])
+        for row in records:
+            rules.begin(rule.code, rule.scalars, row, self.settings.dim)
+        return records[:, self.settings.dim :].copy()
+
+    def _checked(self, group: Sequence[float] | None) -> tuple[float, ...]:
+        given = self.settings.group if group is None else tuple(group)
+        if given != self._group:
+            kind = row_optimizers.KINDS[self.settings.optimizer]
+            optimizers.check_update(OptimizerSpec(kind, (self.settings.group,)), [given])
+            self._group = given
+        return given
+
+    def _check_ids(self, ids: Ids) -> None:
+        if ids.dtype != np.int64:
+            raise DTypeMismatch(f"ids of {ids.dtype} for table {self.settings.name!r}", why="ids are int64", todo="")
+        if ids.ndim != 1:
+            raise ShapeMismatch(
+                f"ids of shape {ids.shape} for table {self.settings.name!r}", why="ids are one-dimensional", todo=""
+            )
+        if ids.size > BATCH_IDS_MAX:
+            raise TooLarge(f"{ids.size} ids in one call; at most {BATCH_IDS_MAX}", todo="cut them into several")
+
+    def _check_array(self, what: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: type) -> None:
+        if array.dtype != dtype:
+            raise DTypeMismatch(
+                f"{what} of {array.dtype} for table {self.settings.name!r}; expected {np.dtype(dtype)}",
+                why="rows are float32, and numbers int64",
+                todo="",
+            )
+        if array.shape != shape:
+            raise ShapeMismatch(
+                f"{what} of shape {array.shape} for table {self.settings.name!r}; expected {shape}",
+                why="there is one row for each id, as long as the table's",
+                todo="",
+            )
+
+
+def _no_log(stride: int) -> dict[str, Any]:
+    return {"log_words": np.zeros(3, np.uint64), "log_rows": np.zeros((1, stride), np.float32)}
+
+
+def warm() -> None:
+    """Compiles every loop, or loads it from disk; a server does so before it says it is ready."""
+    for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):
+        table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission))
+        ids = np.arange(2_000, dtype=np.int64)
+        table.push(ids, np.zeros((ids.size, 1), np.float32), 1, counts=np.ones(ids.size, np.int64))
+        table.look_up(ids, np.zeros((ids.size, 1), np.float32))
+        for chunk in table.items():
+            table.load(chunk.ids, chunk.values, chunk.state, chunk.frequencies, chunk.steps)
+        table.remove(ids)
+        table.expire(1, 1)

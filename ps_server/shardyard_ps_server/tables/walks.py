@@ -1,0 +1,184 @@
+"""Walks through a whole table in the order of hashes, a little at a time, while others push.
+
+Owns: copying what a cut needs, and choosing what expires. Invariants: a walk remembers a hash and no bucket, so stripes
+may grow and split, and entries come and go, between its steps; each step has one stripe's lock for a few hundred
+buckets; what has a hash below the cursor has been seen. Must not know: settings, chunks, threads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from shardyard.ground.compiling import compiled
+from shardyard_ps_server.tables.index import buckets_of, first_hash, let_go, lock_of
+from shardyard_ps_server.tables.layout import (
+    AGE_SHIFT,
+    BASE,
+    CHANGED,
+    DEPTH,
+    EMPTY,
+    FIELDS,
+    FREQUENCY,
+    FREQUENCY_SHIFT,
+    HIGH,
+    HOMES,
+    LENGTH,
+    LOW,
+    MARK,
+    ROW,
+    SIDE,
+    SLOT_SHIFT,
+    SLOTS,
+    Floats,
+    Memory,
+    Numbers,
+    Words,
+    signed,
+)
+from shardyard_ps_server.tables.loops import drop
+
+
+@compiled
+def _leave(memory: Memory, stripe: int, home: int) -> tuple[np.uint64, bool]:
+    """Lets the stripe go; the hash from which to go on, and whether there is none."""
+    stripes, at = memory.stripes, stripe * FIELDS
+    high, homes = stripes[at + HIGH], stripes[at + HOMES]
+    if home < homes:
+        cursor, over = first_hash(home, stripes[at + LOW], stripes[at + DEPTH], homes), False
+    elif high < SLOTS:
+        cursor, over = np.uint64(high) << SLOT_SHIFT, False
+    else:
+        cursor, over = EMPTY, True
+    let_go(stripes, stripe)
+    return cursor, over
+
+
+@compiled
+def copy_some(
+    memory: Memory, cursor: np.uint64, homes: int, only_changed: bool, clear: bool, words: Words, records: Floats
+) -> tuple[int, np.uint64, bool]:
+    """Copies the entries of the next `homes` homes that the cut does not have; `words` (three each, as in its log) and
+    `records` have room for some more. `clear`: they count as not changed from now on. How many there are, the cursor,
+    and whether that was all."""
+    stripe, home = lock_of(memory, cursor)
+    at = stripe * FIELDS
+    side, base = np.uint64(memory.shared[SIDE]), np.uint64(memory.stripes[at + BASE])
+    buckets, stride = buckets_of(memory.stripes, stripe), memory.slab.shape[1]
+    stop = min(home + homes, memory.stripes[at + HOMES])
+    b, n = home, 0
+    # the end of a cluster: what is at home before `stop` is before it
+    while b < stop or buckets[2 * b + 1] != EMPTY:
+        word = buckets[2 * b + 1]
+        if word != EMPTY and (word & MARK) != side:
+            if n == records.shape[0]:
+                # as much again from the same place: what was copied is marked
+                stop = home
+                break
+            if not only_changed or (word & CHANGED) != EMPTY:
+                words[3 * n], words[3 * n + 1], words[3 * n + 2] = buckets[2 * b], word, base
+                row = signed(word & ROW) - 1
+                if row >= 0:
+                    for d in range(stride):
+                        records[n, d] = memory.slab[row, d]
+                n += 1
+            word ^= MARK
+            buckets[2 * b + 1] = word & ~CHANGED if clear else word
+        b += 1
+    after, over = _leave(memory, stripe, stop)
+    return n, after, over
+
+
+class Reasons(NamedTuple):
+    """Why an entry expires; a number of 0 is no reason. `unit`: now, in units of steps, as ages are. `grace_units`: for
+    so long after its last push it stays, but for its age. `fewest`: what is less frequent goes, for want of room, and
+    of what is as frequent so many as `ties[0]` says. `pinned`: ids that stay, ascending."""
+
+    unit: int
+    age_units: int
+    grace_units: int
+    frequency_min: int
+    square_norm_min: float
+    fewest: int
+    ties: Numbers
+    pinned: Numbers
+
+
+@compiled
+def expire_some(
+    memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers
+) -> tuple[int, np.uint64, bool]:
+    """Takes out what expires of the next `homes` homes; `gone` has room for so many ids. As `copy_some`."""
+    stripe, home = lock_of(memory, cursor)
+    at = stripe * FIELDS
+    base = memory.stripes[at + BASE]
+    buckets = buckets_of(memory.stripes, stripe)
+    stop = min(home + homes, memory.stripes[at + HOMES])
+    b, n = home, 0
+    while b < stop or buckets[2 * b + 1] != EMPTY:
+        word = buckets[2 * b + 1]
+        if word != EMPTY and _expires(memory, word, base, dim, reasons):
+            number = signed(buckets[2 * b])
+            if not _is_in(reasons.pinned, number):
+                if n == gone.size:
+                    stop = home
+                    break
+                if reasons.fewest > 0 and signed((word >> FREQUENCY_SHIFT) & FREQUENCY) == reasons.fewest:
+                    reasons.ties[0] -= 1
+                gone[n] = number
+                n += 1
+                # what was behind it may be here now
+                drop(memory, stripe, buckets, b)
+                continue
+        b += 1
+    after, over = _leave(memory, stripe, stop)
+    return n, after, over
+
+
+@compiled
+def _expires(memory: Memory, word: np.uint64, base: int, dim: int, reasons: Reasons) -> bool:
+    age = reasons.unit - (base + signed(word >> AGE_SHIFT))
+    if reasons.age_units > 0 and age > reasons.age_units:
+        return True
+    frequency, row = signed((word >> FREQUENCY_SHIFT) & FREQUENCY), signed(word & ROW) - 1
+    if row >= 0 and (frequency < reasons.fewest or (frequency == reasons.fewest and reasons.ties[0] > 0)):
+        return True
+    if age < reasons.grace_units:
+        return False
+    if frequency < reasons.frequency_min:
+        return True
+    if row >= 0 and reasons.square_norm_min > 0:
+        total = 0.0
+        for d in range(dim):
+            total += np.float64(memory.slab[row, d]) ** 2
+        return total < reasons.square_norm_min
+    return False
+
+
+@compiled
+def _is_in(numbers: Numbers, number: np.int64) -> bool:
+    low, high = 0, numbers.size
+    while low < high:
+        middle = (low + high) // 2
+        if numbers[middle] < number:
+            low = middle + 1
+        else:
+            high = middle
+    return low < numbers.size and numbers[low] == number
+
+
+@compiled
+def count_some(memory: Memory, cursor: np.uint64, homes: int, histogram: Numbers) -> tuple[np.uint64, bool]:
+    """Adds the frequencies of the rows of the next `homes` homes to `histogram` (65,536); the cursor, and whether that
+    was all. What moves meanwhile may be counted twice, or not."""
+    stripe, home = lock_of(memory, cursor)
+    at = stripe * FIELDS
+    buckets = buckets_of(memory.stripes, stripe)
+    stop = min(home + homes, memory.stripes[at + HOMES])
+    end = stop if stop < memory.stripes[at + HOMES] else memory.stripes[at + LENGTH]
+    for b in range(home, end):
+        word = buckets[2 * b + 1]
+        if (word & ROW) != EMPTY:
+            histogram[signed((word >> FREQUENCY_SHIFT) & FREQUENCY)] += 1
+    return _leave(memory, stripe, stop)

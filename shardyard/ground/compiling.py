@@ -1,0 +1,23 @@
+"""How loops over ids and rows become machine code.
+
+Owns: the compiler's options. Invariants: no fastmath, so a loop gives the same bits on every processor; it runs without
+the interpreter's lock. Machine code on disk is made anew when its own file changes, not when a function of another file
+that it calls does: after such a change, remove the `__pycache__` beside the caller. Must not know: what is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import numba
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def compiled(function: _F) -> _F:
+    """Machine code at the first call, kept on disk (in NUMBA_CACHE_DIR if set) where a directory can be written."""
+    try:
+        return cast(_F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    except RuntimeError:  # no directory is writable
+        return cast(_F, numba.njit(nogil=True, cache=False, error_model="numpy")(function))

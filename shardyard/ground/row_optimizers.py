@@ -1,0 +1,45 @@
+"""The optimizers that tables know, and their settings: those of dense variables that make sense for single rows, and
+two that only rows have.
+
+Owns: names and checks, for workers, which translate optimizer objects, and servers, which have the loops. All are lazy:
+a row that is not pushed stays as it is. Must not know: how rows are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shardyard.ground import optimizers
+from shardyard.ground.errors import UnsupportedOptimizer
+from shardyard.ground.optimizers import Setting
+
+KINDS: Final[dict[str, str]] = {
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rowwise_adagrad": "adagrad",
+    "adam": "adam",
+    "sparse_adam": "adam",
+    "adamw": "adamw",
+    "ftrl": "ftrl",
+}
+"""Whose settings each has (shardyard.ground.optimizers.KINDS). `rowwise_adagrad` keeps one sum a row; `sparse_adam` is
+torch.optim.SparseAdam, which adds eps elsewhere than Adam."""
+
+
+def settings_of(kind: str) -> tuple[Setting, ...]:
+    """The settings of a kind, in their order. Raises UnsupportedOptimizer."""
+    if kind not in KINDS:
+        raise UnsupportedOptimizer(f"a table with the optimizer {kind!r}; tables know {', '.join(sorted(KINDS))}")
+    return optimizers.KINDS[KINDS[kind]]
+
+
+def make_group(kind: str, given: dict[str, float]) -> tuple[float, ...]:
+    """The values of all settings in their order, defaults filled in. Raises InvalidRequest."""
+    settings_of(kind)
+    return optimizers.make_group(KINDS[kind], given)
+
+
+def check_settings(kind: str, values: tuple[float, ...]) -> None:
+    """Raises InvalidRequest unless `values` are settings of the kind, each in its range."""
+    settings_of(kind)
+    optimizers.check_group(KINDS[kind], 0, values)

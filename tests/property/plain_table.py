@@ -1,0 +1,130 @@
+"""A table as a dictionary: what shardyard_ps_server.tables must give, by numpy's float32, one row at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardyard.ground.row_values import initial_rows, row_key
+from shardyard_ps_server.tables.settings import Admission, TableSettings
+
+F = np.float32
+Row = np.ndarray
+
+
+@dataclass
+class Entry:
+    row: Row | None
+    """Values, then state."""
+    frequency: int
+    step: int
+
+
+@dataclass
+class PlainTable:
+    settings: TableSettings
+    entries: dict[int, Entry] = field(default_factory=dict)
+
+    def look_up(self, ids: list[int]) -> Row:
+        out = np.zeros((len(ids), self.settings.dim), F)
+        for i, number in enumerate(ids):
+            entry = self.entries.get(number)
+            if entry is not None and entry.row is not None:
+                out[i] = entry.row[: self.settings.dim]
+            elif not self.settings.admission.zeros:
+                out[i] = self.initial(number)
+        return out
+
+    def push(self, ids: list[int], gradients: Row | None, step: int, counts: list[int]) -> None:
+        for i, number in enumerate(ids):
+            entry = self.entries.setdefault(number, Entry(None, 0, 0))
+            entry.frequency = min(entry.frequency + counts[i], 65_535)
+            entry.step = max(entry.step, step)
+            admission = self.settings.admission
+            if entry.row is None and (admission.kind is not Admission.COUNT or entry.frequency >= admission.threshold):
+                entry.row = np.concatenate([self.initial(number), self.fresh(self.initial(number))])
+            if entry.row is not None and gradients is not None:
+                update(self.settings, entry.row, gradients[i], step)
+
+    def initial(self, number: int) -> Row:
+        settings = self.settings
+        key = row_key(settings.seed, settings.name)
+        return initial_rows(np.array([number]), settings.dim, settings.initial, key)[0]
+
+    def fresh(self, values: Row) -> Row:
+        settings, dim = self.settings, self.settings.dim
+        kind, group = settings.optimizer, settings.group
+        if kind == "sgd":
+            return np.zeros(dim if group[1] else 0, F)
+        if kind in ("adagrad", "rowwise_adagrad"):
+            return np.full(dim if kind == "adagrad" else 1, group[3], F)
+        if kind == "ftrl":
+            return np.concatenate([-(F(group[1]) / F(group[0])) * values, np.zeros(dim, F)])
+        return np.zeros((3 if group[5] else 2) * dim, F)
+
+
+def update(settings: TableSettings, row: Row, g: Row, step: int) -> None:
+    """In place, with the operations of torch.optim's single-tensor functions (shardyard_ps_server.kernels)."""
+    dim, kind, group = settings.dim, settings.optimizer, settings.group
+    w, state = row[:dim], row[dim:]
+    sign = F(-1) if group[-1] else F(1)
+    if kind == "sgd":
+        lr, momentum, dampening, decay, nesterov, _ = group
+        x = slope(g, w, sign, decay)
+        if momentum:
+            keep = F(1.0 if step == 1 else 1 - dampening)
+            state[:] = F(momentum) * state + keep * x
+            x = x + F(momentum) * state if nesterov else state
+        w[:] = w - F(lr) * x
+    elif kind in ("adagrad", "rowwise_adagrad"):
+        lr, lr_decay, decay, _, eps, _ = group
+        x = slope(g, w, sign, decay)
+        if kind == "adagrad":
+            state[:] = state + x * x
+        else:
+            state[0] = state[0] + lanes(x * x) / F(dim)
+        w[:] = w - F(lr / (1 + (step - 1) * lr_decay)) * x / (np.sqrt(state) + F(eps))
+    elif kind == "ftrl":
+        lr, beta, l1, l2, _ = (F(each) for each in group)
+        z, n = state[:dim], state[dim:]
+        x = sign * g
+        total = n + x * x
+        root = np.sqrt(total)
+        z[:] = z + (x - (root - np.sqrt(n)) / lr * w)
+        n[:] = total
+        solution = (np.where(z > 0, l1, -l1) - z) / ((beta + root) / lr + l2)
+        w[:] = np.where(np.abs(z) <= l1, F(0), solution)
+    else:
+        lr, beta1, beta2, eps, decay, amsgrad, _ = group
+        root2 = (1 - beta2**step) ** 0.5
+        m, v = state[:dim], state[dim : 2 * dim]
+        x = slope(g, w, sign, 0.0 if kind == "adamw" else decay)
+        shrink = F(1 - lr * decay) if kind == "adamw" else F(1)
+        m[:] = lerp(m, x, F(1 - beta1))
+        v[:] = F(beta2) * v + F(1 - beta2) * x * x
+        second = v
+        if amsgrad:
+            largest = state[2 * dim :]
+            largest[:] = np.maximum(largest, v)
+            second = largest
+        after = F(eps / root2 if kind == "sparse_adam" else eps)
+        w[:] = shrink * w - F(lr / (1 - beta1**step)) * m / (np.sqrt(second) / F(root2) + after)
+
+
+def slope(g: Row, w: Row, sign: np.float32, decay: float) -> Row:
+    x = sign * g
+    return x + F(decay) * w if F(decay) != 0 else x
+
+
+def lerp(start: Row, end: Row, weight: np.float32) -> Row:
+    return start + weight * (end - start) if weight < 0.5 else end - (F(1) - weight) * (end - start)
+
+
+def lanes(squares: Row) -> np.float32:
+    """Eight sums, each of every eighth, in order."""
+    sums = [F(0)] * 8
+    for d, square in enumerate(squares):
+        sums[d % 8] = sums[d % 8] + square
+    a, b, c, d, e, f, g, h = sums
+    return ((a + e) + (b + f)) + ((c + g) + (d + h))

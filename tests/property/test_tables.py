@@ -1,0 +1,203 @@
+"""Tables against a dictionary: any sequence of what a table can be asked, bit by bit, with stripes and chunks so small
+that they grow, split and end all the time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plain_table import Entry, PlainTable
+
+from shardyard.ground.row_optimizers import make_group
+from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard_ps_server.tables import cuts, expiry, stripes
+from shardyard_ps_server.tables.cuts import Chunk
+from shardyard_ps_server.tables.settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard_ps_server.tables.table import Table
+
+EDGES = [0, 1, -1, 2**63 - 1, -(2**63)]
+IDS = st.one_of(st.integers(-300, 300), st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1))
+RULES = [
+    ("sgd", {"lr": 0.1}),
+    ("sgd", {"lr": 0.1, "weight_decay": 0.05, "maximize": 1.0}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    ("sgd", {"lr": 0.1, "momentum": 0.9, "nesterov": 1.0, "weight_decay": 0.05}),
+    ("adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1, "lr_decay": 0.01, "weight_decay": 0.02}),
+    ("rowwise_adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.02}),
+    ("adam", {"lr": 0.1, "weight_decay": 0.02}),
+    ("adam", {"lr": 0.1, "beta1": 0.3, "amsgrad": 1.0}),
+    ("adamw", {"lr": 0.1}),
+    ("sparse_adam", {"lr": 0.1, "eps": 1e-3}),
+    ("ftrl", {"lr": 0.1, "l1": 0.01, "l2": 0.1}),
+]
+
+
+@st.composite
+def table_settings(draw: st.DrawFn) -> TableSettings:
+    kind, given_settings = draw(st.sampled_from(RULES))
+    admission = draw(
+        st.one_of(
+            st.builds(AdmissionSettings, zeros=st.booleans()),
+            st.builds(AdmissionSettings, st.just(Admission.COUNT), st.integers(1, 5), zeros=st.booleans()),
+        )
+    )
+    return TableSettings(
+        draw(st.sampled_from(["users", "items"])),
+        draw(st.sampled_from([1, 3, 8, 17])),
+        kind,
+        make_group(kind, given_settings),
+        draw(st.integers(0, 9)),
+        InitialValues(draw(st.sampled_from(InitialKind)), 0.5),
+        rows_max=1 << 14,
+        admission=admission,
+    )
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["push"] * 6 + ["count", "look_up", "remove", "copy", "load", "cut", "cut", "finish", "again"]),
+        st.integers(0, 2**32),
+        st.lists(IDS, max_size=80),
+    ),
+    max_size=30,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    """Whatever happens only to large tables happens to these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stripes, "ENTRIES_MAX", 40)
+        patch.setattr(stripes, "PARALLEL_ENTRIES", 10)
+        patch.setattr(stripes, "HOMES_FIRST", 4)
+        patch.setattr(stripes, "_DOUBLED_HOMES", 16)
+        for module in (cuts, expiry):
+            patch.setattr(module, "HOMES_PER_STEP", 5)
+        patch.setattr(cuts, "_STEP_ENTRIES", 7)
+        patch.setattr(cuts, "CHUNK_ENTRIES", 11)
+        yield
+
+
+def contents(chunks: list[Chunk]) -> dict[int, tuple[bytes | None, int, int]]:
+    found = {}
+    for chunk in chunks:
+        for i, number in enumerate(chunk.ids.tolist()):
+            assert number not in found
+            row = chunk.records[i].tobytes() if i < len(chunk.records) else None
+            found[number] = (row, int(chunk.frequencies[i]), int(chunk.steps[i]))
+    return found
+
+
+def expected(plain: PlainTable) -> dict[int, tuple[bytes | None, int, int]]:
+    return {
+        number: (None if entry.row is None else entry.row.tobytes(), entry.frequency, entry.step)
+        for number, entry in plain.entries.items()
+    }
+
+
+def load_all(table: Table, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        table.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
+
+
+class Pair:
+    """A table and its dictionary, and cuts on their way. `base`: what the last whole cut restores."""
+
+    def __init__(self, given_settings: TableSettings) -> None:
+        self.settings = given_settings
+        self.table, self.plain = Table(given_settings), PlainTable(given_settings)
+        self.step = 0
+        self.cut: cuts.Cut | None = None
+        self.chunks: list[Chunk] = []
+        self.then: dict[int, tuple[bytes | None, int, int]] = {}
+        self.restored: Table | None = None
+        """A table that is made anew from each cut."""
+
+    def do(self, what: str, seed: int, ids: list[int]) -> None:
+        rng = np.random.default_rng(seed)
+        array = np.array(ids, np.int64)
+        if what in ("push", "count"):
+            self.step += int(rng.integers(1, 4))
+            counts = rng.integers(1, 4, array.size) if seed % 2 else None
+            told = [1] * array.size if counts is None else counts.tolist()
+            gradients = rng.standard_normal((array.size, self.settings.dim)).astype(np.float32)
+            if what == "push":
+                self.table.push(array, gradients, self.step, counts=counts)
+            else:
+                self.table.count(array, counts, self.step)
+            self.plain.push(ids, gradients if what == "push" else None, self.step, told)
+        elif what == "look_up":
+            out = np.full((array.size, self.settings.dim), np.nan, np.float32)
+            self.table.look_up(array, out)
+            assert out.tobytes() == self.plain.look_up(ids).tobytes()
+        elif what == "remove":
+            gone = self.table.remove(np.unique(array))
+            assert sorted(gone.tolist()) == sorted(set(ids) & set(self.plain.entries))
+            for number in gone.tolist():
+                del self.plain.entries[number]
+        elif what == "load":
+            self.load(array, rng)
+        elif what == "copy" and self.cut is None:
+            chunks = list(self.table.items())
+            assert contents(chunks) == expected(self.plain)
+            self.table = Table(self.settings)
+            self.restored = None
+            rng.shuffle(chunks)
+            load_all(self.table, chunks)
+        elif what == "cut" and self.cut is None:
+            since = self.table.generation if self.restored is not None else None
+            self.cut, self.chunks, self.then = self.table.cut(since), [], expected(self.plain)
+        elif what == "again" and self.cut is not None:
+            self.chunks.extend(chunk for chunk, _ in zip(self.cut, range(1 + seed % 3), strict=False))
+        elif what == "finish" and self.cut is not None:
+            self.finish()
+
+    def load(self, array: np.ndarray, rng: np.random.Generator) -> None:
+        ids = np.unique(array)
+        values = rng.standard_normal((ids.size, self.settings.dim)).astype(np.float32)
+        frequencies, steps = rng.integers(1, 65_536, ids.size), rng.integers(0, self.step + 1, ids.size)
+        self.table.load(ids, values, None, frequencies, steps)
+        for i, number in enumerate(ids.tolist()):
+            row = np.concatenate([values[i], self.plain.fresh(values[i])])
+            self.plain.entries[number] = Entry(row, int(frequencies[i]), int(steps[i]))
+
+    def finish(self) -> None:
+        assert self.cut is not None
+        self.chunks.extend(self.cut)
+        if self.restored is None:
+            self.restored = Table(self.settings)
+            assert contents(self.chunks) == self.then
+        else:
+            assert contents(self.chunks).items() <= self.then.items()
+            self.restored.remove(self.cut.removed)
+        load_all(self.restored, self.chunks)
+        assert contents(list(self.restored.items())) == self.then
+        self.cut = None
+
+    def check(self) -> None:
+        if self.cut is not None:
+            self.finish()
+        rows = sum(entry.row is not None for entry in self.plain.entries.values())
+        assert (self.table.rows, self.table.entries) == (rows, len(self.plain.entries))
+        assert contents(list(self.table.items())) == expected(self.plain)
+
+
+@settings(max_examples=150, deadline=None)
+@given(given_settings=table_settings(), operations=OPERATIONS)
+def test_a_table_is_a_dictionary(given_settings: TableSettings, operations: list[tuple[str, int, list[int]]]) -> None:
+    pair = Pair(given_settings)
+    for what, seed, ids in operations:
+        pair.do(what, seed, ids)
+    pair.check()
+
+
+_ = (threading, ExpirySettings)

@@ -1,0 +1,249 @@
+"""Who gets a row, and who loses it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from shardyard.ground.errors import TableError
+from shardyard.ground.row_optimizers import make_group
+from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard_ps_server.tables.settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard_ps_server.tables.table import Table
+
+DIM = 4
+IDS = np.arange(1_000, dtype=np.int64) * 7_919
+
+
+def make(admission: AdmissionSettings | None = None, expiry: ExpirySettings | None = None, seed: int = 1) -> Table:
+    return Table(
+        TableSettings(
+            "t",
+            DIM,
+            "sgd",
+            make_group("sgd", {"lr": 1.0}),
+            seed,
+            InitialValues(InitialKind.ZEROS),
+            1 << 16,
+            admission or AdmissionSettings(),
+            expiry or ExpirySettings(),
+        )
+    )
+
+
+def push(table: Table, ids: np.ndarray, step: int, value: float = -1.0) -> None:
+    table.push(ids, np.full((ids.size, DIM), value, np.float32), step)
+
+
+def values(table: Table, ids: np.ndarray = IDS) -> list[float]:
+    out = np.empty((ids.size, DIM), np.float32)
+    table.look_up(ids, out)
+    return out[:, 0].tolist()
+
+
+def expire(table: Table, step: int, budget: int = 1 << 40) -> list[int]:
+    return sorted(table.expire(step, budget).ids.tolist())
+
+
+# ---- admission
+
+
+def test_ids_are_admitted_by_the_push_that_makes_them_frequent_enough() -> None:
+    table = make(AdmissionSettings(Admission.COUNT, threshold=3))
+    push(table, IDS[:2], 1)
+    push(table, IDS[:2], 2)
+    assert (table.rows, table.entries) == (0, 2)
+    assert values(table, IDS[:3]) == [0, 0, 0]
+    push(table, IDS[:1], 3)
+    # gradients before are not made up for
+    assert values(table, IDS[:3]) == [1, 0, 0]
+    assert (table.rows, table.entries) == (1, 2)
+    table.push(IDS[5:6], -np.ones((1, DIM), np.float32), 4, counts=np.array([3]))
+    table.count(IDS[6:7], np.array([9]), 4)
+    assert values(table, IDS[5:7]) == [1, 0]
+    assert table.rows == 3
+
+
+def test_counts_of_ids_without_a_row_are_in_cuts_and_come_back() -> None:
+    table, other = (make(AdmissionSettings(Admission.COUNT, threshold=3)) for _ in range(2))
+    push(table, IDS[:10], 1)
+    push(table, IDS[:5], 2)
+    table.push(IDS[10:20], -np.ones((10, DIM), np.float32), 2, counts=np.full(10, 3))
+    for chunk in table.items():
+        assert chunk.values.shape == (10, DIM)
+        other.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
+    assert (other.rows, other.entries) == (10, 20)
+    for each in (table, other):
+        push(each, IDS[:20], 3)
+        assert values(each, IDS[:20]) == [1] * 5 + [0] * 5 + [2] * 10
+
+
+def test_admission_by_chance_depends_on_seed_id_and_step_alone() -> None:
+    chance = AdmissionSettings(Admission.CHANCE, chance=0.25)
+    table, same, other = make(chance), make(chance), make(chance, seed=2)
+    push(table, IDS, 7)
+    push(same, IDS[::-1].copy(), 7)
+    push(other, IDS, 7)
+    assert values(table) == values(same) != values(other)
+    assert abs(table.rows - 250) < 6 * math.sqrt(1_000 * 0.25 * 0.75)
+    assert table.entries == table.rows
+    for step in range(8, 60):
+        push(same, IDS, step)
+    assert same.rows == 1_000
+
+
+def test_admission_by_estimate_is_never_late_and_seldom_early() -> None:
+    table = make(AdmissionSettings(Admission.ESTIMATE, threshold=3, cells=1 << 14))
+    for step in (1, 2):
+        push(table, IDS, step)
+    assert table.rows < 10
+    assert table.entries == table.rows
+    push(table, IDS, 3)
+    assert table.rows == 1_000
+    crowded = make(AdmissionSettings(Admission.ESTIMATE, threshold=3, cells=64))
+    push(crowded, IDS, 1)
+    assert crowded.rows > 500
+
+
+def test_the_filter_is_in_cuts_and_comes_back() -> None:
+    table, other = (make(AdmissionSettings(Admission.ESTIMATE, threshold=3, cells=1 << 14)) for _ in range(2))
+    for step in (1, 2):
+        push(table, IDS[:100], step)
+    with table.cut() as cut:
+        push(table, IDS[100:200], 3)
+        assert cut.cells is not None
+        other.load_cells(cut.cells)
+    push(other, IDS[:200], 4)
+    assert values(other, IDS[:200]) == [1] * 100 + [0] * 100
+    with pytest.raises(TableError, match="filter"):
+        other.load_cells(np.zeros(64, np.uint8))
+
+
+def test_a_row_stays_admitted() -> None:
+    for kind in Admission:
+        table = make(AdmissionSettings(kind, threshold=2, chance=0.5))
+        table.load(IDS, np.ones((1_000, DIM), np.float32))
+        push(table, IDS, 1)
+        assert values(table) == [2] * 1_000
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"threshold": 0},
+        {"threshold": 65_536},
+        {"chance": 0.0},
+        {"chance": 1.5},
+        {"chance": math.nan},
+        {"cells": 100},
+        {"cells": 32},
+        {"kind": Admission.ESTIMATE, "threshold": 256},
+    ],
+)
+def test_admission_that_makes_no_sense_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(TableError):
+        AdmissionSettings(**given)  # type: ignore[arg-type]
+
+
+# ---- expiry
+
+
+def test_what_was_not_pushed_for_long_expires() -> None:
+    table = make(expiry=ExpirySettings(age_steps=10))
+    push(table, IDS[:600], 1)
+    push(table, IDS[300:], 5)
+    assert expire(table, 11) == []
+    assert expire(table, 12) == IDS[:300].tolist()
+    assert table.rows == table.entries == 700
+    assert values(table)[:300] == [0] * 300
+    assert expire(table, 16) == IDS[300:].tolist()
+    assert table.rows == 0
+
+
+def test_counts_of_ids_without_a_row_expire_too() -> None:
+    table = make(AdmissionSettings(Admission.COUNT, threshold=3), ExpirySettings(age_steps=10))
+    push(table, IDS, 1)
+    assert expire(table, 20) == IDS.tolist()
+    assert table.entries == 0
+
+
+def test_what_is_seldom_expires_after_its_grace() -> None:
+    table = make(expiry=ExpirySettings(frequency_min=3, grace_steps=5))
+    for step in (1, 2, 3):
+        push(table, IDS[: 1_000 - 100 * step], step)
+    assert expire(table, 4) == []
+    assert expire(table, 6) == IDS[800:900].tolist()
+    assert expire(table, 100) == IDS[700:800].tolist()
+    assert expire(table, 1_000) == []
+
+
+def test_what_is_small_expires() -> None:
+    table = make(expiry=ExpirySettings(norm_min=2.0))
+    push(table, IDS[:500], 1, -0.99)
+    push(table, IDS[500:], 1, 1.0)
+    # of four values 1, which have the norm 2, none
+    assert expire(table, 2) == IDS[:500].tolist()
+
+
+def test_beyond_the_rows_that_are_kept_the_least_frequent_go() -> None:
+    table = make(expiry=ExpirySettings(rows_kept=350))
+    for step in range(1, 11):
+        push(table, IDS[: 100 * step], step)
+    table.push(IDS[:1], np.zeros((1, DIM), np.float32), 11)
+    gone = expire(table, 11)
+    # 300 have a frequency of 8 or more, and the 100 with 7 leave 50 places
+    assert len(gone) == 650
+    assert set(gone) >= set(IDS[400:].tolist())
+    assert set(gone) <= set(IDS[300:].tolist())
+    assert table.rows == 350
+    assert expire(table, 12) == []
+
+
+def test_a_pinned_row_stays_until_it_is_let_go() -> None:
+    table = make(expiry=ExpirySettings(age_steps=1))
+    push(table, IDS, 1)
+    table.pin(IDS[:100], 8)
+    table.pin(IDS[50:200], 9)
+    assert expire(table, 10) == IDS[200:].tolist()
+    table.unpin(8)
+    assert expire(table, 10) == IDS[:50].tolist()
+    table.unpin(9)
+    table.unpin(9)
+    assert expire(table, 10) == IDS[50:200].tolist()
+
+
+def test_expiry_goes_on_where_it_stopped_while_others_push() -> None:
+    table = make(expiry=ExpirySettings(age_steps=10))
+    rng = np.random.default_rng(0)
+    ids = np.unique(rng.integers(0, 1 << 40, 40_000))
+    old, fresh = ids[::2].copy(), ids[1::2].copy()
+    push(table, old, 1)
+    gone: list[int] = []
+    calls, over = 0, False
+    while not over:
+        if calls < fresh.size // 1_000:
+            push(table, fresh[calls * 1_000 :][:1_000], 20)
+        done = table.expire(20, 1)
+        gone.extend(done.ids.tolist())
+        over = done.over
+        calls += 1
+    assert calls > 20
+    assert sorted(gone) == old.tolist()
+    assert table.rows == min(calls * 1_000, fresh.size)
+
+
+def test_nothing_expires_without_a_reason() -> None:
+    table = make()
+    push(table, IDS, 1)
+    done = table.expire(1 << 40, 1 << 40)
+    assert (done.ids.size, done.over, table.rows) == (0, True, 1_000)
+
+
+@pytest.mark.parametrize(
+    "given", [{"age_steps": -1}, {"frequency_min": -1}, {"norm_min": -1.0}, {"norm_min": math.inf}, {"rows_kept": -1}]
+)
+def test_expiry_that_makes_no_sense_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(TableError):
+        ExpirySettings(**given)  # type: ignore[arg-type]

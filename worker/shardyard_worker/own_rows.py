@@ -1,0 +1,136 @@
+"""Rows of a table in this process: what a table has that belongs to no job.
+
+Owns: rows by id, what a table's optimizer keeps with each, and their growth. Invariants: looking up changes nothing (an
+id without a row reads as its initial value, which is a function of seed, table and id); a row is made by its first
+update, or when it is put here; a call that raises has changed nothing. Must not know: modules, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardyard.ground.row_values import InitialValues, initial_rows
+from shardyard_worker.distinct import Float32s, Int64s, Numbers
+
+Update = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
+"""Of rows by gradients, with their state and which of them are fresh: in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`ids`: shape (n,), ascending, each once. `rows`: shape (n, dim). Copies."""
+
+    ids: Int64s
+    rows: Float32s
+
+
+class OwnRows:
+    """A store that grows, on the CPU. One thread at a time."""
+
+    partitions = 1
+
+    def __init__(self, dim: int, initial: InitialValues, key: int) -> None:
+        self.dim, self.initial, self.key = dim, initial, key
+        self._numbers = Numbers()
+        self._rows = np.empty((0, dim), np.float32)
+        self._fresh: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._state: dict[str, Float32s] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def look_up(self, ids: Int64s) -> Float32s:
+        """Shape (n, dim): the rows of `ids`, shape (n,), which may repeat."""
+        numbers = self._numbers.find(ids)
+        absent = numbers < 0
+        if not absent.any():
+            return self._rows[numbers]
+        found = np.empty((ids.size, self.dim), np.float32)
+        found[~absent] = self._rows[numbers[~absent]]
+        found[absent] = initial_rows(ids[absent], self.dim, self.initial, self.key)
+        return found
+
+    def update(self, ids: Int64s, gradients: Float32s, widths: Mapping[str, int], change: Update) -> None:
+        """Changes the rows of `ids`, each once, by their gradients, shape (n, dim). `widths`: what is kept with a
+        row."""
+        self._keep(widths)
+        numbers = self._add(ids)
+        rows, fresh = torch.from_numpy(self._rows[numbers]), torch.from_numpy(self._fresh[numbers])
+        state = {name: torch.from_numpy(self._state[name][numbers]) for name in widths}
+        change(rows, torch.from_numpy(gradients), state, fresh)
+        self._rows[numbers] = rows.numpy()
+        self._fresh[numbers] = False
+        for name, values in state.items():
+            self._state[name][numbers] = values.numpy()
+
+    def put(self, ids: Int64s, rows: Float32s) -> None:
+        """The rows of `ids`, each once, become these; what is kept with those that were here stays."""
+        numbers = self._add(ids)
+        self._rows[numbers] = rows
+
+    def with_rows(self, ids: Int64s, rows: Float32s, key: int) -> OwnRows:
+        """Another store, of another key, whose rows are these; what is kept here with any of them is kept there too."""
+        made = OwnRows(self.dim, self.initial, key)
+        made.put(ids, rows)
+        kept, state = self.kept()
+        there = made._numbers.find(kept) >= 0
+        made.keep(kept[there], {name: values[there] for name, values in state.items()})
+        return made
+
+    def everything(self) -> Rows:
+        ids = self._numbers.ids
+        order = np.argsort(ids)
+        return Rows(ids[order], self._rows[order])
+
+    def kept(self) -> tuple[Int64s, dict[str, Float32s]]:
+        """The ids of the rows that were updated, ascending, and what is kept with them."""
+        ids = self._numbers.ids
+        order = np.argsort(ids)
+        order = order[~self._fresh[order]]
+        return ids[order], {name: values[order] for name, values in self._state.items()}
+
+    def missing(self, ids: Int64s) -> Int64s:
+        """Those that have no row."""
+        return ids[self._numbers.find(ids) < 0]
+
+    def keep(self, ids: Int64s, state: Mapping[str, Float32s]) -> None:
+        """What is kept with the rows of `ids`, which are here, becomes this; with all others nothing is."""
+        self._state = {}
+        self._keep({name: values.shape[1] for name, values in state.items()})
+        self._fresh[:] = True
+        numbers = self._numbers.find(ids)
+        self._fresh[numbers] = False
+        for name, values in state.items():
+            self._state[name][numbers] = values
+
+    def _keep(self, widths: Mapping[str, int]) -> None:
+        for name, width in widths.items():
+            if name not in self._state or self._state[name].shape[1] != width:
+                self._state[name] = np.zeros((self._rows.shape[0], width), np.float32)
+
+    def _add(self, ids: Int64s) -> Int64s:
+        before = len(self._numbers)
+        numbers = self._numbers.add(ids)
+        after = len(self._numbers)
+        if after > before:
+            if after > self._rows.shape[0]:
+                self._grow(max(after, 2 * self._rows.shape[0]))
+            new = self._numbers.ids[before:]
+            self._rows[before:after] = initial_rows(new, self.dim, self.initial, self.key)
+            self._fresh[before:after] = True
+        return numbers
+
+    def _grow(self, rows: int) -> None:
+        def grown(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            made = np.zeros((rows, *values.shape[1:]), values.dtype)
+            made[: values.shape[0]] = values
+            return made
+
+        self._rows, self._fresh = grown(self._rows), grown(self._fresh)
+        self._state = {name: grown(values) for name, values in self._state.items()}

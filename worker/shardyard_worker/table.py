@@ -1,0 +1,324 @@
+"""An embedding table as a part of a model: its name and settings, where its rows come from, and the gradients for them.
+
+Owns: `Table`, a module without a size that modules which look up share; the port to whoever has the rows; which
+gradients of rows have come since the last step. Invariants: a table with gradients to give has somebody who takes them,
+or `backward` raises; gradients of several forwards add up per id, in the order in which they came. Must not know: how
+rows are pooled, files, jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shardyard.ground.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge, VariableConflict
+from shardyard.ground.limits import TABLE_DIM_MAX, VARIABLE_NAME_CHARACTERS_MAX
+from shardyard.ground.row_values import InitialValues, row_key
+from shardyard_worker import table_files
+from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct, sum_rows
+from shardyard_worker.own_rows import OwnRows
+from shardyard_worker.row_updates import Adagrad, RowOptimizer
+
+ID_DTYPES = (torch.int64, torch.int32)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Wanted(NamedTuple):
+    """Rows that a forward needs: those of `found.ids`."""
+
+    table: Table
+    found: Distinct
+
+
+class RowSource(Protocol):
+    """Whoever has the rows of tables: this process, or a job's servers."""
+
+    @property
+    def partitions(self) -> int:
+        """By which the ids of a `Wanted` are ordered."""
+
+    def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
+        """Of each, the rows of its ids, shape (m, dim), in that order; in one round trip. Nothing is changed by it, and
+        the arrays are the caller's."""
+
+
+class _HereRows:
+    """Rows that the tables have themselves."""
+
+    partitions = 1
+
+    def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
+        return [each.table.rows.look_up(each.found.ids) for each in wanted]
+
+
+class Gradients:
+    """Of one table, since the last step: for each backward the ids and their sums."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._came: list[tuple[Int64s, Float32s]] = []
+
+    def add(self, ids: Int64s, sums: Float32s) -> None:
+        with self._lock:
+            self._came.append((ids, sums))
+
+    def take(self, partitions: int = 1) -> tuple[Distinct, Float32s] | None:
+        """The distinct ids of all, and shape (m, dim), the sums of their gradients; None if none have come. There are
+        none after that."""
+        with self._lock:
+            came, self._came = self._came, []
+        if not came:
+            return None
+        ids, gradients = came[0] if len(came) == 1 else [np.concatenate(each) for each in zip(*came, strict=True)]
+        found = distinct(ids, partitions)
+        return found, sum_rows(gradients, found.places, found.ids.size)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._came = []
+
+
+class Table(torch.nn.Module):
+    """Rows of `dim` numbers, one for each int64 id, made when they are first trained. Modules that look up share it.
+
+    `name`: by which a job knows it; the path of the first module that has it, where none is given. `initial`: what a
+    row begins with, a function of the table's seed, its name and the id. `optimizer`: how rows are updated. `seed`:
+    drawn from torch's generator where none is given.
+
+    `weight` has no elements: it carries the device and dtype of what the model makes of rows, and `requires_grad`.
+    Raises InvalidRequest, TooLarge, DTypeMismatch.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        name: str = "",
+        initial: InitialValues | None = None,
+        optimizer: RowOptimizer | None = None,
+        seed: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+            raise InvalidRequest(f"a table of dim {dim!r}; expected a whole number, at least 1")
+        if dim > TABLE_DIM_MAX:
+            raise TooLarge(f"a table of dim {dim}; at most {TABLE_DIM_MAX}")
+        if len(name) > VARIABLE_NAME_CHARACTERS_MAX:
+            raise TooLarge(f"a table's name of {len(name)} characters; at most {VARIABLE_NAME_CHARACTERS_MAX}")
+        dtype = dtype or torch.get_default_dtype()
+        if dtype not in FLOAT_DTYPES:
+            raise DTypeMismatch(f"a table of {dtype}", why="rows are real numbers", todo="use torch.float32")
+        self.dim, self.name = dim, name
+        self.initial = InitialValues(scale=dim**-0.5) if initial is None else initial
+        self.optimizer = Adagrad() if optimizer is None else optimizer
+        self.seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+        self.weight = torch.nn.Parameter(torch.empty(0, dim, dtype=dtype, device=device))
+        self.source: RowSource = _HereRows()
+        self.rows = self._no_rows()
+        self.gradients = Gradients()
+        self.is_trained = False
+
+    def _no_rows(self) -> OwnRows:
+        return OwnRows(self.dim, self.initial, row_key(self.seed, self.name))
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self.rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, {len(self)} rows, name={self.name!r}, {self.initial}, {self.optimizer}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the rows; nobody trains it yet."""
+        return self.__dict__ | {"gradients": None, "is_trained": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.gradients = Gradients()
+
+    # ---- looking up
+
+    def leaf(self, found: Distinct, rows: Float32s) -> torch.Tensor:
+        """`rows` as a tensor of autograd, whose gradient comes here."""
+        tensor = torch.from_numpy(rows)
+        if torch.is_grad_enabled() and self.weight.requires_grad:
+            tensor.requires_grad_()
+
+            def receive(leaf: torch.Tensor) -> None:
+                sums, leaf.grad = leaf.grad, None
+                if not self.is_trained:
+                    raise _nobody_trains(self)
+                assert sums is not None
+                self.gradients.add(found.ids, sums.numpy())
+
+            tensor.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+        return tensor
+
+    # ---- all rows
+
+    def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """The rows of `ids`, shape (n,), become `rows`, shape (n, dim); others stay.
+
+        Raises DTypeMismatch, ShapeMismatch, InvalidRequest for rows that are not finite and for an id that comes twice;
+        then nothing has changed.
+        """
+        if ids.dtype not in ID_DTYPES or rows.dtype not in FLOAT_DTYPES:
+            raise DTypeMismatch(
+                f"ids of {ids.dtype} and rows of {rows.dtype}", why="", todo="give int64 ids and rows of float32"
+            )
+        self._put(ids.detach().cpu().to(torch.int64).numpy(), rows.detach().cpu().float().numpy())
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes ids and rows to a file that ends with .parquet (with the extra "tables") or .safetensors. Raises
+        InvalidRequest, ConfigurationError without pyarrow, StorageUnavailable."""
+        table_files.write(Path(path), self.rows.everything())
+
+    def load(self, source: str | os.PathLike[str] | torch.nn.Embedding | torch.nn.EmbeddingBag | torch.Tensor) -> None:
+        """Puts the rows of a file that `export` has written; or of an ordinary embedding, or of its weight, shape
+        (n, dim), whose ids are 0 to n - 1. Other rows stay.
+
+        Raises what `put` raises, CheckpointNotFound, CheckpointDamaged, ConfigurationError; then nothing has changed.
+        """
+        if isinstance(source, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            source = source.weight
+        if isinstance(source, torch.Tensor):
+            self.put(torch.arange(len(source)), source)
+        else:
+            found = table_files.read(Path(source))
+            self._put(found.ids, found.rows)
+
+    def _put(self, ids: Int64s, rows: Float32s) -> None:
+        self.check_rows(ids, rows)
+        self.rows.put(ids, rows)
+
+    def check_rows(self, ids: Int64s, rows: Float32s) -> None:
+        """Raises InvalidRequest, ShapeMismatch unless `rows`, shape (n, dim), can be those of `ids`, shape (n,)."""
+        if ids.ndim != 1 or rows.shape != (ids.size, self.dim):
+            raise ShapeMismatch(
+                f"ids of shape {ids.shape} and rows of shape {rows.shape} for {_called(self)}; expected (n,) and"
+                f" (n, {self.dim})",
+                why="each id has one row, of the table's dim",
+                todo="give the rows of a table of the same dim",
+            )
+        if not np.isfinite(rows).all():
+            wrong = ids[~np.isfinite(rows).all(axis=1)]
+            raise InvalidRequest(
+                f"{wrong.size} rows for {_called(self)} are not finite, the first of them that of id {wrong[0]}"
+            )
+        met = np.sort(ids)
+        again = met[1:][met[1:] == met[:-1]]
+        if again.size:
+            raise InvalidRequest(f"two rows for id {again[0]} of {_called(self)}; each id has one")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, _keep_vars: bool) -> None:
+        """ids ascending, their rows, and the seed, by which ids without a row read the same again."""
+        every = self.rows.everything()
+        destination[prefix + "ids"] = torch.from_numpy(every.ids)
+        destination[prefix + "rows"] = torch.from_numpy(every.rows)
+        destination[prefix + "seed"] = torch.tensor(self.seed)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        _local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = {name: prefix + name for name in ("ids", "rows", "seed")}
+        unexpected_keys += [
+            key for key in state_dict if strict and key.startswith(prefix) and key not in names.values()
+        ]
+        lacking = [key for key in names.values() if key not in state_dict]
+        missing_keys += lacking
+        if lacking:
+            return
+        given = {name: torch.as_tensor(state_dict[key]).detach().cpu() for name, key in names.items()}
+        if (
+            given["ids"].dtype is not torch.int64
+            or given["rows"].dtype not in FLOAT_DTYPES
+            or given["seed"].numel() != 1
+        ):
+            error_msgs.append(
+                f"{prefix}: no ids, rows and seed of a table, but {[each.dtype for each in given.values()]}"
+            )
+            return
+        ids, rows = given["ids"].numpy(), given["rows"].float().numpy()
+        try:
+            self.check_rows(ids, rows)
+        except InvalidRequest as error:
+            error_msgs.append(f"{prefix}: {error}")
+            return
+        self.seed = int(given["seed"])
+        self.rows = self.rows.with_rows(ids, rows, row_key(self.seed, self.name))
+
+
+def tables_of(model: torch.nn.Module) -> dict[str, Table]:
+    """The tables of a model by their names: those that they were given, or the path of the first module that has one.
+
+    Raises VariableConflict for two of one name.
+    """
+    found: dict[str, Table] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Table):
+            name = module.name or path.replace("_orig_mod.", "").removesuffix(".table") or "table"
+            other = found.setdefault(name, module)
+            if other is not module:
+                raise VariableConflict(
+                    f"two tables called {name!r}, of dims {other.dim} and {module.dim}",
+                    why="a name is one table",
+                    todo="make one sy.tables.Table and give it to all modules that share it (table=), or another name",
+                )
+    return found
+
+
+def fetch(asked: Sequence[tuple[Table, Int64s]]) -> Iterator[tuple[torch.Tensor, Int64s]]:
+    """For each table and its ids, shape (n,): rows, shape (m, dim), and where in them each id's is, shape (n,).
+
+    The ids of one table are looked up together, and all tables of one source in one call of it.
+    """
+    by_table: dict[Table, list[int]] = {}
+    for index, (table, _) in enumerate(asked):
+        by_table.setdefault(table, []).append(index)
+    wanted = [
+        Wanted(table, distinct(_joined([asked[index][1] for index in indices]), table.source.partitions))
+        for table, indices in by_table.items()
+    ]
+    fetched: dict[Table, torch.Tensor] = {}
+    for source in dict.fromkeys(each.table.source for each in wanted):
+        ours = [each for each in wanted if each.table.source is source]
+        for each, rows in zip(ours, source.fetch(ours), strict=True):
+            fetched[each.table] = each.table.leaf(each.found, rows)
+    places: dict[int, Int64s] = {}
+    for each, indices in zip(wanted, by_table.values(), strict=True):
+        ends = np.cumsum([asked[index][1].size for index in indices])
+        places.update(zip(indices, np.split(each.found.places, ends[:-1]), strict=True))
+    for index, (table, _) in enumerate(asked):
+        yield fetched[table], places[index]
+
+
+def _joined(parts: Sequence[Int64s]) -> Int64s:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _called(table: Table) -> str:
+    return f"table {table.name!r}" if table.name else "a table"
+
+
+def _nobody_trains(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"gradients for the rows of {_called(table)} of dim {table.dim}, which nobody would take",
+        why="the optimizers of torch see parameters of a size, and a table has none",
+        todo="make a sy.tables.Optimizer(model) before the first forward, and call its step() and zero_grad() beside"
+        " those of the model's optimizer; where a table shall not learn: table.requires_grad_(False), torch.no_grad()",
+    )

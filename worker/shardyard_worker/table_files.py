@@ -1,0 +1,172 @@
+"""Ids and rows of a table as a file: safetensors, or Parquet, by the end of its name.
+
+    .safetensors   ids (n,) int64, rows (n, dim) float32
+    .parquet       columns id: int64, row: fixed_size_list<float>[dim]
+
+Owns: both forms both ways. Invariants: a file is there whole or not at all; what is read has the shapes and dtypes
+above, and each id once, or CheckpointDamaged is raised. pyarrow is imported when it is needed. Must not know: modules,
+where rows are kept.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from shardyard.checkpoints.storage import LocalStorage, write_file
+from shardyard.checkpoints.tensors import TensorSource, bytes_of, pieces, read_contents, read_tensor
+from shardyard.ground.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigurationError,
+    InvalidRequest,
+)
+from shardyard.ground.types import DType
+from shardyard_worker.own_rows import Rows
+
+SAFETENSORS: Final = ".safetensors"
+PARQUET: Final = ".parquet"
+ROW_GROUP_ROWS: Final = 65_536
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_IDS, _ROWS = "ids", "rows"
+_NO_TABLE: Final = "a table's file has an id, once, and a row of float32 for each"
+_OTHER: Final = "give a file that table.export has written, or one of the same form"
+
+
+def write(path: Path, every: Rows) -> None:
+    """Raises InvalidRequest for another ending, ConfigurationError where pyarrow is not installed,
+    StorageUnavailable."""
+    if _ending(path) == SAFETENSORS:
+        sources = [
+            TensorSource(_IDS, DType.INT64, every.ids.shape, lambda: bytes_of(every.ids)),
+            TensorSource(_ROWS, DType.FLOAT32, every.rows.shape, lambda: bytes_of(every.rows)),
+        ]
+        write_file(path, pieces({"format": "pt"}, sources))
+    else:
+        _pyarrow()
+        write_file(path, _parquet_pieces(every))
+
+
+def read(path: Path) -> Rows:
+    """Raises CheckpointNotFound, CheckpointDamaged for what is no such file, InvalidRequest for another ending,
+    ConfigurationError where pyarrow is not installed, StorageUnavailable."""
+    ending = _ending(path)
+    if not path.is_file():
+        raise CheckpointNotFound(f"{path} is not there", why="rows are read from a file", todo="check the path")
+    return _read_safetensors(path) if ending == SAFETENSORS else _read_parquet(path)
+
+
+def _ending(path: Path) -> str:
+    if path.suffix not in (SAFETENSORS, PARQUET):
+        raise InvalidRequest(
+            f"{str(path)!r} for a table's rows", why="", todo=f"let it end with {PARQUET} or {SAFETENSORS}"
+        )
+    if not _NAME.fullmatch(path.name):
+        raise InvalidRequest(
+            f"{path.name!r} for a table's rows", why="", todo='use letters, digits, ".", "_" and "-", and no "." first'
+        )
+    return path.suffix
+
+
+def _read_safetensors(path: Path) -> Rows:
+    storage = LocalStorage(path.parent)
+    contents = read_contents(storage, path.name)
+    ids, rows = contents.tensors.get(_IDS), contents.tensors.get(_ROWS)
+    if (
+        ids is None
+        or rows is None
+        or (ids.dtype, rows.dtype) != (DType.INT64, DType.FLOAT32)
+        or (len(ids.shape), len(rows.shape)) != (1, 2)
+        or ids.shape[0] != rows.shape[0]
+    ):
+        found = {name: (each.dtype.value, each.shape) for name, each in contents.tensors.items()}
+        raise _damaged(path, f"has {found}; expected {_IDS}, int64 of shape (n,), and {_ROWS}, float32 of (n, dim)")
+    return _checked(path, np.array(read_tensor(storage, path.name, ids)), read_tensor(storage, path.name, rows))
+
+
+class _Sink(io.RawIOBase):
+    """What a writer is given, so that what it has written can be taken piece by piece."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._at = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: Any) -> int:
+        self._pieces.append(bytes(data))
+        self._at += len(self._pieces[-1])
+        return len(self._pieces[-1])
+
+    def taken(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+def _parquet_pieces(every: Rows) -> Iterator[bytes]:
+    arrow, parquet = _pyarrow(), _pyarrow(".parquet")
+    dim, sink = every.rows.shape[1], _Sink()
+    schema = arrow.schema([("id", arrow.int64()), ("row", arrow.list_(arrow.float32(), dim))])
+    with parquet.ParquetWriter(sink, schema) as writer:
+        for begin in range(0, every.ids.size, ROW_GROUP_ROWS):
+            part = slice(begin, begin + ROW_GROUP_ROWS)
+            values = arrow.array(every.rows[part].reshape(-1))
+            columns = [arrow.array(every.ids[part]), arrow.FixedSizeListArray.from_arrays(values, dim)]
+            writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
+            yield from sink.taken()
+    yield from sink.taken()
+
+
+def _read_parquet(path: Path) -> Rows:
+    arrow, parquet = _pyarrow(), _pyarrow(".parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            kinds: dict[str, Any] = {name: schema.field(name).type for name in schema.names}
+            row: Any = kinds.get("row")
+            if kinds.get("id") != arrow.int64() or row is None or not arrow.types.is_fixed_size_list(row):
+                raise _damaged(path, f"has columns {kinds}; expected id: int64, row: fixed_size_list<float>[dim]")
+            if row.value_type != arrow.float32():
+                raise _damaged(path, f"has rows of {row.value_type}; expected float")
+            found = file.read(columns=["id", "row"])
+    except (arrow.ArrowException, OSError) as error:
+        raise _damaged(path, f"cannot be read as Parquet: {error}") from error
+    ids, rows = found.column("id").combine_chunks(), found.column("row").combine_chunks()
+    values = rows.flatten()
+    if ids.null_count or rows.null_count or values.null_count:
+        raise _damaged(path, "has an id or a row that is null")
+    shape = (len(ids), row.list_size)
+    return _checked(path, np.array(ids.to_numpy()), values.to_numpy(zero_copy_only=False).reshape(shape))
+
+
+def _checked(path: Path, ids: Any, rows: Any) -> Rows:
+    order = np.argsort(ids)
+    ids = ids[order]
+    if (ids[1:] == ids[:-1]).any():
+        raise _damaged(path, f"has two rows for id {ids[1:][ids[1:] == ids[:-1]][0]}")
+    return Rows(ids, rows[order])
+
+
+def _damaged(path: Path, what: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{path} {what}", why=_NO_TABLE, todo=_OTHER)
+
+
+def _pyarrow(part: str = "") -> Any:
+    try:
+        return import_module(f"pyarrow{part}")
+    except ImportError as error:
+        raise ConfigurationError(
+            "the package pyarrow is not installed here",
+            why="it reads and writes Parquet",
+            todo=f"pip install 'shardyard[tables]', or give a path that ends with {SAFETENSORS}",
+        ) from error

@@ -1,0 +1,42 @@
+"""Embedding tables, as `shardyard.tables`: what several modules share, how rows begin, how they are updated.
+
+Owns: the names that users import.
+"""
+
+from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard_worker.row_updates import FTRL, SGD, Adagrad, Adam, AdamW, RowOptimizer, RowWiseAdagrad, SparseAdam
+from shardyard_worker.table import Table, tables_of
+from shardyard_worker.table_optimizer import Optimizer
+
+__all__ = [
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "InitialValues",
+    "Optimizer",
+    "RowOptimizer",
+    "RowWiseAdagrad",
+    "SparseAdam",
+    "Table",
+    "normal",
+    "tables_of",
+    "uniform",
+    "zeros",
+]
+
+
+def uniform(scale: float) -> InitialValues:
+    """Rows begin with numbers in [-scale, scale), evenly."""
+    return InitialValues(InitialKind.UNIFORM, scale)
+
+
+def normal(std: float) -> InitialValues:
+    """Rows begin with normal numbers of mean 0."""
+    return InitialValues(InitialKind.NORMAL, std)
+
+
+def zeros() -> InitialValues:
+    """Rows begin with zeros."""
+    return InitialValues(InitialKind.ZEROS, 0.0)
