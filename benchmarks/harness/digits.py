@@ -1,4 +1,5 @@
-"""The digits: scikit-learn's 1,797 images of 8 x 8, one half to learn from, one held out; a million parameters.
+"""The digits: scikit-learn's 1,797 images of 8 x 8, one half to learn from, one held out; a network of a million
+parameters, and a small one.
 
 Owns: what is trained, on what, in which order, at which learning rate; all of it is a function of the seed. Must not
 know: how gradients become parameters.
@@ -40,6 +41,13 @@ def make_network(seed: int) -> torch.nn.Module:
     )
 
 
+def make_small_network(seed: int, hidden: int = 128) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10)
+    )
+
+
 def lr_factor(step: int) -> float:
     """Of the learning rate: it rises to the whole in the first steps, then falls to 0 at the last, both linearly."""
     return min(1.0, (step + 1) / LR_RISES_STEPS) * max(0.0, 1 - step / STEPS)
@@ -50,6 +58,27 @@ def split(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     shuffle, fold = divmod(seed, FOLDS)
     order = torch.randperm(len(load_digits().target), generator=torch.Generator().manual_seed(1_000 + shuffle))
     return torch.cat([order[k::FOLDS] for k in range(FOLDS) if k != fold]), order[fold::FOLDS]
+
+
+def load() -> tuple[torch.Tensor, torch.Tensor]:
+    """All images, of shape (1797, 1, 8, 8), from 0 to 1, and their labels."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images, torch.tensor(digits.target, dtype=torch.int64)
+
+
+def accuracy_percent(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    with torch.no_grad():
+        return 100 * (model(images).argmax(dim=1) == labels).float().mean().item()
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """A hash of all parameters and buffers, bit by bit."""
+    total = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        total.update(name.encode())
+        total.update(tensor.numpy().tobytes())
+    return total.hexdigest()
 
 
 class Training:
@@ -64,9 +93,7 @@ class Training:
         zero: Callable[[], None],
         follow: Callable[[], None],
     ) -> None:
-        digits = load_digits()
-        self._images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-        self._labels = torch.tensor(digits.target, dtype=torch.int64)
+        self._images, self._labels = load()
         self._model = model
         self._step, self._zero, self._follow = step, zero, follow
         learned, self._held_out = split(seed)
@@ -90,17 +117,14 @@ class Training:
     def evaluate(self) -> dict[str, Any]:
         """The accuracy on what is held out, in percent."""
         self._model.eval()
-        with torch.no_grad():
-            right = self._model(self._images[self._held_out]).argmax(dim=1) == self._labels[self._held_out]
-        return {"accuracy_percent": 100 * right.float().mean().item()}
+        return {
+            "accuracy_percent": accuracy_percent(
+                self._model, self._images[self._held_out], self._labels[self._held_out]
+            )
+        }
 
     def digest(self) -> dict[str, Any]:
-        """A hash of all parameters and buffers, bit by bit."""
-        total = hashlib.sha256()
-        for name, tensor in self._model.state_dict().items():
-            total.update(name.encode())
-            total.update(tensor.numpy().tobytes())
-        return {"digest": total.hexdigest()}
+        return {"digest": digest_of(self._model)}
 
     def handlers(self) -> Mapping[str, Callable[..., Mapping[str, Any]]]:
         return {"train": self.train, "evaluate": self.evaluate, "digest": self.digest}

@@ -10,27 +10,38 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.machine import machine_facts
 from harness.pairs import significant, spread
 
 FIGURES = Path(__file__).resolve().parent.parent.parent / "docs" / "performance"
 COLUMNS = 2
+SPAN_COLORS = ("#3b6ea5", "#d9dfe8", "#d08c60")
 OURS = "shardyard"
 """What the names of our bars begin with; they are drawn in another colour than the peers'."""
+
+
+class Span(NamedTuple):
+    """What somebody did from one time to another."""
+
+    what: str
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One chart of a figure. Bars: values of each name, drawn as median, extent and points. Lines: values by x. Marks:
-    x (logarithmic), y, and the lower and upper end of y's interval, by name."""
+    x (logarithmic), y, and the lower and upper end of y's interval, by name. Spans: who did what when, by name; `unit`
+    is what the axis of time says."""
 
     title: str
     unit: str
     bars: Mapping[str, Sequence[float]] | None = None
     lines: Mapping[str, Mapping[float, float]] | None = None
     marks: Mapping[str, tuple[float, float, float, float]] | None = None
+    spans: Mapping[str, Sequence[Span]] | None = None
     x: str = ""
 
 
@@ -71,6 +82,11 @@ def report(
     """Prints everything, the JSON object last, and draws the figure."""
     path = draw(panels, folder / f"{benchmark}.png")
     print(f"figure: {path}")
+    conclude(benchmark, raw, ratios)
+
+
+def conclude(benchmark: str, raw: Mapping[str, Any], ratios: Mapping[str, Sequence[float]]) -> None:
+    """Prints everything, the JSON object last."""
     for name, values in ratios.items():
         print(f"{name}: {spread(values)}")
     print(json.dumps(result(benchmark, raw, ratios)), flush=True)
@@ -104,6 +120,9 @@ def draw(panels: Sequence[Panel], path: Path) -> Path:
             _draw_marks(axis, panel.marks)
             axis.set_xlabel(panel.x)
             axis.set_ylabel(panel.unit)
+        if panel.spans is not None:
+            _draw_spans(axis, panel.spans)
+            axis.set_xlabel(panel.unit)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -120,6 +139,17 @@ def _draw_bars(axis: Any, bars: Mapping[str, Sequence[float]], unit: str) -> Non
     axis.set_xlabel(unit)
     axis.locator_params(axis="x", nbins=5)
     axis.set_xlim(0, 1.2 * max(max(values) for values in bars.values()))
+
+
+def _draw_spans(axis: Any, spans: Mapping[str, Sequence[Span]]) -> None:
+    kinds = sorted({span.what for each in spans.values() for span in each})
+    for place, each in enumerate(reversed(list(spans.values()))):
+        for what, color in zip(kinds, SPAN_COLORS, strict=False):
+            found = [(span.begin_s, span.end_s - span.begin_s) for span in each if span.what == what]
+            label = what if place == 0 else None
+            axis.broken_barh(found, (place - 0.35, 0.7), color=color, edgecolor="white", linewidth=0.5, label=label)
+    axis.set_yticks(range(len(spans)), list(reversed(list(spans))), fontsize=8)
+    axis.legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, -0.42), ncols=len(kinds))
 
 
 def _draw_marks(axis: Any, marks: Mapping[str, tuple[float, float, float, float]]) -> None:

@@ -93,6 +93,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--settings", type=json.loads, required=True)
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     steps = Steps(options.settings, options.bytes)
     conversation.answer({"took": steps.took, "finish": steps.finish})
