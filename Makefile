@@ -21,7 +21,7 @@ setup: $(STAMP) ## create .venv and install everything
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,examples,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,tables,examples,dev]'
 	@touch $(STAMP)
 
 node-client: $(NODE_STAMP) ## install what the test's client in another language needs (npm)
@@ -58,6 +58,8 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@# kernels are compiled once, here, and not by each of the processes of the first tests
 	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
+	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
+	@$(BIN)/python -c "from shardyard_ps_server.tables.table import warm; warm()"
 	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu --numprocesses=$(JOBS) --dist=loadfile
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)

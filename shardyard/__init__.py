@@ -19,21 +19,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardyard.ground import errors
-    from shardyard_worker import optim
+    from shardyard.runtime.configuration import Loaded
+    from shardyard_worker import optim, tables
     from shardyard_worker.early_stopping import EarlyStopping
+    from shardyard_worker.embedding import Embedding, EmbeddingBag, EmbeddingCollection
     from shardyard_worker.files import FixedRecords, FramedRecords, TextLines
+    from shardyard_worker.following import Run, Snapshot
     from shardyard_worker.job import Job
 
 __all__ = [
     "EarlyStopping",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
     "FixedRecords",
     "FramedRecords",
     "Job",
+    "Run",
+    "Snapshot",
     "TextLines",
     "__version__",
     "connect",
     "errors",
+    "follow",
     "optim",
+    "tables",
 ]
 
 
@@ -50,6 +60,48 @@ def connect(
     example `{"job.consistency.mode": "sync"}`. What is not given is taken from the environment, then from the file,
     then from the defaults (docs/configuration.md). Raises ConfigurationError, CoordinatorUnavailable, JobFailed.
     """
+    loaded = _load(coordinator, job, config, settings)
+    if loaded.settings.coordinator:
+        import shardyard_worker.job
+
+        return shardyard_worker.job.connect(loaded.settings)
+    import shardyard_launcher.local
+
+    return shardyard_launcher.local.connect(loaded.settings)
+
+
+def follow(
+    coordinator: str | None = None,
+    *,
+    job: str | None = None,
+    config: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+) -> Run:
+    """Follows a job of a running yard, to evaluate it, without being its worker (docs/evaluation.md). Waits for it to
+    begin.
+
+    Arguments as for `connect`; without a name anywhere it is the only job that runs. Raises ConfigurationError,
+    CoordinatorUnavailable, InvalidRequest.
+    """
+    from shardyard.ground.errors import ConfigurationError
+    from shardyard.runtime.assignments import Layer
+
+    loaded = _load(coordinator, job, config, settings)
+    if not loaded.settings.coordinator:
+        raise ConfigurationError(
+            "nobody to follow: no coordinator's address",
+            why="a job that runs alone in its process can be read there alone",
+            todo='give it: sy.follow("HOST:PORT"), or SHARDYARD_COORDINATOR',
+        )
+    import shardyard_worker.following
+
+    is_named = loaded.origins["job.name"].layer is not Layer.DEFAULT
+    return shardyard_worker.following.follow(loaded.settings, name=loaded.settings.job.name if is_named else "")
+
+
+def _load(
+    coordinator: str | None, job: str | None, config: str | Path | None, settings: Mapping[str, object] | None
+) -> Loaded:
     import logging
     import os
 
@@ -63,13 +115,7 @@ def connect(
         log.setup(loaded.settings.log.format, loaded.settings.log.level)
     for notice in loaded.notices:
         logging.getLogger("shardyard").warning("%s", notice)
-    if loaded.settings.coordinator:
-        import shardyard_worker.job
-
-        return shardyard_worker.job.connect(loaded.settings)
-    import shardyard_launcher.local
-
-    return shardyard_launcher.local.connect(loaded.settings)
+    return loaded
 
 
 def __getattr__(name: str) -> Any:
@@ -81,6 +127,14 @@ def __getattr__(name: str) -> Any:
         from shardyard_worker.early_stopping import EarlyStopping
 
         return EarlyStopping
+    if name in ("Embedding", "EmbeddingBag", "EmbeddingCollection"):
+        import shardyard_worker.embedding
+
+        return getattr(shardyard_worker.embedding, name)
+    if name in ("Run", "Snapshot"):
+        import shardyard_worker.following
+
+        return getattr(shardyard_worker.following, name)
     if name in ("FixedRecords", "FramedRecords", "TextLines"):
         import shardyard_worker.files
 
@@ -93,6 +147,10 @@ def __getattr__(name: str) -> Any:
         import shardyard_worker.optim
 
         return shardyard_worker.optim
+    if name == "tables":
+        import shardyard_worker.tables
+
+        return shardyard_worker.tables
     if name == "__version__":
         from importlib.metadata import version
 

@@ -56,8 +56,11 @@ def names_in_shared_memory() -> frozenset[str]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return frozenset()
+    found_there = os.listdir(folder)
+    if not found_there:
+        return frozenset()
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    names = ((name, NUMBER.search(name)) for name in os.listdir(folder))
+    names = ((name, NUMBER.search(name)) for name in found_there)
     return frozenset(
         name for name, found in names if not found or int(found[0]) in ours or not psutil.pid_exists(int(found[0]))
     )

@@ -40,7 +40,7 @@ from shardyard_coordinator.effects import Base
 from shardyard_coordinator.feedback import Collecting, FeedbackCollections, Stage, Wanted
 from shardyard_coordinator.origins import Origin, of_record
 from shardyard_coordinator.placement import Server
-from shardyard_coordinator.records import Body, DamagedRecord
+from shardyard_coordinator.records import Body, DamagedRecord, Entry
 from shardyard_coordinator.servers import Servers
 
 R = TypeVar("R")
@@ -117,10 +117,11 @@ class Archive:
         logs: Collection[Incarnation] = (),
         keepers: Collection[Incarnation] = (),
         left: Collection[FeedbackFile] = (),
+        verdicts: Callable[[int], Sequence[Entry]] = lambda _: (),
     ) -> Taken:
         """Writes a checkpoint and prunes those before. `base`: the number of this run's newest committed one, 0 without
-        any; `oldest`, `logs`, `keepers` and `left`: as in effects.TakeCheckpoint. Raises NotReady, StorageUnavailable,
-        CheckpointDamaged."""
+        any; `oldest`, `logs`, `keepers` and `left`: as in effects.TakeCheckpoint; `verdicts`: gives those on the steps
+        before one that all partitions have reached. Raises NotReady, StorageUnavailable, CheckpointDamaged."""
         library = CheckpointLibrary(open_storage(url))
         draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
         former = library.load(subject.name, base) if base else None
@@ -135,8 +136,9 @@ class Archive:
                 saved = self._save(ask)
                 self._feedback.await_files(subject.job, collecting, FEEDBACK_WAIT_MS)
                 remembered = (*_found(library, subject, collecting), *_there(library, subject, left))
-                return self._commit(library, ask, former, saved, remembered, keep)
-        return self._commit(library, ask, former, self._save(ask), _there(library, subject, left), keep)
+                return self._commit(library, ask, former, saved, remembered, keep, verdicts)
+        saved = self._save(ask)
+        return self._commit(library, ask, former, saved, _there(library, subject, left), keep, verdicts)
 
     def _commit(
         self,
@@ -146,6 +148,7 @@ class Archive:
         saved: Mapping[PartitionId, tuple[Version, PartitionFile, int]],
         remembered: tuple[FeedbackFile, ...],
         keep: int,
+        verdicts: Callable[[int], Sequence[Entry]],
     ) -> Taken:
         subject, draft = ask.subject, ask.draft
         entries = []
@@ -159,6 +162,12 @@ class Archive:
         failpoint("checkpoint.before_manifest")
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
         created = self._now()
+        ledger = {**draft.data_ledger, "token": token}
+        decided = verdicts(step) if subject.mode is UpdateMode.SYNC else ()
+        if decided:  # the ledger was copied when fewer steps were
+            entries_then = ledger["entries"]
+            assert isinstance(entries_then, list)
+            ledger["entries"] = [*entries_then, *([kind, body] for kind, body in decided)]
         library.commit(
             Manifest(
                 number=draft.number,
@@ -171,7 +180,7 @@ class Archive:
                 created=created.isoformat(timespec="seconds"),
                 layout=subject.layout,
                 partitions=tuple(entries),
-                data_ledger={**draft.data_ledger, "token": token},
+                data_ledger=ledger,
                 token_floor=draft.floor,
                 feedback=remembered,
             )
@@ -243,6 +252,9 @@ class Archive:
                 logical_ranks=subject.logical_ranks,
                 durability=subject.durability,
                 staleness=subject.staleness,
+                stale=subject.stale,
+                clipping=subject.clipping,
+                backup_workers=subject.backup_workers,
                 working=working,
                 folder=folder,
                 base=base,
@@ -360,7 +372,9 @@ def _origin_of(manifest: Manifest, url: str) -> Origin:
         max(0, int(datetime.datetime.fromisoformat(manifest.created).timestamp())),
         manifest.feedback,
     )
-    feeds = StepLedger(logical_ranks=1) if manifest.mode is UpdateMode.SYNC else new_data_ledger()
+    ranks, backup_workers = settings.logical_rank_count, settings.consistency.backup_workers
+    sync = manifest.mode is UpdateMode.SYNC
+    feeds = StepLedger(logical_ranks=ranks, backup_workers=backup_workers) if sync else new_data_ledger()
     try:
         feeds.begin_with(manifest.data_ledger)
         # as the journal will give it back

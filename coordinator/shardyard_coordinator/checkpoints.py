@@ -14,7 +14,17 @@ from typing import Final
 from shardyard.checkpoints.manifest import FeedbackFile, FileRef
 from shardyard.checkpoints.storage import Written
 from shardyard.ground.errors import NotReady, ShardyardError
-from shardyard.ground.types import Durability, Incarnation, JobId, JobLayout, Token, UpdateMode
+from shardyard.ground.types import (
+    NO_CLIPPING,
+    Clipping,
+    Durability,
+    Incarnation,
+    JobId,
+    JobLayout,
+    StaleRule,
+    Token,
+    UpdateMode,
+)
 from shardyard.runtime.settings import AUTO, NEVER, CheckpointSettings
 from shardyard_coordinator.records import (
     Body,
@@ -76,6 +86,9 @@ class Subject:
     layout: JobLayout
     durability: Durability = Durability.CHECKPOINT
     staleness: int | None = None
+    stale: StaleRule | None = None
+    clipping: Clipping = NO_CLIPPING
+    backup_workers: int = 0
 
 
 class CheckpointBook:

@@ -1,9 +1,11 @@
 """Which samples are whose, and which are done (promise 2; rules A1, A6).
 
 Owns: a job's feeds. Asynchronous (`DataLedger`): data shards, each free, leased under a token, or done. Synchronous
-(`StepLedger`): each feed is a range of steps. Both: the batches in quarantine, which do not count. Invariants: a data
-shard is leased to one worker at a time; tokens only grow; a data shard is done only when the servers' watermarks said
-so, and stays done; memory does not grow with the number of epochs or samples. Must not know: servers, members, time.
+(`StepLedger`): each feed is a range of steps, with backup workers also of those that make up for what was dropped.
+Both: the batches in quarantine, which do not count. Invariants: a data shard is leased to one worker at a time; tokens
+only grow; a data shard is done only when the servers' watermarks said so, and stays done; memory does not grow with the
+number of epochs or samples, but with that of dropped batches until they are made up for. Must not know: servers,
+members, time.
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ from types import MappingProxyType
 from typing import Final
 
 from shardyard.ground import limits
-from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
+from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, NotReady, StaleToken, TooLarge
 from shardyard.ground.types import (
     DataLease,
     DataShardSource,
     DoneDataShards,
     Incarnation,
     LeasedSource,
+    Rank,
     RankSource,
     Token,
 )
+from shardyard.ground.units import Units
+from shardyard_coordinator.backups import Batch, MakeUp, StepVerdicts
 from shardyard_coordinator.quarantine import Condemned, Quarantine
 from shardyard_coordinator.records import (
     SUM_MAX,
@@ -47,7 +52,8 @@ HOLDERS_NAMED_MAX: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class FeedSpec:
-    """How a data set is read. `batch_size` is per worker (asynchronous) or per logical rank (synchronous)."""
+    """How a data set is read. `batch_size` is per worker (asynchronous) or per logical rank (synchronous); so many
+    batches make a step are `accumulate`."""
 
     samples: int
     fingerprint: str
@@ -55,12 +61,14 @@ class FeedSpec:
     epochs: int
     shuffle: bool
     drop_last: bool
+    accumulate: int = 1
 
     def check(self) -> None:
         """Raises InvalidRequest or TooLarge."""
         for name, value, value_max in (
             ("samples", self.samples, limits.SAMPLES_MAX),
             ("batch_size", self.batch_size, limits.BATCH_SIZE_MAX),
+            ("accumulate", self.accumulate, limits.ACCUMULATE_MAX),
             ("epochs", self.epochs, limits.EPOCHS_MAX),
         ):
             if value < 1:
@@ -77,6 +85,12 @@ class FeedSpec:
                 todo="choose a smaller batch_size, or drop_last=False",
             )
         return full if self.drop_last or not rest else full + 1
+
+    def cut(self, logical_ranks: int, local_steps: int) -> Units:
+        """Into steps, or rounds, of a synchronous job."""
+        return Units(
+            self.samples, self.batch_size, logical_ranks, self.drop_last, self.accumulate, local_steps=local_steps
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +274,8 @@ class DataLedger:
         _check_opening(feed, spec, [each.spec for each in self._feeds])
         if feed == len(self._feeds):
             batches = spec.units(spec.batch_size, "batch")
-            per_shard = self._batches or self._choose(batches)
+            # gradients are accumulated within a data shard
+            per_shard = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
             self._feeds.append(_DataShards(feed, spec, per_shard, -(-batches // per_shard)))
         found = self._feeds[feed]
         return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
@@ -418,6 +433,11 @@ class DataLedger:
         return [*opened, *leases, *self.quarantine.entries()]
 
     @property
+    def copied(self) -> list[Entry]:
+        """As `entries`, for a checkpoint that is begun."""
+        return self.entries()
+
+    @property
     def closed(self) -> int:
         """Data shards that are done, over all feeds."""
         return sum(each.done for each in self._feeds)
@@ -560,50 +580,84 @@ def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
 
 @dataclass(slots=True)
 class _StepRange:
+    """A feed as steps of the job; in local mode these are rounds."""
+
     spec: FeedSpec
     first_step: int
     steps_per_epoch: int
+    units: Units
+    make_up: MakeUp
     done: bool = False
 
     @property
-    def end(self) -> int:
-        return self.first_step + self.steps_per_epoch * self.spec.epochs
+    def planned_end(self) -> int:
+        return self.make_up.planned_end
 
-    def span(self, rank: int, step: int, logical_ranks: int) -> tuple[int, int, int]:
-        """An epoch, and [begin, end) of its permutation."""
+    def has(self, step: int) -> bool:
+        """Of a step that may be reached already."""
+        return self.first_step <= step < self.make_up.reached
+
+    def span(self, rank: int, step: int) -> tuple[int, int, int]:
+        """Of a planned step: an epoch, and [begin, end) of its permutation."""
         epoch, index = divmod(step - self.first_step, self.steps_per_epoch)
-        begin = min((index * logical_ranks + rank) * self.spec.batch_size, self.spec.samples)
-        return epoch, begin, min(begin + self.spec.batch_size, self.spec.samples)
+        return epoch, *self.units.span(index, rank)
 
-    def samples_before(self, step: int, logical_ranks: int) -> int:
+    def samples_before(self, step: int) -> int:
         """Samples of this feed in the steps before `step`."""
-        per_step = logical_ranks * self.spec.batch_size
-        per_epoch = min(self.spec.samples, self.steps_per_epoch * per_step)
-        taken = max(0, min(self.end if self.done else step, self.end) - self.first_step)
-        epochs, rest = divmod(taken, self.steps_per_epoch)
-        return epochs * per_epoch + min(rest * per_step, per_epoch)
+        taken = max(0, min(self.planned_end if self.done else step, self.planned_end) - self.first_step)
+        return self.units.samples_before(taken) - (0 if self.done else self.make_up.lacking(step))
 
 
 class StepLedger:
-    """The feeds of a synchronous job, one after the other: each is a range of steps."""
+    """The feeds of a synchronous job, one after the other: each is a range of steps. `local_steps`: of so many steps of
+    a rank by itself each of these consists. With `backup_workers` it goes on behind the planned ones for as long as
+    there is something to make up for; `verdicts` says what."""
 
-    def __init__(self, *, logical_ranks: int) -> None:
+    def __init__(self, *, logical_ranks: int, local_steps: int = 1, backup_workers: int = 0) -> None:
         self._logical_ranks = logical_ranks
+        self._local_steps = local_steps
+        self._backup_workers = backup_workers
         self._feeds: list[_StepRange] = []
         self.quarantine = Quarantine()
+        self.verdicts = StepVerdicts(logical_ranks, backup_workers)
 
     def __len__(self) -> int:
         return len(self._feeds)
 
     def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
-        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge."""
+        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge, and NotReady while it is not
+        known where the feed before it ends."""
         _check_opening(feed, spec, [each.spec for each in self._feeds])
+        units = spec.cut(self._logical_ranks, self._local_steps)
         if feed == len(self._feeds):
-            steps = spec.units(self._logical_ranks * spec.batch_size, f"step of {self._logical_ranks} logical ranks")
-            first = self._feeds[-1].end if self._feeds else 0
-            self._feeds.append(_StepRange(spec, first, steps))
+            spec.units(units.samples_per_step, f"step of {self._logical_ranks} logical ranks")
+            first = self._feeds[-1].make_up.end if self._feeds else 0
+            if first is None:
+                raise NotReady(
+                    f"data set {feed} begins when all samples of the one before have counted",
+                    why="some came late, and are computed again (job.consistency.backup_workers)",
+                    todo="go through each job.batches to its end",
+                )
+            self._add(spec, first, units.per_epoch)
         found = self._feeds[feed]
+        if found.steps_per_epoch != units.per_epoch:
+            raise FeedConflict(
+                f"feed {feed} was opened before in another way (steps of the job in an epoch: expected "
+                f"{found.steps_per_epoch}, got {units.per_epoch})",
+                why="the run that it was opened in had another number of local steps in a round",
+                todo="set job.consistency.mode and job.consistency.steps to what they were in that run",
+                facts={"differs": "steps"},
+            )
         return FeedOpening(0, found.steps_per_epoch, found.first_step, found.done)
+
+    def never(self, feed: int, spec: FeedSpec) -> FeedOpening | None:
+        """Of a job that has stopped: a feed of which there is no step, since nobody knows where the one before it would
+        have ended. It is not opened: the next run does that. None for others. Raises InvalidRequest, TooLarge."""
+        if feed < len(self._feeds) or not self._feeds or self._feeds[-1].make_up.end is not None:
+            return None
+        spec.check()
+        units = spec.cut(self._logical_ranks, self._local_steps)
+        return FeedOpening(0, units.per_epoch, self._feeds[-1].make_up.reached, True)
 
     def is_closed(self, feed: int) -> bool:
         """Raises NotFound."""
@@ -612,7 +666,8 @@ class StepLedger:
     def close(self, feed: int, *, next_sequence: int) -> bool:
         """`next_sequence`: the lowest next step over all logical ranks and partitions. Raises NotFound."""
         found = self._require(feed)
-        found.done = found.done or next_sequence >= found.end
+        end = found.make_up.end
+        found.done = found.done or (end is not None and next_sequence >= end)
         return found.done
 
     def counts(self, last: int, *, step: int) -> tuple[FeedCounts, ...]:
@@ -620,9 +675,9 @@ class StepLedger:
         counts = []
         for feed in range(max(0, len(self._feeds) - last), len(self._feeds)):
             each = self._feeds[feed]
-            total = each.end - each.first_step
+            total = each.make_up.reached - each.first_step
             done = total if each.done else max(0, min(step - each.first_step, total))
-            left_out = sum(each.first_step <= condemned.sequence < each.end for condemned in self.quarantine)
+            left_out = sum(each.has(condemned.sequence) for condemned in self.quarantine)
             counts.append(
                 FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done, left_out)
             )
@@ -630,7 +685,7 @@ class StepLedger:
 
     def samples_done(self, *, step: int) -> int:
         """Samples of the steps before `step`, at which the job is."""
-        taken = sum(each.samples_before(step, self._logical_ranks) for each in self._feeds)
+        taken = sum(each.samples_before(step) for each in self._feeds)
         return taken - sum(
             each.end - each.begin
             for each in self.quarantined()
@@ -642,30 +697,97 @@ class StepLedger:
         if not isinstance(source, RankSource) or source.rank >= self._logical_ranks or self._feed_of(step) is None:
             raise NotFound(f"step {step} of {source}: there is no such step", todo="open the feed first")
 
+    def has_step(self, step: int) -> bool:
+        """Whether the step is one of a feed."""
+        return self._feed_of(step) is not None
+
     def quarantined(self) -> Iterator[QuarantinedBatch]:
         """All contributions that do not count, in the order of the verdicts."""
         for condemned in self.quarantine:
             feed = self._feed_of(condemned.sequence)
-            assert feed is not None
             assert isinstance(condemned.source, RankSource)
-            rank, step = condemned.source.rank, condemned.sequence
-            epoch, begin, end = self._feeds[feed].span(rank, step, self._logical_ranks)
+            batch = None
+            if feed is not None:
+                batch = self._feeds[feed].make_up.batch(condemned.sequence, condemned.source.rank)
+            if feed is None or batch is None:  # of a rank that had nothing there
+                continue
+            epoch, begin, end = self._feeds[feed].span(batch.rank, batch.step)
             yield QuarantinedBatch(feed, epoch, condemned, begin, end)
 
     def spec(self, feed: int) -> FeedSpec:
         """Raises NotFound."""
         return self._require(feed).spec
 
+    # ---- backup workers
+
+    def due(self, step: int) -> tuple[Rank, ...] | None:
+        """Who is left out if the step is decided now; None where it was, or too few are there."""
+        found = self._feed_of(step)
+        ranks = [Rank(rank) for rank in range(self._logical_ranks)]
+        working = ranks if found is None else [rank for rank in ranks if self._samples(found, step, rank)]
+        return self.verdicts.due(step, working)
+
+    def decide(self, step: int, left_out: Sequence[Rank]) -> list[Rank]:
+        """The verdict on a step. Those of the ranks that had samples there."""
+        for each in self._feeds:
+            each.make_up.reach(step)
+        self.verdicts.decide(step, left_out)
+        found = self._feed_of(step)
+        late = list(left_out) if found is None else self._drop(found, step)
+        for each in self._feeds:
+            each.make_up.reach(step + 1)
+        return late
+
+    def made_up(self, feed: int, step: int) -> tuple[dict[Rank, Batch], int | None]:
+        """What each rank makes up for at a step behind the planned ones, and the step after the feed's last, where that
+        is known. Raises NotFound, InvalidRequest for a planned step, NotReady while that is not decided."""
+        make_up = self._require(feed).make_up
+        if step < make_up.planned_end:
+            raise InvalidRequest(f"what step {step} makes up for; feed {feed} is planned to step {make_up.planned_end}")
+        if make_up.end is None and step >= make_up.reached:
+            raise NotReady(f"step {step} of feed {feed}: step {self.verdicts.decided} is not decided yet")
+        found = {Rank(rank): make_up.batch(step, Rank(rank)) for rank in range(self._logical_ranks)}
+        return {rank: batch for rank, batch in found.items() if batch is not None}, make_up.end
+
+    def forget_made_up(self, kept: Mapping[str, object]) -> None:
+        """A checkpoint is the newest that has this to say: no partition stands in a feed again that was closed in it.
+        Raises DamagedRecord."""
+        if not self.verdicts.decided:
+            return
+        then = self._then(kept)
+        condemned = [each.sequence for each in self.quarantine]
+        for feed, each in enumerate(self._feeds):
+            end = each.make_up.end
+            if end is None or not (each.done and feed < len(then) and then.is_closed(feed)):
+                break
+            if any(each.planned_end <= step < end for step in condemned):  # whose samples are still to be named
+                break
+            self.verdicts.forget_before(end)
+            each.make_up.forget()
+
     # ---- records
 
     def entries(self) -> list[Entry]:
         """Records that make this ledger anew."""
-        entries: list[Entry] = []
-        for feed, each in enumerate(self._feeds):
-            entries.append(_feed_opened(feed, each.spec, 0, each.steps_per_epoch, each.first_step))
-            if each.done:
-                entries.append(feed_closed(feed))
-        return [*entries, *self.quarantine.entries()]
+        return [*self._opened, *self.verdicts.entries(), *self._closed, *self.verdicts.counters()]
+
+    @property
+    def copied(self) -> list[Entry]:
+        """As `entries`, for a checkpoint that is begun: the verdicts on steps before the one that it will be of are
+        added when that is known."""
+        return [*self._opened, *self._closed]
+
+    @property
+    def _opened(self) -> list[Entry]:
+        opened = [
+            _feed_opened(feed, each.spec, 0, each.steps_per_epoch, each.first_step)
+            for feed, each in enumerate(self._feeds)
+        ]
+        return [*opened, *self.quarantine.entries()]
+
+    @property
+    def _closed(self) -> list[Entry]:
+        return [feed_closed(feed, self.end(feed)) for feed, each in enumerate(self._feeds) if each.done]
 
     @property
     def tokens(self) -> list[Token]:
@@ -682,29 +804,39 @@ class StepLedger:
         return bool(self._feeds) and all(each.done for each in self._feeds)
 
     def end(self, feed: int) -> int:
-        """The step after a feed's last. Raises NotFound."""
-        return self._require(feed).end
+        """The step after a feed's last; where that is not known yet, after the last that it is known to have. Raises
+        NotFound."""
+        return self._require(feed).make_up.reached
 
     def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
         """Feeds that are done, and were not when a checkpoint was begun that had this to say, are open again:
         partitions that were restored from it may lack their last steps. Raises DamagedRecord."""
-        then = StepLedger(logical_ranks=self._logical_ranks)
-        for kind, body in _entries_of(kept):
-            then.restore(kind, body)
+        then = self._then(kept)
         for feed, each in enumerate(self._feeds):
             each.done = each.done and feed < len(then) and then.is_closed(feed)
         return []
 
-    def begin_with(self, kept: Mapping[str, object]) -> None:
-        """Takes over what a checkpoint of another run has. Raises DamagedRecord."""
+    def begin_with(self, kept: Mapping[str, object], step: int = 0) -> None:
+        """Takes over what a checkpoint of another run has, of that step. Raises DamagedRecord."""
         assert not self._feeds
-        for kind, body in _entries_of(kept):
+        entries = list(_entries_of(kept))
+        for kind, body in sorted(entries, key=lambda entry: entry[0] == "feed_closed"):  # behind what made them up
             self.restore(kind, body)
+        if self._backup_workers and step and not self.verdicts.decided:
+            self._decided_before(step)
+        decided = self.verdicts.decided
+        require(not self._backup_workers or decided >= step, f"a checkpoint of step {step}, and verdicts on {decided}")
+
+    def _then(self, kept: Mapping[str, object]) -> StepLedger:
+        then = StepLedger(
+            logical_ranks=self._logical_ranks, local_steps=self._local_steps, backup_workers=self._backup_workers
+        )
+        then.begin_with(kept)
+        return then
 
     def loses_finished(self, kept: Mapping[str, object]) -> int | None:
         """The first feed that is done, and was not when a checkpoint was begun that had this to say."""
-        then = StepLedger(logical_ranks=self._logical_ranks)
-        then.begin_with(kept)
+        then = self._then(kept)
         done = [feed for feed, each in enumerate(self._feeds) if each.done]
         return next((feed for feed in done if feed >= len(then) or not then.is_closed(feed)), None)
 
@@ -712,21 +844,75 @@ class StepLedger:
         """Takes a record of `entries`. Raises DamagedRecord."""
         if kind == "feed_opened":
             _, spec = _feed_of(body, len(self._feeds))
-            self._feeds.append(_StepRange(spec, body.number("first_step", most=SUM_MAX), body.number("units", least=1)))
+            self._add(spec, body.number("first_step", most=SUM_MAX), body.number("units", least=1))
+            return
+        if kind == "steps_decided":
+            require(self._backup_workers > 0, "verdicts on the steps of a job without backup workers")
+            first, steps, dropped = self.verdicts.read(body)
+            if first > self.verdicts.decided:
+                self._decided_before(first)
+            for step, left_out in enumerate(steps, first):
+                self.decide(step, left_out)
+            self.verdicts.drop(dropped)
+            return
+        if kind == "contributions_dropped_before":
+            self.verdicts.restore_counters(body)
             return
         if kind == "batch_quarantined":
             condemned = self.quarantine.restore(body)
             known = isinstance(condemned.source, RankSource) and condemned.source.rank < self._logical_ranks
-            found = known and self._feed_of(condemned.sequence) is not None
+            # at which step of a job with backup workers what is made up, later records say
+            found = known and (self._backup_workers > 0 or self._feed_of(condemned.sequence) is not None)
             require(found, f"#{condemned.sequence} of {condemned.source} does not exist")
             return
         require(kind == "feed_closed", "data shards in a synchronous job")
-        self._feeds[body.number("feed", most=len(self._feeds) - 1)].done = True
+        closed = self._feeds[body.number("feed", most=len(self._feeds) - 1)]
+        closed.done = True
+        if body.has("end"):
+            closed.make_up.end = body.number("end", least=closed.planned_end, most=SUM_MAX)
 
     # ---- within
 
     def _feed_of(self, step: int) -> int | None:
-        return next((feed for feed, each in enumerate(self._feeds) if each.first_step <= step < each.end), None)
+        return next((feed for feed, each in enumerate(self._feeds) if each.has(step)), None)
+
+    def _add(self, spec: FeedSpec, first: int, steps: int) -> None:
+        planned_end = first + steps * spec.epochs
+        make_up = MakeUp(self._logical_ranks, planned_end, None if self._backup_workers else planned_end)
+        feed = len(self._feeds)
+        units = spec.cut(self._logical_ranks, self._local_steps)
+        self._feeds.append(_StepRange(spec, first, steps, units, make_up))
+        # a run that began with a checkpoint may know more than when the feeds were copied
+        for step in range(max(first, self.verdicts.known_from), self.verdicts.decided):
+            make_up.reach(step)
+            if make_up.end is None:
+                self._drop(feed, step)
+        make_up.reach(self.verdicts.decided)
+
+    def _decided_before(self, step: int) -> None:
+        self.verdicts.decided_before(step)
+        for each in self._feeds:
+            each.make_up.reach(step)
+
+    def _drop(self, feed: int, step: int) -> list[Rank]:
+        """What those had who are left out of a step that was decided; the ranks that had samples."""
+        late = []
+        for rank in self.verdicts.left_out(step):
+            samples = self._samples(feed, step, rank)
+            batch = self._feeds[feed].make_up.batch(step, rank)
+            if samples and batch is not None:
+                self._feeds[feed].make_up.drop(step, batch, samples)
+                late.append(rank)
+        return late
+
+    def _samples(self, feed: int, step: int, rank: Rank) -> int:
+        """That count if the rank's contribution to the step does."""
+        found = self._feeds[feed]
+        batch = found.make_up.batch(step, rank)
+        if batch is None or self.quarantine.has(RankSource(rank), step):
+            return 0
+        _, begin, end = found.span(batch.rank, batch.step)
+        return end - begin
 
     def _require(self, feed: int) -> _StepRange:
         if feed >= len(self._feeds):
@@ -748,8 +934,9 @@ def feed_opened(feed: int, spec: FeedSpec, opening: FeedOpening) -> Entry:
     return _feed_opened(feed, spec, opening.batches_per_data_shard, opening.units_per_epoch, opening.first_step)
 
 
-def feed_closed(feed: int) -> Entry:
-    return "feed_closed", {"feed": feed}
+def feed_closed(feed: int, end: int) -> Entry:
+    """`end`: the step after its last."""
+    return "feed_closed", {"feed": feed, "end": end}
 
 
 def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
@@ -788,6 +975,8 @@ def _feed_of(body: Body, feed: int) -> tuple[int, FeedSpec]:
         epochs=body.number("epochs", least=1, most=limits.EPOCHS_MAX),
         shuffle=body.flag("shuffle"),
         drop_last=body.flag("drop_last"),
+        # feeds that were opened by a release before have none
+        accumulate=body.number("accumulate", least=1, most=limits.ACCUMULATE_MAX) if body.has("accumulate") else 1,
     )
     return feed, spec
 

@@ -184,6 +184,9 @@ class Deployment:
                 logical_ranks=self._settings.logical_rank_count,
                 durability=self._settings.durability,
                 staleness=self._settings.consistency.bound,
+                stale=self._settings.consistency.stale,
+                clipping=self._settings.server_clipping,
+                backup_workers=self._settings.consistency.backup_workers,
             )
             for server, owned in self.map.by_server().items()
         ]

@@ -14,7 +14,7 @@ from typing import Final
 from shardyard.checkpoints.convert import written_from_wire
 from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX, FeedbackFile, FileRef, feedback_path, left_name
 from shardyard.ground import limits
-from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.types import (
     Caller,
     DataLease,
@@ -43,14 +43,19 @@ from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, L
 from shardyard_coordinator.effects import (
     BatchVerdict,
     CheckpointStanding,
+    Followed,
     HandOverVerdict,
     JobState,
     Joined,
+    MadeUp,
+    NotFiniteVerdict,
     Placed,
     Rebased,
     Standing,
+    StepDecision,
     StopTaken,
 )
+from shardyard_coordinator.evaluations import Best, Evaluation
 from shardyard_coordinator.feedback import Said, Wanted
 from shardyard_coordinator.feedback import Stage as FeedbackStage
 from shardyard_coordinator.handovers import Fate, HandOver
@@ -178,6 +183,7 @@ def feed_opened(request: wire.OpenFeedRequest) -> events.FeedOpened:
         epochs=request.epochs,
         shuffle=request.shuffle,
         drop_last=request.drop_last,
+        accumulate=request.accumulate or 1,
     )
     return events.FeedOpened(convert.caller_from_wire(request.caller), request.feed, spec)
 
@@ -206,6 +212,58 @@ def batch_begun(request: wire.BeginBatchRequest) -> events.BatchBegun:
     return events.BatchBegun(caller, source, Token(request.token), request.sequence, request.highest)
 
 
+def not_finite_reported(request: wire.ReportNotFiniteRequest) -> events.NotFiniteReported:
+    if request.last < request.first or not 0 < request.in_a_row <= request.count:
+        raise MalformedPayload(
+            f"gradients that are not finite, of #{request.first} to #{request.last}, {request.in_a_row} in a row of"
+            f" {request.count}"
+        )
+    if max(request.last, request.count, request.step, request.highest) > limits.SEQUENCE_MAX:
+        raise TooLarge(f"more than {limits.SEQUENCE_MAX} gradients that are not finite")
+    parameter = convert.text(request.parameter, "a parameter's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
+    if not parameter:
+        raise MalformedPayload("a gradient that is not finite, of a parameter without a name")
+    return events.NotFiniteReported(
+        convert.caller_from_wire(request.caller),
+        convert.source_from_wire(request.source),
+        Token(request.token),
+        request.first,
+        request.last,
+        parameter,
+        request.count,
+        request.in_a_row,
+        request.step,
+        request.highest,
+    )
+
+
+def step_told_of(request: wire.DecideStepRequest) -> events.StepToldOf:
+    caller = convert.caller_from_wire(request.caller)
+    ranks = convert.ranks_from_wire(request.ranks, f"ranks that have contributed to step {request.step}")
+    return events.StepToldOf(caller, _step(request.step), ranks)
+
+
+def decision_reply(decision: StepDecision) -> wire.DecideStepReply:
+    return wire.DecideStepReply(decided=decision.members is not None, members=decision.members or ())
+
+
+def make_up_asked(request: wire.ReadMakeUpRequest) -> events.MakeUpAsked:
+    return events.MakeUpAsked(convert.caller_from_wire(request.caller), request.feed, _step(request.step))
+
+
+def make_up_reply(made_up: MadeUp) -> wire.ReadMakeUpReply:
+    reply = wire.ReadMakeUpReply(end=made_up.end)
+    for rank, batch in sorted(made_up.batches.items()):
+        reply.batches.add(rank=rank, dropped_rank=batch.rank, dropped_step=batch.step)
+    return reply
+
+
+def _step(step: int) -> int:
+    if step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"step {step}; the last one is {limits.SEQUENCE_MAX}")
+    return step
+
+
 def audit_wanted(request: wire.ReadAuditRequest) -> tuple[str, int]:
     """A job's name or id, and the number after which to begin."""
     job = convert.text(request.job, "a job's name or id", limits.JOB_NAME_CHARACTERS_MAX)
@@ -225,6 +283,42 @@ def stop_asked(request: wire.StopJobRequest) -> events.StopAsked:
     name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
     reason = convert.text(request.reason, "the reason of a stop")
     return events.StopAsked(caller if caller.incarnation else None, name, reason)
+
+
+def reader_heard(request: wire.FollowJobRequest) -> events.ReaderHeard:
+    name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+    reader = convert.random_name(request.reader)
+    return events.ReaderHeard(JobId(request.job) if request.job else None, name, reader, request.leaves)
+
+
+def evaluation_reported(request: wire.ReportEvaluationRequest, now_s: int) -> events.EvaluationReported:
+    """`now_s`: seconds since 1970."""
+    if len(request.metrics) > limits.METRICS_MAX:
+        raise TooLarge(f"an evaluation with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
+    metrics = tuple((_metric_name(metric.name), _finite(metric.value)) for metric in request.metrics)
+    best = None
+    if request.HasField("best"):
+        kept = request.best
+        url = convert.text(kept.url, "the URL of what is kept")
+        step = _evaluated(kept.step)
+        best = Best(_metric_name(kept.metric), kept.lowest, _finite(kept.value), step, url, now_s)
+    return events.EvaluationReported(JobId(request.job), Evaluation(_evaluated(request.step), metrics, now_s), best)
+
+
+def _evaluated(step: int) -> int:
+    if step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"an evaluation of step {step}; the last one is {limits.SEQUENCE_MAX}")
+    return step
+
+
+def _metric_name(name: str) -> str:
+    return convert.text(name, "a metric's name", limits.METRIC_NAME_CHARACTERS_MAX)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise InvalidRequest(f"a metric that is {value}; expected a finite number")
+    return value
 
 
 def restore_asked(request: wire.RestoreCheckpointRequest) -> tuple[str, int, str]:
@@ -411,6 +505,13 @@ def batch_reply(verdict: BatchVerdict) -> wire.BeginBatchReply:
     )
 
 
+def not_finite_reply(verdict: NotFiniteVerdict) -> wire.ReportNotFiniteReply:
+    return wire.ReportNotFiniteReply(
+        retry_ms=0 if verdict.decided else BATCH_RETRY_MS,
+        failure=None if verdict.failure is None else to_detail(verdict.failure),
+    )
+
+
 def quarantined_reply(standing: QuarantineStanding) -> wire.ListQuarantinedReply:
     return wire.ListQuarantinedReply(
         batches=[
@@ -422,6 +523,8 @@ def quarantined_reply(standing: QuarantineStanding) -> wire.ListQuarantinedReply
                 begin=each.begin,
                 end=each.end,
                 deaths=each.condemned.deaths,
+                parameter=each.condemned.parameter,
+                worker=each.condemned.worker,
             )
             for each in standing.batches
         ],
@@ -468,6 +571,20 @@ def stop_reply(taken: StopTaken) -> wire.StopJobReply:
     return wire.StopJobReply(job_name=taken.job_name, job=taken.job, stop=stop, first=taken.first)
 
 
+def follow_reply(followed: Followed, *, layout: bool) -> wire.FollowJobReply:
+    """`layout`: with it."""
+    return wire.FollowJobReply(
+        job=followed.job,
+        job_name=followed.job_name,
+        state=_STATES[followed.state],
+        failure=None if followed.failure is None else to_detail(followed.failure),
+        mode=convert.mode_to_wire(followed.mode),
+        map=None if followed.map is None else convert.map_to_wire(followed.map),
+        layout=convert.layout_to_wire(followed.layout) if layout and followed.layout is not None else None,
+        url=followed.url or "",
+    )
+
+
 def rebase_reply(rebased: Rebased) -> wire.RebaseSourceReply:
     lost = [wire.LostRange(partition=each.partition, first=each.first, last=each.last) for each in rebased.lost]
     return wire.RebaseSourceReply(lost=lost)
@@ -498,6 +615,8 @@ def _member_status(member: MemberStanding) -> wire.MemberStatus:
         samples=member.report.samples,
         waiting_for=member.waiting_for,
         ranks=member.ranks,
+        not_finite=member.not_finite,
+        dropped=min(member.dropped, (1 << 64) - 1),
     )
 
 
@@ -510,6 +629,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         mode=convert.mode_to_wire(job.mode),
         logical_ranks=job.logical_ranks,
         staleness=job.staleness,
+        local_steps=job.local_steps,
         workers=job.workers,
         step=job.step,
         samples=job.samples,
@@ -538,7 +658,29 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         checkpoint=None if job.checkpoint is None else _checkpoint_status(job.checkpoint),
         restored=None if job.restored is None else _restored_status(job.restored),
         recovering=job.recovering,
+        not_finite=job.not_finite,
+        workers_quarantined=job.workers_quarantined,
         stop=_stop(job.stop),
+        evaluation=None if job.evaluation is None else _evaluation_status(job.evaluation),
+        best=None if job.best is None else _kept_best(job.best),
+        readers=job.readers,
+        dropped=min(job.dropped, (1 << 64) - 1),
+    )
+
+
+def _evaluation_status(evaluation: Evaluation) -> wire.EvaluationStatus:
+    metrics = [wire.Metric(name=name, value=value) for name, value in evaluation.metrics]
+    return wire.EvaluationStatus(step=evaluation.step, metrics=metrics, reported_s=evaluation.reported_s)
+
+
+def _kept_best(best: Best) -> wire.KeptBest:
+    return wire.KeptBest(
+        metric=best.metric,
+        lowest=best.lowest,
+        value=best.value,
+        step=best.step,
+        url=best.url,
+        reported_s=best.reported_s,
     )
 
 

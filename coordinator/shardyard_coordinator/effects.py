@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
+    NO_CLIPPING,
+    Clipping,
     DataLease,
     DoneDataShards,
     Durability,
@@ -24,13 +26,16 @@ from shardyard.ground.types import (
     LeasedSource,
     PartitionId,
     PartitionMap,
+    Rank,
     RankLease,
     SourceKey,
+    StaleRule,
     Stop,
     Token,
     UpdateMode,
 )
 from shardyard.runtime.settings import JobSettings
+from shardyard_coordinator.backups import Batch
 from shardyard_coordinator.checkpoints import Committed, Draft, Subject
 from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.handovers import NEVER, Fate, HandOver
@@ -91,6 +96,9 @@ class CreatePartitions:
     logical_ranks: int
     durability: Durability
     staleness: int | None
+    stale: StaleRule | None
+    clipping: Clipping = NO_CLIPPING
+    backup_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +315,14 @@ class BatchVerdict:
 
 
 @dataclass(frozen=True, slots=True)
+class NotFiniteVerdict:
+    """`decided`: the work is to be pushed empty, unless `failure` says why the worker is out."""
+
+    decided: bool
+    failure: ShardyardError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Rebased:
     """The worker's own source goes on; what it lost."""
 
@@ -340,6 +356,22 @@ class CheckpointStanding:
 
 
 @dataclass(frozen=True, slots=True)
+class StepDecision:
+    """Who counts in a step; None where that is not decided yet, nobody where it is not known any more."""
+
+    members: tuple[Rank, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class MadeUp:
+    """What each rank makes up for at a step, if it has anything. `end`: the step after the feed's last, where that is
+    known."""
+
+    batches: Mapping[Rank, Batch]
+    end: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class StopTaken:
     """The stop that is in force. `first`: it is the one that was asked for."""
 
@@ -347,6 +379,21 @@ class StopTaken:
     job_name: str
     stop: Stop
     first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """Where a job stands, for who reads its values. `map`: None where there are none to be read, yet or any more;
+    `url`: of its checkpoints, None where it has none."""
+
+    job: JobId
+    job_name: str
+    state: JobState
+    failure: ShardyardError | None
+    mode: UpdateMode
+    map: PartitionMap | None
+    layout: JobLayout | None
+    url: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,9 +405,12 @@ class RestorePlanned:
 
 Answer = (
     Done
+    | Followed
     | RestorePlanned
     | CheckpointStanding
     | StopTaken
+    | StepDecision
+    | MadeUp
     | FeedbackVerdict
     | HandOverVerdict
     | Rebased
@@ -374,6 +424,7 @@ Answer = (
     | FeedDone
     | LeaseClosed
     | BatchVerdict
+    | NotFiniteVerdict
 )
 
 

@@ -20,15 +20,21 @@ from shardyard.ground.types import (
     LeasedSource,
     OptimizerSpec,
     PartitionId,
+    PushName,
+    Rank,
+    Source,
+    SourceKey,
     Token,
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.evaluations import Best, Evaluation
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.progress import Report
+from shardyard_coordinator.records import Entry
 
 # ---- members
 
@@ -137,6 +143,49 @@ class BatchBegun:
 
 
 @dataclass(frozen=True, slots=True)
+class NotFiniteReported:
+    """A worker has computed a gradient that is not finite, of the parameter of that name, at that step of the job, and
+    has not pushed it. `count`: how many it has reported, this one included; `in_a_row`: one after the other, at
+    last; `highest`: the highest next sequence of the source over all partitions."""
+
+    caller: Caller
+    source: Source
+    token: Token
+    first: int
+    last: int
+    parameter: str
+    count: int
+    in_a_row: int
+    step: int
+    highest: int = 0
+
+    @property
+    def work(self) -> str:
+        return str(PushName(SourceKey(self.source), self.token, self.first, self.last))
+
+    @property
+    def title(self) -> str:
+        worker = self.caller.incarnation
+        return f"worker {worker}, step {self.step:,}, {self.work}: the gradient of {self.parameter!r} is not finite"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"worker": str(self.caller.incarnation), "step": str(self.step), "parameter": self.parameter}
+
+    @property
+    def entry(self) -> Entry:
+        """Its record."""
+        return "not_finite", {
+            "worker": self.caller.incarnation,
+            "step": self.step,
+            "work": self.work,
+            "parameter": self.parameter,
+            "count": self.count,
+            "in_a_row": self.in_a_row,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class RebaseAsked:
     """A worker's own source is not the next one in every partition. `next`: where the worker goes on."""
 
@@ -151,6 +200,24 @@ class CheckpointAsked:
     caller: Caller | None
     job_name: str
     ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepToldOf:
+    """All partitions have these ranks' contributions to a step, as a worker was told; it wants to know who counts."""
+
+    caller: Caller
+    step: int
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MakeUpAsked:
+    """A worker stands at a step behind the planned ones of a feed."""
+
+    caller: Caller
+    feed: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +262,26 @@ class RestoreCancelled:
     """A person does not want it any more."""
 
     job_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderHeard:
+    """By who reads the job's values, a random name. `job`: None, the unfinished one of that name; `job_name`: empty,
+    the one that there is; `leaves`: it reads no more."""
+
+    job: JobId | None
+    job_name: str
+    reader: bytes
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReported:
+    """`best`: that version has been kept."""
+
+    job: JobId
+    evaluation: Evaluation
+    best: Best | None
 
 
 # ---- what became of effects
@@ -352,6 +439,9 @@ Event = (
     | LeaseRequested
     | LeaseReturned
     | BatchBegun
+    | NotFiniteReported
+    | StepToldOf
+    | MakeUpAsked
     | RebaseAsked
     | WatermarksRead
     | PassedOver
@@ -361,6 +451,8 @@ Event = (
     | HandOverAsked
     | RestoreOrdered
     | RestoreCancelled
+    | ReaderHeard
+    | EvaluationReported
     | PartitionsCreated
     | PartitionsRefused
     | PartitionsOpened

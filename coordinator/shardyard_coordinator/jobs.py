@@ -1,7 +1,8 @@
 """One job: who works on it, what state it is in, whose the work is.
 
 Owns: a job's life (STARTING, RUNNING, FINISHING, FINISHED or FAILED), its living workers, and the order of things when
-one goes: fence it on the servers, then give its work to others. Invariants: an ended job changes no more; no work of a
+one goes: fence it on the servers, then give its work to others. Invariants: an ended job changes no more, but for what
+evaluators say of it, and its values, which stay on the servers while they are read; no work of a
 lost worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests; each
 change has its record in the same effects, and the records alone make the job anew (but for records.NOT_RECORDED).
 Must not know: members that are not its workers, checkpoints' order, the network, what time it is.
@@ -17,7 +18,6 @@ from typing import Final
 from shardyard.checkpoints.manifest import left_name
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
-    ConsistencyMode,
     DataLease,
     DataShardSource,
     Durability,
@@ -25,16 +25,20 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     LeasedSource,
+    NonFinite,
     OptimizerSpec,
     PartitionId,
+    Rank,
     RankLease,
     RankSource,
     SourceKey,
+    Token,
     UpdateMode,
     VariableSpec,
+    WorkerSource,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import data_ledger, deployment, losses
+from shardyard_coordinator import backups, data_ledger, deployment, losses
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.departed import Departed, Nexts
@@ -48,9 +52,12 @@ from shardyard_coordinator.effects import (
     Effect,
     FeedbackVerdict,
     FenceOnServers,
+    Followed,
     HandOverVerdict,
     JobState,
     LeaseClosed,
+    MadeUp,
+    NotFiniteVerdict,
     PassOver,
     Persist,
     ReadDeparted,
@@ -60,27 +67,34 @@ from shardyard_coordinator.effects import (
     Rebased,
     Reply,
     Standing,
+    StepDecision,
     StopTaken,
     Tell,
     records_of,
 )
+from shardyard_coordinator.evaluations import Evaluations
 from shardyard_coordinator.events import (
     BatchBegun,
     CheckpointTaken,
+    EvaluationReported,
     FeedbackRead,
     HandOverAsked,
     LeaseReturned,
     MemberLeft,
+    NotFiniteReported,
+    ReaderHeard,
     RebaseAsked,
     WatermarksRead,
 )
 from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
 from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
+from shardyard_coordinator.nonfinite import NotFinite
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
-from shardyard_coordinator.quarantine import Condemned, Suspects, source_body, source_of
+from shardyard_coordinator.quarantine import QUARANTINED_MAX, Condemned, Suspects, source_body, source_of
 from shardyard_coordinator.ranks import RankBook, RankGiven
+from shardyard_coordinator.readers import Readers
 from shardyard_coordinator.records import (
     SUM_MAX,
     Body,
@@ -100,8 +114,6 @@ FENCED_MAX: Final = 1_024
 LATE_MS: Final = 10_000
 """A job that is left by its last worker stays open for so long if fewer workers than expected have said goodbye: one
 that starts late, or is restarted, finds its work done, where it would else begin the whole run anew."""
-
-_FINISHING: Final[Entry] = ("job_finishing", {})
 
 
 class Job:
@@ -123,20 +135,25 @@ class Job:
         self.feeds: DataLedger | StepLedger
         self.tokens = Tokens()
         self.suspects = Suspects(settings.data.poison_deaths)
+        self.not_finite = NotFinite(settings.nonfinite_max)
         self.residuals = LostResiduals()
         self.departed = Departed() if self._goes_back_in_part else None
         self.handovers = HandOvers()
         self._reads_steps = False
-        self.stopping = Stopping(by_steps=settings.consistency.mode is ConsistencyMode.SYNC)
+        self.stopping = Stopping(by_steps=settings.consistency.mode.updates is UpdateMode.SYNC)
+        self.readers = Readers()
+        self.evaluations = Evaluations()
+        self._kept_for_readers: list[DropJob] = []
         self._idle_since_ms = now_ms
         self._last_lost = ""
         self._goodbyes = 0
         self._chief_is_done = False
         self._finish_at_ms: int | None = None
+        self._ends_with: errors.ShardyardError | None = None
         self._last_ticket = 0
         self.last_failure = ""
         """Of its last checkpoint, for behind what is said of it."""
-        if settings.consistency.mode is ConsistencyMode.SYNC:
+        if settings.consistency.mode.updates is UpdateMode.SYNC:
             self.ranks = RankBook(
                 ranks=settings.logical_rank_count,
                 grace_ms=settings.rank_grace_ms,
@@ -144,7 +161,11 @@ class Job:
                 next_token=self.tokens.next,
                 now_ms=now_ms,
             )
-            self.feeds = StepLedger(logical_ranks=settings.logical_rank_count)
+            self.feeds = StepLedger(
+                logical_ranks=settings.logical_rank_count,
+                local_steps=settings.consistency.local_steps or 1,
+                backup_workers=settings.consistency.backup_workers,
+            )
         else:
             batches = settings.data.batches_per_data_shard
             self.feeds = DataLedger(
@@ -195,11 +216,11 @@ class Job:
         given = [] if self.ranks is None else self.ranks.join(worker, now_ms)
         return [self._persist("worker_joined", worker=worker), *self._rank_records(given)]
 
-    def lose(self, worker: Incarnation, how: str, now_ms: int) -> list[Effect]:
-        """A worker died. Its work waits until the servers refuse what it may still send."""
+    def lose(self, worker: Incarnation, how: str, now_ms: int, *, died: bool = True) -> list[Effect]:
+        """A worker died, or is out. Its work waits until the servers refuse what it may still send."""
         said = self.progress.of(worker)
         residual = 0.0 if self.handovers.has_from(worker) else said.residual_norm
-        record = self._remove(worker, how, now_ms, died=True, residual=residual, pushed=said.pushed)
+        record = self._remove(worker, how, now_ms, died=died, residual=residual, pushed=said.pushed)
         if self.state.ended:
             return [record]
         fence = self._fence(worker)
@@ -232,7 +253,7 @@ class Job:
         """After a restart: what may not have reached the servers, of which these live, is said to them again."""
         if self.state.ended:
             living = frozenset(servers)
-            return [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation in living]
+            return self._give_up([server for server in self.deployment.servers if server.incarnation in living])
         return self._fence(*self.fencing) if self.fencing else []
 
     def leave(self, left: MemberLeft, now_ms: int) -> list[Effect]:
@@ -250,7 +271,7 @@ class Job:
                 f"its last worker, {worker}, left with an error: {error}", facts={"worker": str(worker)}
             )
             return [record, *self.fail(failure)]
-        if not self.workers and self._goodbyes >= self.settings.workers_expected:
+        if not self.workers and self._heard_from >= self.settings.workers_expected:
             return [record, *self._finish(now_ms)]
         told = self._tell_residual(worker, residual)
         return [record, *told, *self.free((worker,), now_ms), *self._fence(worker)]
@@ -264,6 +285,7 @@ class Job:
     def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, or was to have, if any."""
         lost = self.keeping.lost_with(server)
+        self._kept_for_readers = [each for each in self._kept_for_readers if each.server != server]
         if self.state.ended or not lost:
             return []
         if self.keeping.can_go_back:
@@ -285,8 +307,9 @@ class Job:
 
     def tick(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """`servers`: the living."""
+        self.readers.expire(now_ms)
         if self.state.ended:
-            return []
+            return self._drop_when_read(now_ms)
         if self.state is JobState.FINISHING:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
                 late = f"it was not written within {self.settings.idle_ms / 1000:g} s{self.last_failure}"
@@ -299,14 +322,13 @@ class Job:
         if not self.workers and self.stopping.stop is not None and idle_ms >= LATE_MS:
             return self._finish(now_ms)
         if not self.workers and idle_ms >= self.settings.idle_ms:
-            return self.fail(
-                errors.WorkerFailed(
-                    f"{self.title} has had no worker for {self.settings.idle_ms / 1000:g} s; the last one, "
-                    f"{self._last_lost}",
-                    why="a job without workers is ended after job.idle_ms",
-                    todo="start the script again for a new run",
-                )
+            left = errors.WorkerFailed(
+                f"{self.title} has had no worker for {self.settings.idle_ms / 1000:g} s; the last one, "
+                f"{self._last_lost}",
+                why="a job without workers is ended after job.idle_ms",
+                todo="start the script again for a new run",
             )
+            return self._finish(now_ms, left) if self._is_whole else self.fail(left)
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
         return [
             *self._rank_records(given),
@@ -458,7 +480,7 @@ class Job:
             return False
         if any(each != worker and not self.handovers.is_leaving(each) for each in self.workers):
             return True
-        return self._goodbyes + len(self.workers) < self.settings.workers_expected
+        return self._heard_from + len(self.workers) < self.settings.workers_expected
 
     @property
     def _is_through(self) -> bool:
@@ -498,7 +520,7 @@ class Job:
         if effects and self.keeping.book.committed is not None:
             self._settle_departed(self.keeping.book.committed.gone)
         if self._last_ticket and isinstance(self.keeping.book.outcome(self._last_ticket), Committed):
-            return [*effects, *self._end(JobState.FINISHED)]
+            return [*effects, *self._conclude()]
         return effects
 
     def fail_checkpoint(self, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
@@ -529,20 +551,28 @@ class Job:
             standing = replace(standing, failure=found)
         return [Reply(standing)]
 
-    def _finish(self, now_ms: int) -> list[Effect]:
-        """All workers have said goodbye: what the newest checkpoint lacks is written down before the job ends."""
+    def _finish(self, now_ms: int, failure: errors.ShardyardError | None = None) -> list[Effect]:
+        """All workers have said goodbye, or, which is the failure that the job ends with, none has come for long: what
+        the newest checkpoint lacks is written down before the job ends."""
+        self._ends_with = failure
         committed = self.keeping.book.committed
         kept = () if committed is None else committed.feedback
         if self.keeping.is_whole_at(self._step) and all(each.file in kept for each in self.handovers.left):
-            return self._end(JobState.FINISHED)
+            return self._conclude()
         self.state = JobState.FINISHING
+        self._idle_since_ms = now_ms
         self._last_ticket = self.keeping.ask_for_the_last(self._step)
-        told = Tell(f"{self.title} is done; its last checkpoint is written")
-        return [*self.free(tuple(self.fencing), now_ms), *self._records([_FINISHING]), told]
+        done = "is done" if failure is None else "has no workers any more"
+        told = Tell(f"{self.title} {done}; its last checkpoint is written")
+        return [*self.free(tuple(self.fencing), now_ms), *self._records([self._finishing]), told]
 
     def _end_without(self, why: str) -> list[Effect]:
         told = f"{self.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
-        return [Tell(told, warning=True), *self._end(JobState.FINISHED)]
+        return [Tell(told, warning=True), *self._conclude()]
+
+    def _conclude(self) -> list[Effect]:
+        failure, self._ends_with = self._ends_with, None
+        return self._end(JobState.FINISHED) if failure is None else self.fail(failure)
 
     # ---- variables
 
@@ -632,6 +662,11 @@ class Job:
 
     def open_feed(self, feed: int, spec: FeedSpec) -> list[Effect]:
         known = len(self.feeds)
+        stop = self.stopping.stop
+        if isinstance(self.feeds, StepLedger) and stop is not None and stop.settled:
+            never = self.feeds.never(feed, spec)
+            if never is not None:
+                return [Reply(never)]
         opening = self.feeds.open(feed, spec)
         if opening.done and not self.keeping.has_all_steps_of(feed):
             # as to those who were here before (rule A11)
@@ -669,7 +704,7 @@ class Job:
         """Rule A13. A batch that some partition has counted was computed once, and is never condemned."""
         source, sequence, worker = begun.source, begun.sequence, begun.caller.incarnation
         self._check_begin(begun)
-        if self.feeds.quarantine.has(source, sequence):
+        if self.feeds.quarantine.has(source, sequence) or self._is_over_for(source, sequence):
             return [Reply(BatchVerdict(False, self._careful_below(source)))]
         told: list[Effect] = []
         entry: Entry | None
@@ -692,6 +727,13 @@ class Job:
             Reply(BatchVerdict(counts, self._careful_below(source))),
         ]
 
+    def _is_over_for(self, source: LeasedSource, step: int) -> bool:
+        """Whether a rank's contribution to a step came too late: the samples count at another step, and are not
+        condemned under this name."""
+        if not isinstance(self.feeds, StepLedger) or not isinstance(source, RankSource):
+            return False
+        return source.rank in self.feeds.verdicts.left_out(step)
+
     def _check_begin(self, begun: BatchBegun) -> None:
         """Raises StaleToken, NotFound or InvalidRequest unless the worker has this to compute."""
         source, worker, token = begun.source, begun.caller.incarnation, begun.token
@@ -699,11 +741,77 @@ class Job:
             self.feeds.check_begin(source, worker, token, begun.sequence)
             return
         self.feeds.check_begin(source, begun.sequence)
+        self._check_rank(source, worker, token)
+
+    def _check_rank(self, source: LeasedSource, worker: Incarnation, token: Token) -> None:
+        """Raises StaleToken unless the logical rank is the worker's."""
         assert self.ranks is not None
         if not any(RankSource(lease.rank) == source and lease.token == token for lease in self.ranks.of(worker)):
             raise errors.StaleToken(
                 f"worker {worker} does not have {source} under token {token}", facts={"token": str(token)}
             )
+
+    def report_not_finite(self, said: NotFiniteReported) -> list[Effect]:
+        """A gradient is not finite: its work does not count from now on, whoever computes it (rule A4). The answer is
+        the last effect; where it says WorkerQuarantined, the worker is to be lost. Raises StaleToken, StraddlingRange,
+        NotFound, InvalidRequest."""
+        policy, worker = self.settings.nonfinite, said.caller.incarnation
+        if policy is NonFinite.ALLOW:
+            raise errors.InvalidRequest(f"{said.work} of {self.title}, which takes what is not finite")
+        of_data = self._check_reported(said)
+        counted = isinstance(of_data, DataShardSource) and said.first < said.highest
+        if counted and said.highest <= said.last:
+            raise errors.StraddlingRange(
+                f"{said.work}, of which partitions have counted what is before #{said.highest}"
+            )
+        sequences = range(said.first, said.last + 1) if of_data is not None and not counted else ()
+        quarantine = self.feeds.quarantine
+        fresh = [
+            Condemned(of_data, sequence, parameter=said.parameter, worker=worker)
+            for sequence in sequences
+            if of_data is not None and not quarantine.has(of_data, sequence)
+        ]
+        if policy is NonFinite.FAIL or len(quarantine) + len(fresh) > QUARANTINED_MAX:
+            return self._fail_by_not_finite(said, said.title)
+        if fresh and self.ranks is None and self.keeping.book.draft is not None:
+            # as with a batch that kills: a checkpoint may have copied the data ledger already (rule A9)
+            return [Reply(NotFiniteVerdict(decided=False))]
+        for condemned in fresh:
+            quarantine.add(condemned)
+        effects = self._records([each.entry for each in fresh])
+        if not self.not_finite.take(worker, said.count, said.in_a_row):
+            return [*effects, Reply(NotFiniteVerdict(decided=True))]
+        effects += self._records([said.entry])
+        effects.append(Tell(f"{self.title}: {said.title}; it does not count", warning=True))
+        if not self.not_finite.expels(worker):
+            return [*effects, Reply(NotFiniteVerdict(decided=True))]
+        row = f"{said.in_a_row} gradients in a row of worker {worker} were not finite; the last: {said.title}"
+        if self.workers == [worker]:
+            before = self.not_finite.quarantined
+            others = f", and {before} workers were out before it" if before else ""
+            return [*effects, *self._fail_by_not_finite(said, f"{row}{others}; the loss has diverged")]
+        self.not_finite.quarantine()
+        out: Entry = ("worker_quarantined", {"worker": worker, "step": said.step, "parameter": said.parameter})
+        failure = errors.WorkerQuarantined(row, facts=said.facts)
+        return [*effects, *self._records([out]), Reply(NotFiniteVerdict(decided=True, failure=failure))]
+
+    def _fail_by_not_finite(self, said: NotFiniteReported, what: str) -> list[Effect]:
+        failure = errors.NonFiniteGradient(what, facts=said.facts)
+        return [*self.fail(failure), Reply(NotFiniteVerdict(decided=True, failure=failure))]
+
+    def _check_reported(self, said: NotFiniteReported) -> LeasedSource | None:
+        """The source, where its work is that of a data set. Raises StaleToken, NotFound or InvalidRequest unless the
+        worker has it to compute."""
+        source, worker = said.source, said.caller.incarnation
+        if isinstance(self.feeds, DataLedger) and not isinstance(source, WorkerSource):
+            self.feeds.check_begin(source, worker, said.token, said.last)
+            return source
+        if isinstance(self.feeds, StepLedger) and isinstance(source, RankSource) and said.first == said.last:
+            self._check_rank(source, worker, said.token)
+            return source if self.feeds.has_step(said.first) else None
+        if self.ranks is not None or source != WorkerSource(worker):
+            raise errors.InvalidRequest(f"{said.work} by worker {worker} in {self.title}")
+        return None
 
     def _careful_below(self, source: LeasedSource) -> int:
         """Sequences of the source before this one are announced."""
@@ -732,7 +840,9 @@ class Job:
             known = self.feeds.is_closed(returned.feed)
             done = self.feeds.close(returned.feed, next_sequence=next_sequence)
             self._step_seen = max(self._step_seen, next_sequence)
-            closed = [data_ledger.feed_closed(returned.feed)] if done and not known else []
+            closed = []
+            if done and not known:
+                closed.append(data_ledger.feed_closed(returned.feed, self.feeds.end(returned.feed)))
             return [*self._records(closed), Reply(LeaseClosed(self._is_kept(returned.feed, next_sequence, done=done)))]
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
@@ -742,6 +852,47 @@ class Job:
         record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
         self._settle_suspicion(source, worker, done=done)
         return [*self._records([record]), Reply(LeaseClosed(done))]
+
+    def decide_step(self, step: int, ranks: tuple[Rank, ...]) -> list[Effect]:
+        """Rule B6: the verdict who counts in a step, as soon as enough ranks have contributed; written down before
+        anybody hears of it."""
+        feeds, book = self._steps, self.ranks
+        assert book is not None
+        if ranks and ranks[-1] >= len(book.all):
+            raise errors.InvalidRequest(f"logical rank {ranks[-1]} of {self.title}, which has {len(book.all)}")
+        feeds.verdicts.tell(step, ranks)
+        left_out = feeds.due(step)
+        records: list[Effect] = []
+        if left_out is not None:
+            late = feeds.decide(step, left_out)
+            owners = [book.owner(rank) or Incarnation(0) for rank in late]
+            dropped = [(owner, owners.count(owner)) for owner in sorted(set(owners))]
+            feeds.verdicts.drop(dropped)
+            records += self._records([backups.steps_decided(step, [left_out], dropped)])
+        return [*records, Reply(StepDecision(feeds.verdicts.members(step)))]
+
+    def read_make_up(self, feed: int, step: int) -> list[Effect]:
+        """Raises NotFound, InvalidRequest, NotReady."""
+        return [Reply(MadeUp(*self._steps.made_up(feed, step)))]
+
+    @property
+    def _steps(self) -> StepLedger:
+        """Raises InvalidRequest where the job has no backup workers."""
+        if not isinstance(self.feeds, StepLedger) or not self.settings.consistency.backup_workers:
+            raise errors.InvalidRequest(f"{self.title} has no backup workers: each step is of all its ranks")
+        return self.feeds
+
+    @property
+    def dropped(self) -> int:
+        """Contributions that came late, in all."""
+        return self.feeds.verdicts.dropped if isinstance(self.feeds, StepLedger) else 0
+
+    def dropped_by(self, worker: Incarnation) -> int:
+        return self.feeds.verdicts.dropped_by(worker) if isinstance(self.feeds, StepLedger) else 0
+
+    def verdicts_before(self, step: int) -> list[Entry]:
+        """For a checkpoint of that step."""
+        return self.feeds.verdicts.entries(before=step) if isinstance(self.feeds, StepLedger) else []
 
     def _is_kept(self, feed: int, step: int, *, done: bool) -> bool:
         """Whether a synchronous job that stands at `step` has all that it shall have of a feed in a checkpoint."""
@@ -801,6 +952,55 @@ class Job:
         if self.departed is not None:
             self.departed.fail(now_ms)
         return []
+
+    # ---- readers
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its values stay on the servers though it is finished."""
+        return bool(self._kept_for_readers)
+
+    def hear_reader(self, heard: ReaderHeard, now_ms: int) -> list[Effect]:
+        """Somebody reads the job's values, or does not any more. Raises TooLarge."""
+        effects: list[Effect] = []
+        if heard.leaves:
+            self.readers.leave(heard.reader)
+            effects = self._drop_when_read(now_ms)
+        elif not self.state.ended or self.is_read:
+            self.readers.hear(heard.reader, now_ms)
+        followed = Followed(
+            job=self.id,
+            job_name=self.settings.name,
+            state=self.state,
+            failure=self.failure,
+            mode=self.settings.consistency.mode.updates,
+            map=self.deployment.map if self._is_whole and (not self.state.ended or self.is_read) else None,
+            layout=self.deployment.layout,
+            url=self.keeping.book.url,
+        )
+        return [*effects, Reply(followed)]
+
+    def take_evaluation(self, reported: EvaluationReported) -> list[Effect]:
+        return [*self._records(self.evaluations.report(reported.evaluation, reported.best)), Reply(Done())]
+
+    def _give_up(self, servers: Sequence[Server]) -> list[Effect]:
+        """These have nothing to do for the job any more, unless somebody reads its last values."""
+        drops = [DropJob(self.id, server) for server in servers]
+        if self.state is JobState.FINISHED and self.readers.may_be_there:
+            self._kept_for_readers, drops = drops, []
+        return [*drops]
+
+    def _drop_when_read(self, now_ms: int) -> list[Effect]:
+        if not self._kept_for_readers:
+            return []
+        self.readers.end(now_ms)
+        self.readers.expire(now_ms)
+        return [] if self.readers.may_be_there else self.drop_kept()
+
+    def drop_kept(self) -> list[Effect]:
+        """Nobody reads the values any more."""
+        drops, self._kept_for_readers = self._kept_for_readers, []
+        return [*drops]
 
     # ---- what people and workers want to know
 
@@ -865,14 +1065,16 @@ class Job:
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
             *self.suspects.entries(),
+            *self.not_finite.entries(),
             *self.residuals.entries(),
             *([] if self.departed is None else self.departed.entries()),
             *self.handovers.entries(),
             *self.stopping.entries(),
+            *self.evaluations.entries(),
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
-            *([_FINISHING] if self.state is JobState.FINISHING else []),
+            *([self._finishing] if self.state is JobState.FINISHING else []),
             *([self._ended] if self.state.ended else []),
         ]
 
@@ -894,8 +1096,13 @@ class Job:
                     self.tokens.seen(body.number("token"))
                 elif kind == "data_closed":
                     self._settle_suspicion(source_of(body), Incarnation(body.number("worker")), done=body.flag("done"))
+            case "steps_decided" | "contributions_dropped_before":
+                require(isinstance(self.feeds, StepLedger), "verdicts on the steps of an asynchronous job")
+                self.feeds.restore(kind, body)
             case "batch_begun" | "source_suspected":
                 self.suspects.restore(kind, body)
+            case "not_finite" | "not_finite_before" | "worker_quarantined":
+                self.not_finite.restore(kind, body)
             case "residuals_lost_before":
                 self.residuals.restore(body)
             case "workers_departed":
@@ -941,9 +1148,13 @@ class Job:
                 self.lost.restore(kind, body)
             case "stop_asked" | "stop_settled":
                 self.stopping.restore(kind, body)
+            case "evaluation_reported" | "best_kept":
+                self.evaluations.restore(kind, body)
             case "job_finishing":
                 require(not self.state.ended, "the job has ended before")
                 self.state = JobState.FINISHING
+                self._idle_since_ms = now_ms
+                self._ends_with = _failure_of(body)
             case "job_ended":
                 self._restore_end(body)
             case _:
@@ -976,18 +1187,15 @@ class Job:
                 self.ranks.vacate(worker, now_ms)
 
     @property
+    def _finishing(self) -> Entry:
+        return "job_finishing", {"failure": _failure_body(self._ends_with)}
+
+    @property
     def _ended(self) -> Entry:
-        failure, progress = self.failure, self.progress
-        said = failure and {
-            "code": failure.code,
-            "what": failure.what,
-            "why": failure.why_text,
-            "todo": failure.todo_text,
-            "facts": failure.facts,
-        }
+        progress = self.progress
         return "job_ended", {
             "state": self.state.value,
-            "failure": said,
+            "failure": _failure_body(self.failure),
             "step": progress.step,
             "samples": progress.samples,
             "metrics": [[name, value] for name, value in progress.metrics],
@@ -999,11 +1207,8 @@ class Job:
         require(state in ends, f"state: expected one of {', '.join(ends)}, got {state!r}")
         self.state = ends[state]
         self.keeping.origin = None
-        require(body.is_null("failure") == (self.state is JobState.FINISHED), "a failure where the job is finished")
-        if self.state is JobState.FAILED:
-            said = body.part("failure")
-            code, what, why, todo = (said.text(name) for name in ("code", "what", "why", "todo"))
-            self.failure = errors.rebuild(code, what, why, todo, said.texts("facts"))
+        self.failure, self._ends_with = _failure_of(body), None
+        require((self.failure is None) == (self.state is JobState.FINISHED), "a failure where the job is finished")
         metrics = [checked_items(each, "a metric", count=2) for each in body.items("metrics")]
         self.progress.restore(
             step=body.number("step"),
@@ -1036,12 +1241,15 @@ class Job:
         if died:
             self.suspects.lose(worker, self._held(worker))
         self.suspects.leave(worker)
+        if isinstance(self.feeds, StepLedger):
+            self.feeds.verdicts.leave(worker)
         self.handovers.forget(worker)
         if goodbye:
             self._goodbyes += 1
             self._chief_is_done = self._chief_is_done or self.chief == worker
         self.workers = [each for each in self.workers if each != worker]
         self.progress.forget(worker)
+        self.not_finite.forget(worker)
         if self.departed is None or (not pushed and not died):
             self.lost.forget(worker)
         else:
@@ -1052,7 +1260,7 @@ class Job:
             self._idle_since_ms = now_ms
             # who died after the others had done all there was has nothing left to do, and nobody may start it again
             is_done = goodbye or (died and self._goodbyes > 0 and self.feeds.finished)
-            late_ms = 0 if self._goodbyes >= self.settings.workers_expected else LATE_MS
+            late_ms = 0 if self._heard_from >= self.settings.workers_expected else LATE_MS
             self._finish_at_ms = now_ms + late_ms if is_done else None
         if self.ranks is not None:
             self.ranks.suspend(worker)
@@ -1062,6 +1270,11 @@ class Job:
         return self._persist(
             "worker_gone", worker=worker, how=how, goodbye=goodbye, died=died, residual=residual, pushed=pushed
         )
+
+    @property
+    def _heard_from(self) -> int:
+        """Workers that are done: nobody waits for them to come."""
+        return self._goodbyes + self.not_finite.quarantined
 
     def _settle_departed(self, gone: Iterable[Incarnation]) -> None:
         if self.departed is not None:
@@ -1140,7 +1353,7 @@ class Job:
         if untaken:
             said += f"; nobody has taken up what workers {', '.join(untaken[:8])} had not sent"
         drops: list[Effect] = [*self._drop(self.handovers.left)]
-        drops += [DropJob(self.id, server) for server in self.deployment.servers if server.incarnation != gone]
+        drops += self._give_up([server for server in self.deployment.servers if server.incarnation != gone])
         return [*self._records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
 
     def _rank_records(self, given: Sequence[RankGiven]) -> list[Effect]:
@@ -1151,6 +1364,27 @@ class Job:
 
     def _persist(self, kind: str, **body: object) -> Persist:
         return Persist(kind, {"job": self.id, **body})
+
+
+def _failure_body(failure: errors.ShardyardError | None) -> dict[str, object] | None:
+    if failure is None:
+        return None
+    return {
+        "code": failure.code,
+        "what": failure.what,
+        "why": failure.why_text,
+        "todo": failure.todo_text,
+        "facts": failure.facts,
+    }
+
+
+def _failure_of(body: Body) -> errors.ShardyardError | None:
+    """Raises DamagedRecord."""
+    if body.is_null("failure"):
+        return None
+    said = body.part("failure")
+    code, what, why, todo = (said.text(name) for name in ("code", "what", "why", "todo"))
+    return errors.rebuild(code, what, why, todo, said.texts("facts"))
 
 
 def _ended(source: LeasedSource, first: int | None, reached: int | None) -> dict[str, object]:

@@ -23,6 +23,7 @@ from shardyard_coordinator.effects import (
     Effect,
     ForgetServer,
     Joined,
+    NotFiniteVerdict,
     Persist,
     Rebased,
     Registered,
@@ -33,6 +34,7 @@ from shardyard_coordinator.effects import (
 )
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import TERM_BITS, Member, Membership
+from shardyard_coordinator.nonfinite import QUARANTINED
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Record, require
@@ -136,6 +138,12 @@ class Machine:
                 return self._require_job(caller).return_lease(event)
             case events.BatchBegun(caller):
                 return self._require_job(caller).begin_batch(event)
+            case events.NotFiniteReported():
+                return self._report_not_finite(event, now_ms)
+            case events.StepToldOf(caller, step, ranks):
+                return self._require_job(caller).decide_step(step, ranks)
+            case events.MakeUpAsked(caller, feed, step):
+                return self._require_job(caller).read_make_up(feed, step)
             case events.LedgerRead(returned, next_sequence, generation):
                 return self._require_job(returned.caller).close_lease(returned, next_sequence, generation)
             case events.CheckpointAsked(asker, job_name, ticket):
@@ -148,6 +156,10 @@ class Machine:
                 return self._require_job(caller).take_feedback(event)
             case events.HandOverAsked(caller):
                 return self._require_job(caller).hand_over_feedback(event, now_ms)
+            case events.ReaderHeard():
+                return self._find_followed(event).hear_reader(event, now_ms)
+            case events.EvaluationReported(job):
+                return self._find_by_number(job).take_evaluation(event)
             case events.RestoreOrdered(origin):
                 return self._order_restore(origin, now_ms)
             case events.RestoreCancelled(job_name):
@@ -244,6 +256,19 @@ class Machine:
             ended = f"was ended by signal {-event.exit_code}" if event.exit_code < 0 else f"exited ({event.exit_code})"
             effects += self._lose(worker, f"{ended}, says agent {agent.incarnation}", now_ms)
         return [*effects, Reply(Done())]
+
+    def _report_not_finite(self, said: events.NotFiniteReported, now_ms: int) -> list[Effect]:
+        job = self._require_job(said.caller)
+        effects = job.report_not_finite(said)
+        reply = effects[-1]
+        assert isinstance(reply, Reply)
+        assert isinstance(reply.answer, NotFiniteVerdict)
+        failure = reply.answer.failure
+        if not isinstance(failure, errors.WorkerQuarantined):
+            return effects
+        member = self._members.require(said.caller.incarnation, MemberRole.WORKER)
+        how = f"{QUARANTINED}: {failure.what}"
+        return [*effects, *self._remove(member, how), *job.lose(member.incarnation, how, now_ms, died=False)]
 
     def _tick(self, now_ms: int) -> list[Effect]:
         gap_ms = now_ms - self._ticked_ms
@@ -400,12 +425,28 @@ class Machine:
             raise errors.InvalidRequest(f"{len(found)} jobs run: {names}", why="", todo="say which")
         return found[-1]
 
+    def _find_followed(self, heard: events.ReaderHeard) -> Job:
+        """By its number, whatever became of it; by its name, if it has not ended. Raises NotFound, InvalidRequest."""
+        if heard.job is not None:
+            return self._find_by_number(heard.job)
+        found = self._find_job(heard.job_name)
+        if found.state.ended:
+            raise errors.NotFound(f"{found.title} has ended", why="", todo="wait for its next run")
+        return found
+
+    def _find_by_number(self, number: JobId) -> Job:
+        job = self._jobs.get(number)
+        if job is None:
+            raise errors.NotFound(f"job {number} is unknown to this coordinator", todo="see `shardyard status`")
+        return job
+
     def _forget_old_jobs(self) -> list[Effect]:
         ended = [job.id for job in self.jobs if job.state.ended]
         forgotten = ended[: max(0, len(ended) - JOBS_ENDED_MAX)]
+        drops = [drop for job in forgotten for drop in self._jobs[job].drop_kept()]
         for job in forgotten:
             del self._jobs[job]
-        return [Persist("job_forgotten", {"job": job}) for job in forgotten]
+        return [*(Persist("job_forgotten", {"job": job}) for job in forgotten), *drops]
 
     # ---- records
 
@@ -417,6 +458,7 @@ class Machine:
                 number = JobId(body.number("job", least=1))
                 require(number not in self._jobs, f"job {number} is started twice")
                 self._add_job(number, _settings_of(body), now_ms)
+                self._jobs[number].readers.forget(now_ms)
             case "restore_ordered":
                 origin = origins.of_record(body)
                 self._origins[origin.name] = origin

@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardyard.ground import limits
-from shardyard.ground.errors import InvalidRequest, ProtocolMismatch, StaleIncarnation, TooLarge
+from shardyard.ground.errors import (
+    InvalidRequest,
+    ProtocolMismatch,
+    StaleIncarnation,
+    TooLarge,
+    WorkerQuarantined,
+)
 from shardyard.ground.types import Incarnation, JobId, MemberRole, Term
+from shardyard_coordinator.nonfinite import QUARANTINED
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 
 TERM_BITS: Final = 32
@@ -113,11 +120,13 @@ class Membership:
         return self._add(Incarnation(self._next), registration, now_ms)
 
     def require(self, incarnation: Incarnation, role: MemberRole | None = None) -> Member:
-        """The living member. Raises StaleIncarnation, or InvalidRequest where it has another role."""
+        """The living member. Raises StaleIncarnation (WorkerQuarantined of a worker that is out), or InvalidRequest
+        where it has another role."""
         member = self._members.get(incarnation)
         if member is None:
-            reason = self._former.get(incarnation)
-            raise StaleIncarnation(
+            reason = self._former.get(incarnation, "")
+            kind = WorkerQuarantined if reason.startswith(QUARANTINED) else StaleIncarnation
+            raise kind(
                 f"incarnation {incarnation} is no member of this yard"
                 + (f": it {reason}" if reason else " (unknown to this coordinator)"),
                 facts={"incarnation": str(incarnation)},

@@ -61,8 +61,29 @@ class Origin:
                     why="the ranks say which samples belong to a step",
                     todo=f"set job.consistency.logical_ranks={self.logical_ranks}, or leave it at auto",
                 )
+            if consistency.backup_workers >= self.logical_ranks:
+                raise ConfigurationError(
+                    f"job {self.name!r} is to begin with {self}, which has {self.logical_ranks} logical ranks; "
+                    f"job.consistency.backup_workers is {consistency.backup_workers}",
+                    why="some rank must count",
+                    todo=f"set job.consistency.backup_workers below {self.logical_ranks}",
+                )
+            if not consistency.backup_workers and self._makes_up:
+                raise ConfigurationError(
+                    f"job {self.name!r} is to begin with {self}, of a run with backup workers; "
+                    "job.consistency.backup_workers is 0",
+                    why="samples that came late there are to be computed again",
+                    todo="set job.consistency.backup_workers to 1 or more",
+                )
             consistency = consistency.model_copy(update={"logical_ranks": self.logical_ranks})
         return settings.model_copy(update={"seed": self.seed, "consistency": consistency})
+
+    @property
+    def _makes_up(self) -> bool:
+        """Whether it is of a run with backup workers."""
+        entries = self.data_ledger.get("entries", ())
+        assert isinstance(entries, list | tuple)
+        return any(kind == "steps_decided" for kind, _ in entries)
 
     @property
     def entry(self) -> Entry:

@@ -1,9 +1,9 @@
-"""Batches that kill their workers: who died at which, and what does not count any more (promise 2; rule A13).
+"""Batches that kill their workers, or have no finite gradient: what does not count any more (promise 2; rules A4, A13).
 
 Owns: `Suspects`, the leased sources at which workers have died, and what each worker there has announced that it
 computes; `Quarantine`, the batches and steps whose names are empty pushes from now on. Invariants: a death is laid to a
-batch only if its worker had announced it; a batch is condemned only while no partition has counted it, and for ever.
-Must not know: servers, members, time.
+batch only if its worker had announced it; a batch is condemned for deaths only while no partition has counted it, and
+for ever. Must not know: servers, members, time.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ QUARANTINED_MAX: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Condemned:
-    """A batch of a data shard, or a step of a logical rank, that does not count. `deaths`: workers that died there."""
+    """A batch of a data shard, or a step of a logical rank, that does not count. `deaths`: workers that died there;
+    `parameter`: the gradient of that one was not finite, by the word of `worker`."""
 
     source: LeasedSource
     sequence: int
-    deaths: int
+    deaths: int = 0
+    parameter: str = ""
+    worker: Incarnation = Incarnation(0)
 
     @property
     def entry(self) -> Entry:
-        return "batch_quarantined", {**source_body(self.source), "sequence": self.sequence, "deaths": self.deaths}
+        body = {**source_body(self.source), "sequence": self.sequence, "deaths": self.deaths}
+        return "batch_quarantined", body | (
+            {"parameter": self.parameter, "worker": self.worker} if self.parameter else {}
+        )
 
 
 class Quarantine:
@@ -73,8 +79,14 @@ class Quarantine:
 
     def restore(self, body: Body) -> Condemned:
         """Takes a record of `entries`, whose source is the caller's to check. Raises DamagedRecord."""
-        sequence, deaths = body.number("sequence", most=limits.SEQUENCE_MAX), body.number("deaths", least=1)
-        condemned = Condemned(source_of(body), sequence, deaths)
+        sequence, not_finite = body.number("sequence", most=limits.SEQUENCE_MAX), body.has("parameter")
+        condemned = Condemned(
+            source_of(body),
+            sequence,
+            body.number("deaths", least=0 if not_finite else 1),
+            body.text("parameter") if not_finite else "",
+            Incarnation(body.number("worker", least=1) if not_finite else 0),
+        )
         require(not self.has(condemned.source, sequence), f"#{sequence} of {condemned.source} is quarantined twice")
         self.add(condemned)
         return condemned
@@ -155,7 +167,8 @@ class Suspects:
             for source, each in self._suspects.items()
         ]
         for worker, (source, sequence) in self._begun.items():
-            found.append(("batch_begun", {"worker": worker, **source_body(source), "sequence": sequence}))
+            body = {"worker": worker, **source_body(source), "sequence": sequence, "stands": True}
+            found.append(("batch_begun", body))
         return found
 
     def restore(self, kind: str, body: Body) -> None:
@@ -163,7 +176,11 @@ class Suspects:
         source = source_of(body)
         if kind == "batch_begun":
             worker = Incarnation(body.number("worker", least=1))
-            self.begin(worker, source, body.number("sequence", most=limits.SEQUENCE_MAX))
+            begun = body.number("sequence", most=limits.SEQUENCE_MAX)
+            if body.has("stands") and source in self._suspects:  # another one may have died at the source since
+                self._begun[worker] = source, begun
+            else:
+                self.begin(worker, source, begun)
             return
         since = None if body.is_null("since") else body.number("since", most=limits.SEQUENCE_MAX)
         suspect = self._suspects[source] = _Suspect(since)

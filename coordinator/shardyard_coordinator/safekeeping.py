@@ -14,7 +14,6 @@ from dataclasses import replace
 from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground import errors
 from shardyard.ground.types import (
-    ConsistencyMode,
     DataShardSource,
     Durability,
     Generation,
@@ -25,6 +24,7 @@ from shardyard.ground.types import (
     PartitionMap,
     PartitionOwner,
     Token,
+    UpdateMode,
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
@@ -103,7 +103,10 @@ class Safekeeping:
     def begin_with(self, origin: Origin) -> list[Entry]:
         """A run that goes on from what another one has left. Raises DamagedRecord."""
         self.origin = origin
-        self._feeds.begin_with(origin.data_ledger)
+        if isinstance(self._feeds, StepLedger):
+            self._feeds.begin_with(origin.data_ledger, origin.step)
+        else:
+            self._feeds.begin_with(origin.data_ledger)
         self._tokens.seen(origin.token)
         begun: Entry = ("job_resumed", {})
         given: Entry = ("token_given", {"token": self._tokens.latest})
@@ -336,6 +339,7 @@ class Safekeeping:
         if self.trails is not None:
             self.trails.commit(taken.number)
         self._end_beginning(has_checkpoint=True)
+        self._forget_made_up()
         told = Tell(f"{self._title}: checkpoint {taken.number} of step {taken.step:,}")
         return [*self._records(record), told, *self._forget()]
 
@@ -354,6 +358,13 @@ class Safekeeping:
             return []
         done = data_ledger.done_in(committed.data_ledger)
         return [ForgetSources(self._job, map_, done, committed.gone, committed.floor)]
+
+    def _forget_made_up(self) -> None:
+        """What no partition can stand at again: it goes back to the newest checkpoint at most, or, on command, to one
+        that has closed the same feeds."""
+        if isinstance(self._feeds, StepLedger):
+            assert self.book.committed is not None
+            self._feeds.forget_made_up(self.book.committed.data_ledger)
 
     @property
     def _forgets(self) -> bool:
@@ -428,7 +439,7 @@ class Safekeeping:
         assert deployed.map is not None
         assert self.book.url is not None
         # before any partition is cut (rule A9)
-        entries = [[kind, body] for kind, body in self._feeds.entries()]
+        entries = [[kind, body] for kind, body in self._feeds.copied]
         ledger = {"entries": entries, "closed": self._feeds.closed, "token": self._tokens.latest}
         # lower tokens are of leases that have ended; those to come are higher
         floor = Token(min(self._feeds.tokens, default=self._tokens.latest + 1)) if self._forgets else Token(0)
@@ -470,6 +481,9 @@ class Safekeeping:
             durability=settings.durability,
             layout=self._deployment.layout,
             staleness=settings.consistency.bound,
+            stale=settings.consistency.stale,
+            clipping=settings.server_clipping,
+            backup_workers=settings.consistency.backup_workers,
         )
 
     # ---- records
@@ -493,6 +507,7 @@ class Safekeeping:
                     if self.trails is not None:
                         self.trails.commit(body.number("number"))
                     self._end_beginning(has_checkpoint=True)
+                    self._forget_made_up()
             case "logs_begun":
                 require(self.trails is not None, "logs of a job that has none")
                 assert self.trails is not None
@@ -517,7 +532,7 @@ class Safekeeping:
     @property
     def _is_whole(self) -> bool:
         """A synchronous job goes back as a whole, unless logs bring back its step; and any that begins."""
-        sync = self._settings.consistency.mode is ConsistencyMode.SYNC
+        sync = self._settings.consistency.mode.updates is UpdateMode.SYNC
         return (sync and self.trails is None) or self.origin is not None
 
     @property

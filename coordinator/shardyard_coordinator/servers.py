@@ -16,6 +16,7 @@ from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.ground.errors import NotFound, NotReady, Refused, ServerUnavailable, Unavailable
 from shardyard.ground.types import (
     Caller,
+    Clipping,
     Durability,
     Generation,
     Incarnation,
@@ -24,6 +25,7 @@ from shardyard.ground.types import (
     PartitionId,
     PartitionMap,
     SourceKey,
+    StaleRule,
     Term,
     Token,
     UpdateMode,
@@ -69,6 +71,9 @@ class Servers:
             server=effect.server.incarnation,
             durability=convert.durability_to_wire(effect.durability),
             staleness=effect.staleness,
+            stale=convert.stale_to_wire(effect.stale),
+            clipping=convert.clipping_to_wire(effect.clipping),
+            backup_workers=effect.backup_workers,
         )
         what = f"to take partitions {_listed(effect.partitions)} of job {effect.job}"
         self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
@@ -89,6 +94,9 @@ class Servers:
         logical_ranks: int,
         durability: Durability,
         staleness: int | None,
+        stale: StaleRule | None,
+        clipping: Clipping,
+        backup_workers: int,
         working: Sequence[Incarnation],
         folder: str,
         base: effects.Base,
@@ -106,6 +114,9 @@ class Servers:
             server=server.incarnation,
             durability=convert.durability_to_wire(durability),
             staleness=staleness,
+            stale=convert.stale_to_wire(stale),
+            clipping=convert.clipping_to_wire(clipping),
+            backup_workers=backup_workers,
             working=working,
             restore=wire.Restore(
                 url=folder,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from typing import Final, TypeVar
 
@@ -34,6 +35,7 @@ from shardyard_coordinator.feedback import FeedbackCollections
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.placement import Server
+from shardyard_coordinator.records import Entry
 from shardyard_coordinator.servers import Servers
 
 log = logging.getLogger("shardyard.coordinator")
@@ -112,9 +114,12 @@ class Coordinator:
 
     @property
     def is_finishing(self) -> bool:
-        """Whether a job waits for its last checkpoint."""
+        """Whether a job waits for its last checkpoint, or its final values are being read."""
         with self._lock:
-            return any(job.state is effects.JobState.FINISHING for job in self._machine.jobs)
+            return any(
+                job.state is effects.JobState.FINISHING or (job.is_read and len(job.readers))
+                for job in self._machine.jobs
+            )
 
     def _make_service(self) -> Service:
         service = Service("Coordinator")
@@ -129,6 +134,9 @@ class Coordinator:
         service.on(methods.LEASE_DATA, self._lease_data)
         service.on(methods.CLOSE_LEASE, self._close_lease)
         service.on(methods.BEGIN_BATCH, self._begin_batch)
+        service.on(methods.REPORT_NOT_FINITE, self._report_not_finite)
+        service.on(methods.DECIDE_STEP, self._decide_step)
+        service.on(methods.READ_MAKE_UP, self._read_make_up)
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
         service.on(methods.STOP_JOB, self._stop_job)
@@ -136,6 +144,8 @@ class Coordinator:
         service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
         service.on(methods.HAND_OVER_FEEDBACK, self._hand_over_feedback)
         service.on(methods.RESTORE_CHECKPOINT, self._restore_checkpoint)
+        service.on(methods.FOLLOW_JOB, self._follow_job)
+        service.on(methods.REPORT_EVALUATION, self._report_evaluation)
         service.on(methods.STATUS, self._status)
         service.on(methods.LIST_QUARANTINED, self._list_quarantined)
         service.on(methods.READ_AUDIT, self._read_audit)
@@ -186,6 +196,15 @@ class Coordinator:
     def _begin_batch(self, request: wire.BeginBatchRequest, _: Context) -> wire.BeginBatchReply:
         return door.batch_reply(self._ask(door.batch_begun(request), effects.BatchVerdict))
 
+    def _report_not_finite(self, request: wire.ReportNotFiniteRequest, _: Context) -> wire.ReportNotFiniteReply:
+        return door.not_finite_reply(self._ask(door.not_finite_reported(request), effects.NotFiniteVerdict))
+
+    def _decide_step(self, request: wire.DecideStepRequest, _: Context) -> wire.DecideStepReply:
+        return door.decision_reply(self._ask(door.step_told_of(request), effects.StepDecision))
+
+    def _read_make_up(self, request: wire.ReadMakeUpRequest, _: Context) -> wire.ReadMakeUpReply:
+        return door.make_up_reply(self._ask(door.make_up_asked(request), effects.MadeUp))
+
     def _list_quarantined(self, request: wire.ListQuarantinedRequest, _: Context) -> wire.ListQuarantinedReply:
         with self._lock:
             found = standing.list_quarantined(self._machine, JobId(request.job))
@@ -235,6 +254,14 @@ class Coordinator:
         return wire.RestoreCheckpointReply(
             number=origin.number, step=origin.step, url=url, running=planned.running, damaged=damaged
         )
+
+    def _follow_job(self, request: wire.FollowJobRequest, _: Context) -> wire.FollowJobReply:
+        followed = self._ask(door.reader_heard(request), effects.Followed)
+        return door.follow_reply(followed, layout=request.layout)
+
+    def _report_evaluation(self, request: wire.ReportEvaluationRequest, _: Context) -> wire.ReportEvaluationReply:
+        self._ask(door.evaluation_reported(request, int(time.time())), effects.Done)
+        return wire.ReportEvaluationReply()
 
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
@@ -498,6 +525,7 @@ class Coordinator:
                     logs=wanted.logs,
                     keepers=wanted.keepers,
                     left=wanted.left,
+                    verdicts=partial(self._verdicts_before, job),
                 )
         except ShardyardError as error:
             failure = error
@@ -509,6 +537,10 @@ class Coordinator:
         finally:
             # nothing happens where it was taken
             self._handle(events.CheckpointFailed(job, draft.number, failure))
+
+    def _verdicts_before(self, job: JobId, step: int) -> list[Entry]:
+        with self._lock:
+            return [entry for each in self._machine.jobs if each.id == job for entry in each.verdicts_before(step)]
 
     def _forget_sources(self, wanted: effects.ForgetSources) -> None:
         for server, owned in wanted.map.by_server().items():

@@ -23,6 +23,7 @@ from shardyard.ground.types import (
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import FeedCounts, FeedSpec, QuarantinedBatch
 from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.evaluations import Best, Evaluation
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Member
@@ -45,13 +46,16 @@ class MemberStanding:
     report: Report
     waiting_for: str
     ranks: tuple[Rank, ...]
+    not_finite: int
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
 class JobStanding:
     """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits; `checkpoint`: the
     newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed; `staleness`:
-    its bound, if it has one."""
+    its bound, if it has one; `not_finite`: gradients that were not, and do not count; `local_steps`: of a round, where
+    steps are local; `evaluation`, `best`: what evaluators have reported last, and kept."""
 
     job: JobId
     name: str
@@ -76,7 +80,14 @@ class JobStanding:
     restored: Restored | None
     recovering: bool
     staleness: int | None
+    local_steps: int | None
     stop: Stop | None
+    not_finite: int
+    workers_quarantined: int
+    evaluation: Evaluation | None
+    best: Best | None
+    readers: int
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +144,8 @@ def _member(member: Member, job: Job | None, now_ms: int) -> MemberStanding:
         report=Report() if job is None else job.progress.of(member.incarnation),
         waiting_for=member.waiting_for,
         ranks=() if job is None else tuple(lease.rank for lease in job.ranks_of(member.incarnation)),
+        not_finite=0 if job is None else job.not_finite.of(member.incarnation),
+        dropped=0 if job is None else job.dropped_by(member.incarnation),
     )
 
 
@@ -163,5 +176,12 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         restored=job.keeping.restored,
         recovering=job.keeping.recovery.needed,
         staleness=job.settings.consistency.bound,
+        local_steps=job.settings.consistency.local_steps,
         stop=job.stopping.stop,
+        not_finite=job.not_finite.count,
+        workers_quarantined=job.not_finite.quarantined,
+        evaluation=job.evaluations.latest,
+        best=job.evaluations.best,
+        readers=len(job.readers),
+        dropped=job.dropped,
     )

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardyard.checkpoints.library import CheckpointLibrary, Listed
     from shardyard.checkpoints.manifest import Manifest
     from shardyard.checkpoints.storage import Buffer
+    from shardyard.checkpoints.tensors import Array
     from shardyard.transport.peers import Peer
 
 DEFAULT_URL: Final = ".shardyard/checkpoints"
@@ -76,11 +77,16 @@ def list_command(url: str, job: str | None, as_json: bool) -> int:
     library = _library(url)
     jobs = library.jobs() if job is None else (job,)
     found = [(name, listed) for name in jobs for listed in library.list_checkpoints(name)]
+    best = [entry for entry in (_best_entry(library, name) for name in jobs) if entry is not None]
     if as_json:
-        click.echo(json.dumps({"url": url, "checkpoints": [_entry(name, listed) for name, listed in found]}, indent=2))
-    elif found:
+        listed = [_entry(name, each) for name, each in found]
+        click.echo(json.dumps({"url": url, "checkpoints": listed, "best": best}, indent=2))
+        return 0
+    if found:
         _show(found)
-    else:
+    for entry in best:
+        click.echo(_say_best(entry))
+    if not found and not best:
         click.echo(f"no checkpoints in {url}")
     return 0
 
@@ -119,24 +125,21 @@ def verify(url: str, job: str | None, number: int | None) -> int:
     show_default=True,
     help="torch: a state_dict for torch.load(weights_only=True) and model.load_state_dict.",
 )
+@click.option("--best", "best", is_flag=True, help="The version that an evaluator has kept, instead of a checkpoint.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 @click.argument("out", type=click.Path(path_type=Path))
-def export(url: str, job: str | None, number: int | None, form: str, force: bool, out: Path) -> int:
+def export(url: str, job: str | None, number: int | None, form: str, best: bool, force: bool, out: Path) -> int:
     """Write the model of a checkpoint (default: the newest), parameters and buffers, to the file OUT."""
     from shardyard.ground.errors import InvalidRequest
 
     library = _library(url)
-    manifest = library.load(_the_job(library, job), number)
+    name = _the_job(library, job)
+    if best and number is not None:
+        raise InvalidRequest("--best and --number", why="", todo="give one of them")
     if out.exists() and not force:
         raise InvalidRequest(f"{out} is there already", why="", todo="give another name, or --force")
-    if form == "torch":
-        _export_torch(library, manifest, out)
-    else:
-        _export_safetensors(library, manifest, out)
-    click.echo(
-        f"{out}: {len(manifest.layout.variables)} variables of checkpoint {manifest.number} of job"
-        f" {manifest.job_name}, step {manifest.step}"
-    )
+    what = _export_best(library, name, form, out) if best else _export(library, name, number, form, out)
+    click.echo(f"{out}: {what}")
     return 0
 
 
@@ -276,6 +279,38 @@ def _the_job(library: CheckpointLibrary, job: str | None) -> str:
 # ---- list
 
 
+def _best_entry(library: CheckpointLibrary, job: str) -> dict[str, object] | None:
+    from shardyard.checkpoints.best import BestFolder
+    from shardyard.ground.errors import CheckpointDamaged
+
+    folder = BestFolder(library.storage, job)
+    try:
+        found = folder.load()
+    except CheckpointDamaged as error:
+        return {"job": job, "damage": error.what}
+    if found is None:
+        return None
+    return {
+        "job": job,
+        "damage": None,
+        "metric": found.metric,
+        "mode": found.mode,
+        "value": found.value,
+        "step": found.step,
+        "created": found.created,
+        "run": int(found.job),
+        "bytes": found.written.nbytes,
+        "url": folder.url,
+    }
+
+
+def _say_best(entry: dict[str, Any]) -> str:
+    if entry["damage"] is not None:
+        return f"best of job {entry['job']}: damaged: {entry['damage']}"
+    said = f"{entry['metric']} {entry['value']:.6g} ({entry['mode']}) of step {entry['step']:,}"
+    return f"best of job {entry['job']}: {said}, {entry['bytes']:,} bytes; export it with --best"
+
+
 def _entry(job: str, listed: Listed) -> dict[str, object]:
     manifest = listed.manifest
     if manifest is None:
@@ -325,7 +360,43 @@ def _show(found: list[tuple[str, Listed]]) -> None:
 # ---- export
 
 
-def _export_torch(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
+def _export(library: CheckpointLibrary, job: str, number: int | None, form: str, out: Path) -> str:
+    manifest = library.load(job, number)
+    if form == "torch":
+        _write_torch(library.export_state(manifest), out)
+    else:
+        _export_safetensors(library, manifest, out)
+    variables = len(manifest.layout.variables)
+    return f"{variables} variables of checkpoint {manifest.number} of job {job}, step {manifest.step}"
+
+
+def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> str:
+    """Raises CheckpointNotFound, CheckpointDamaged."""
+    from shardyard.checkpoints import tensors
+    from shardyard.checkpoints.best import BestFolder
+    from shardyard.checkpoints.storage import write_file
+    from shardyard.ground.errors import CheckpointNotFound
+    from shardyard.ground.types import DType
+
+    folder = BestFolder(library.storage, job)
+    found = folder.load()
+    if found is None:
+        raise CheckpointNotFound(
+            f"nothing is kept in {folder.url}", todo="keep it: run.keep_best (docs/evaluation.md), with --into or --url"
+        )
+    values = folder.read(found)
+    if form == "torch":
+        _write_torch(values.items(), out)
+    else:
+        sources = [
+            tensors.TensorSource(name, DType(each.dtype.name), each.shape, partial(tensors.bytes_of, each))
+            for name, each in values.items()
+        ]
+        write_file(out, tensors.pieces({"format": "pt"}, sources))
+    return f"{len(values)} variables of the best of job {job}, step {found.step}: {found.metric} {found.value:.6g}"
+
+
+def _write_torch(values: Iterable[tuple[str, Array]], out: Path) -> None:
     from shardyard.ground.errors import ConfigurationError, StorageUnavailable
 
     try:
@@ -336,7 +407,7 @@ def _export_torch(library: CheckpointLibrary, manifest: Manifest, out: Path) -> 
             why="the file is written by torch.save",
             todo="pip install 'shardyard[worker]', or export with --format safetensors",
         ) from error
-    state = {name: torch.from_numpy(array) for name, array in library.export_state(manifest)}
+    state = {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in values}
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "xb") as file:

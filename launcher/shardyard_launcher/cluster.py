@@ -327,18 +327,23 @@ def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.S
 
 
 def await_last_checkpoints(coordinator: str, stop: threading.Event) -> None:
-    """Until no job waits for its last checkpoint any more, which is bounded on the coordinator's side; or until `stop`.
-    Raises CoordinatorUnavailable."""
+    """Until no job waits for its last checkpoint any more, and no evaluator reads a finished one's values, which is
+    bounded on the coordinator's side; or until `stop`. Raises CoordinatorUnavailable."""
     peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     try:
-        with ExplainedWait(lambda: "the job's last checkpoint to be written") as wait:
+        with ExplainedWait(lambda: "the job's last checkpoint to be written, and read by its evaluators") as wait:
             while True:
                 status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
-                if all(job.state != wire.JOB_STATE_FINISHING for job in status.jobs) or stop.wait(POLL_S):
+                if not any(map(_is_ending, status.jobs)) or stop.wait(POLL_S):
                     return
                 wait.tick()
     finally:
         peer.close()
+
+
+def _is_ending(job: wire.JobStatus) -> bool:
+    is_read = job.state == wire.JOB_STATE_FINISHED and bool(job.readers)
+    return job.state == wire.JOB_STATE_FINISHING or is_read
 
 
 def unregistered(coordinator: str, members: Iterable[RoleProcess]) -> list[RoleProcess]:

@@ -18,6 +18,7 @@ import click
 from shardyard_launcher import doctor, roles, supervisor, yard
 from shardyard_launcher.audit_command import audit
 from shardyard_launcher.checkpoint_command import checkpoint
+from shardyard_launcher.eval_command import evaluate
 from shardyard_launcher.options import ADDRESS, load_given, settings_options
 from shardyard_launcher.quarantine_command import quarantined
 from shardyard_launcher.stop_command import stop
@@ -86,6 +87,7 @@ shardyard.add_command(checkpoint)
 shardyard.add_command(quarantined)
 shardyard.add_command(audit)
 shardyard.add_command(stop)
+shardyard.add_command(evaluate)
 shardyard.add_command(doctor.doctor)
 
 

@@ -1,7 +1,7 @@
 """`shardyard quarantined`: the batches of a job that do not count, down to the indices of their samples.
 
-Owns: the shape of the list. The JSON is a promise to scripts: names stay, new ones may come. Must not know: why a batch
-was condemned.
+Owns: the shape of the list. The JSON is a promise to scripts: names stay, new ones may come. Must not know: who
+decides that a batch is condemned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def quarantined(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Show the batches that do not count, since they have killed workers: of JOB, a name or an id, or of all jobs."""
+    """Show the batches that do not count, since they have killed workers, or their gradients were not finite: of JOB, a
+    name or an id, or of all jobs."""
     from shardyard.transport.channel import GrpcNetwork
     from shardyard_launcher.yard_state import coordinator_of
 
@@ -104,6 +105,7 @@ def described(job: str, reply: wire.ListQuarantinedReply) -> list[dict[str, obje
             entry |= {"rank": batch.source.logical_rank, "step": batch.sequence}
         entry |= {
             "deaths": batch.deaths,
+            "not_finite": {"parameter": batch.parameter, "worker": batch.worker} if batch.parameter else None,
             "positions": [batch.begin, batch.end],
             "indices": orders[batch.feed, batch.epoch][batch.begin : batch.end].tolist(),
         }
@@ -111,12 +113,21 @@ def described(job: str, reply: wire.ListQuarantinedReply) -> list[dict[str, obje
     return found
 
 
+def _why(batch: dict[str, object]) -> str:
+    found = batch["not_finite"]
+    if isinstance(found, dict):
+        from shardyard.ground.types import Incarnation
+
+        return f"{found['parameter']} not finite (worker {Incarnation(found['worker'])})"
+    return f"{batch['deaths']} deaths"
+
+
 def _show(batches: Sequence[dict[str, object]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("job", "feed", "epoch", "batch", "deaths", "positions", "indices in the dataset"):
+    for column in ("job", "feed", "epoch", "batch", "why", "positions", "indices in the dataset"):
         table.add_column(column, overflow="fold")
     for each in batches:
         where = (
@@ -134,7 +145,7 @@ def _show(batches: Sequence[dict[str, object]]) -> None:
             str(each["feed"]),
             str(each["epoch"]),
             where,
-            str(each["deaths"]),
+            _why(each),
             f"{positions[0]} to {positions[1] - 1}",
             shown + (f" and {more} more (--json)" if more > 0 else ""),
         )

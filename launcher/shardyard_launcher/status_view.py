@@ -156,6 +156,8 @@ def _member(member: wire.MemberStatus) -> dict[str, object]:
             "step": member.step,
             "samples": member.samples,
             "ranks": list(member.ranks),
+            "not_finite": member.not_finite,
+            "dropped": member.dropped,
         }
     return entry
 
@@ -172,6 +174,8 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "staleness": {"bound": job.staleness, "most": _staleness(report, job.job)}
         if job.HasField("staleness")
         else None,
+        "lateness": _lateness(report, job.job),
+        "local_steps": job.local_steps if job.HasField("local_steps") else None,
         "workers": job.workers,
         "step": job.step,
         "samples": job.samples,
@@ -181,12 +185,18 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "parameters": job.parameters,
         "payload_bytes": job.payload_bytes,
         "lost_pushes": job.lost_pushes,
+        "contributions_dropped": job.dropped,
         "residuals_lost": job.residuals_lost,
         "residual_lost_norm": job.residual_lost_norm,
         "checkpoint": _checkpoint(job.checkpoint) if job.HasField("checkpoint") else None,
         "restored": _restored(job.restored) if job.HasField("restored") else None,
         "recovering": job.recovering,
+        "not_finite": job.not_finite,
+        "workers_quarantined": job.workers_quarantined,
         "stop": _stop(job.stop) if job.HasField("stop") else None,
+        "evaluation": _evaluation(job.evaluation) if job.HasField("evaluation") else None,
+        "best": _best(job.best) if job.HasField("best") else None,
+        "readers": job.readers,
         "generation": job.map.generation,
         "partitions": [
             {
@@ -226,6 +236,25 @@ def _stop(stop: wire.Stop) -> dict[str, object]:
     }
 
 
+def _evaluation(evaluation: wire.EvaluationStatus) -> dict[str, object]:
+    return {
+        "step": evaluation.step,
+        "metrics": {metric.name: metric.value for metric in evaluation.metrics},
+        "reported_s": evaluation.reported_s,
+    }
+
+
+def _best(best: wire.KeptBest) -> dict[str, object]:
+    return {
+        "metric": best.metric,
+        "mode": "min" if best.lowest else "max",
+        "value": best.value,
+        "step": best.step,
+        "url": best.url,
+        "reported_s": best.reported_s,
+    }
+
+
 def _restored(restored: wire.RestoredStatus) -> dict[str, object]:
     return {
         "checkpoint": _checkpoint(restored.checkpoint),
@@ -247,6 +276,7 @@ def _server(incarnation: int, said: server_wire.DescribeServerReply | errors.Sha
         "bytes_sent": said.bytes_sent,
         "workers_attached": said.workers_attached,
         "workers_streaming": said.workers_streaming,
+        "pins": said.pins,
     }
 
 
@@ -260,6 +290,8 @@ def _local(local: LocalReport) -> dict[str, object]:
 
 
 def _mode(job: wire.JobStatus) -> str:
+    if job.HasField("local_steps"):
+        return "local"
     return "bounded" if job.HasField("staleness") else MODES.get(job.mode, "unknown")
 
 
@@ -267,6 +299,22 @@ def _staleness(report: YardReport, job: int) -> int:
     """The most steps of a worker that were missing in values that a server gave."""
     said = [each for each in report.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
     return max([found.most for each in said for found in each.staleness if found.job == job], default=0)
+
+
+def _lateness(report: YardReport, job: int) -> dict[str, float] | None:
+    """Of the gradients of a job with a rule for stale ones, on all servers: how many, their staleness in updates of a
+    partition, and how many of an older version could not be compensated. None of other jobs."""
+    said = [each for each in report.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
+    found = [each for reply in said for each in reply.lateness if each.job == job]
+    if not found:
+        return None
+    gradients = sum(each.gradients for each in found)
+    return {
+        "gradients": gradients,
+        "mean": sum(each.total for each in found) / max(gradients, 1),
+        "most": max(each.most for each in found),
+        "uncompensated": sum(each.uncompensated for each in found),
+    }
 
 
 def _versions(report: YardReport, job: int) -> dict[int, common.Version]:
@@ -344,6 +392,7 @@ def _members_table(report: YardReport) -> Table:
             says = _of_server(said)
         if worker:
             says = f"ranks {', '.join(map(str, member.ranks))}" if member.ranks else ""
+            says += f"; {member.dropped:,} contributions came late" if member.dropped else ""
         waiting = f"waits for {member.waiting_for}" if member.waiting_for else ""
         says = "; ".join(part for part in (says, waiting) if part)
         cells = [
@@ -376,6 +425,7 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
     mode = _mode(job)
     more = {
         "sync": f", {job.logical_ranks} ranks",
+        "local": f", {job.logical_ranks} ranks, {job.local_steps} steps a round",
         "bounded": f", {_staleness(report, job.job)} of {job.staleness} steps",
     }
     cells = [
@@ -394,15 +444,33 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
     if job.HasField("stop"):
         found.append(Text(f"  told to stop {describe_stop(job.stop)}"))
+    late = _lateness(report, job.job)
+    if late is not None:
+        said = f"  gradients are {late['mean']:.2f} updates late, {late['most']:,.0f} at most"
+        more_said = f"; {late['uncompensated']:,.0f} could not be compensated" if late["uncompensated"] else ""
+        found.append(Text(said + more_said))
     if job.lost_pushes:
         said = f"  {job.lost_pushes:,} pushes without leased data are lost; the coordinator's log says which"
         found.append(Text(said, style="red"))
+    if job.not_finite:
+        said = f"  {job.not_finite:,} gradients were not finite, and do not count; the audit lists them"
+        found.append(Text(said, style="red"))
+    if job.workers_quarantined:
+        said = f"  {job.workers_quarantined:,} workers are in quarantine, since they kept sending such gradients"
+        found.append(Text(said, style="red"))
+    if job.dropped:
+        said = f"  {job.dropped:,} contributions came late and were dropped; their samples count at steps of their own"
+        found.append(Text(said))
     if job.residuals_lost:
         workers = f"{job.residuals_lost:,} worker{'s'[: job.residuals_lost != 1]}"
         said = f"  {workers} took along what compression had not sent yet (2-norm {job.residual_lost_norm:.3g})"
         found.append(Text(said, style="red"))
     if job.HasField("checkpoint"):
         found.append(Text(f"  newest checkpoint: {describe_checkpoint(job.checkpoint, report.status.time_ms)}"))
+    if job.HasField("evaluation"):
+        found.append(Text(f"  evaluated: {describe_evaluation(job.evaluation, report.status.time_ms)}"))
+    if job.HasField("best"):
+        found.append(Text(f"  best: {describe_best(job.best)}"))
     if job.HasField("restored"):
         taken = describe_checkpoint(job.restored.checkpoint, 0)
         found.append(Text(f"  restored from checkpoint {taken}: {describe_restored(job.restored)}"))
@@ -425,6 +493,19 @@ def describe_checkpoint(taken: wire.CheckpointStatus, now_ms: int) -> str:
     """For example `11 of step 4,950, 32.0 s old`. `now_ms`: the coordinator's wall clock."""
     age = f", {_duration(max(0, now_ms - 1_000 * taken.created_s))} old" if taken.created_s and now_ms else ""
     return f"{taken.number} of step {taken.step:,}{age}"
+
+
+def describe_evaluation(evaluation: wire.EvaluationStatus, now_ms: int) -> str:
+    """For example `accuracy 0.9722 at step 1,350, 4 s ago`. `now_ms`: the coordinator's wall clock."""
+    metrics = ", ".join(f"{metric.name} {metric.value:.4g}" for metric in evaluation.metrics) or "no metrics"
+    ago = f", {_duration(max(0, now_ms - 1_000 * evaluation.reported_s))} ago" if now_ms else ""
+    return f"{metrics} at step {evaluation.step:,}{ago}"
+
+
+def describe_best(best: wire.KeptBest) -> str:
+    """For example `accuracy 0.9722 (max) of step 1,350, in /data/digits/best`."""
+    mode = "min" if best.lowest else "max"
+    return f"{best.metric} {best.value:.4g} ({mode}) of step {best.step:,}, in {best.url}"
 
 
 def describe_restored(restored: wire.RestoredStatus) -> str:

@@ -21,17 +21,29 @@ from shardyard.codecs import decode
 from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX
 from shardyard.ground.optimizers import WHOLE_VARIABLES
-from shardyard.ground.types import Block, DType, JobLayout, PartitionLayout, PushPart, VariableKind, aligned_bytes
+from shardyard.ground.types import (
+    Block,
+    DType,
+    JobLayout,
+    PartitionLayout,
+    PushPart,
+    StaleRule,
+    VariableKind,
+    aligned_bytes,
+)
 from shardyard_ps_server import kernels, optimizers
 from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.kernels import Addresses, Array, Shares
 from shardyard_ps_server.optimizers import LONE
+from shardyard_ps_server.stale import Base
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 Groups = tuple[tuple[float, ...], ...]
 
 _ITEM_BYTES_MAX = max(dtype.item_bytes for dtype in DType)
 
+SQUARES_EPS = 1e-7
+"""What is added to the mean of squares, as in DC-ASGD-a."""
 PIECE_BYTES = 128 * 1024
 STAGED_BYTES = 32 * 1024
 STAGED_BYTES_MIN = 1024 * 1024
@@ -45,13 +57,16 @@ class Contribution(NamedTuple):
     """One push's part for one partition, in the partition's full layout.
 
     `payload` has shape (payload_bytes,), dtype uint8, contiguous, at a multiple of 8; `present[i]` says whether block i
-    has a gradient (or value). `groups` None: a named empty push, without payload.
+    has a gradient (or value). `groups` None: a named empty push, without payload. `base`: what a gradient was computed
+    on, where that is said. `overflow`: loss scaling has found that the gradient is beyond its format.
     """
 
     weight: float
     groups: Groups | None
     payload: Bytes
     present: tuple[bool, ...]
+    base: Base | None = None
+    overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -242,12 +257,70 @@ class Blocks:
             memory = aligned_empty(min(PIECE_BYTES, self._part.payload_bytes))
             self._sums = {np.dtype(name): memory.view(name) for name in ("float32", "float64")}
 
-    def update(self, members: Sequence[Contribution], shares: Sequence[float], old: Bytes, new: Bytes) -> None:
+    def gather(
+        self, members: Sequence[Contribution], shares: Sequence[float], old: Bytes, into: Bytes, limit: float
+    ) -> Contribution:
+        """The members as one: what `update` makes of it has the same bits as what it makes of them. `into`, apart from
+        all else, becomes its payload. Elements of gradients beyond `limit`, unless that is 0, are brought to it."""
+        if not members or not self._part.payload_bytes:
+            return Contribution(1.0, members[0].groups if members else None, into[:0], self._none)
+        sources = self._locate(members, old, into)
+        weights = self._weights(members, shares)
+        whole = _are_whole(members)
+        for run in self._runs(None if whole else [member.present for member in members]):
+            having = _indices(run.present)
+            if run.present is not None and not having:
+                continue
+            if not run.is_parameter:
+                self._set(run, members, sources, shares, into)
+                continue
+            task = (
+                old,
+                into,
+                sources if run.present is None else sources[having],
+                weights if run.present is None or weights is LONE else weights[having],
+                run.nothing if weights is LONE else self._sums[run.dtype],
+                run.nothing,
+                run.start,
+                run.stop,
+            )
+            kernels.gather(task, limit)
+        presents = zip(*[member.present for member in members], strict=True)
+        present = self._all if whole else tuple([any(having) for having in presents])
+        return Contribution(1.0, members[0].groups, into, present)
+
+    def square_norm(self, gradient: Contribution) -> float:
+        """The sum of the squares of its elements, of parameters alone: block by block, whichever lie beside others."""
+        total = 0.0
+        for index, (block, spec) in enumerate(zip(self._part.blocks, self._variables, strict=True)):
+            if gradient.present[index] and spec.kind is VariableKind.PARAMETER:
+                end = block.position + block.length * spec.dtype.item_bytes
+                total += kernels.square_norm(gradient.payload[block.position : end].view(spec.dtype.value))
+        return total
+
+    def _weights(self, members: Sequence[Contribution], shares: Sequence[float]) -> Shares:
+        if len(members) == 1:
+            return LONE
+        self.reserve_sums()
+        return np.array(shares, np.float64)
+
+    def update(
+        self,
+        members: Sequence[Contribution],
+        shares: Sequence[float],
+        old: Bytes,
+        new: Bytes,
+        scale: float = 1.0,
+        *,
+        skips: bool = False,
+    ) -> None:
         """Writes the next values into `new`: parameters stepped along the weighted mean of the members' gradients,
         summed in the order given; floating-point buffers set to the weighted mean, integer ones to the maximum.
 
         A block that no member has keeps its values. A gradient that some members lack counts as zero there, a buffer
-        that they lack as no opinion. A single member's share is taken as 1. NaN and infinity go through in silence.
+        that they lack as no opinion. A single member's share is taken as 1; its gradient is multiplied by `scale`. NaN
+        and infinity go through in silence. `skips`: parameters and their state and counts stay as they are; buffers are
+        set.
         """
         if not self._part.payload_bytes:
             return
@@ -257,16 +330,16 @@ class Blocks:
         groups = members[0].groups
         assert groups is not None
         sources = self._locate(members, old, new)
-        if len(members) == 1:
-            weights = LONE
-        else:
+        weights = self._weights(members, shares)
+        if scale != 1.0:
+            assert len(members) == 1, len(members)
             self.reserve_sums()
-            weights = np.array(shares, np.float64)
+            weights = np.array([scale])
         whole = _are_whole(members)
         cut = self._cut  # which may end meanwhile
         for run in self._runs(None if whole else [member.present for member in members]):
             having = _indices(run.present)
-            if run.present is not None and not having:
+            if (skips and run.is_parameter) or (run.present is not None and not having):
                 new[run.start : run.stop] = old[run.start : run.stop]
             elif not run.is_parameter:
                 self._set(run, members, sources, shares, new)
@@ -285,10 +358,41 @@ class Blocks:
                 if cut is not None:
                     cut.keep(run.start, run.stop)
                 self._optimizer.update(groups[run.group], count, task, self._state[run.group])
-        if whole:
+        if whole and not skips:
             self._whole_count += 1
         else:
-            self._count(members)
+            self._count(members, skips=skips)
+
+    def compensate(
+        self,
+        member: Contribution,
+        rule: StaleRule,
+        base: Bytes,
+        now: Bytes,
+        into: Bytes,
+        squares: Bytes | None = None,
+    ) -> None:
+        """Writes a member's payload into `into`, as it is but for the gradients of parameters, each plus
+        `rule.compensation` times its square times what the parameter has changed by from `base` to `now`: rounded after
+        each operation, in the elements' dtype. Blocks that it does not have are not written. `squares`: with a decay,
+        the running mean of squares, which the gradients enter."""
+        if not self._part.payload_bytes or True not in member.present:
+            return
+        payloads = (member.payload, base)
+        sources: Addresses = np.array([kernels.locate(now, into, each, _ITEM_BYTES_MAX) for each in payloads], np.int64)
+        assert 0 not in sources, (len(member.payload), len(base), len(into))
+        shares: Shares = np.array([rule.compensation], np.float64)
+        for run in self._runs(None if _are_whole((member,)) else [member.present]):
+            if run.present == (False,):
+                continue
+            task = (now, into, sources, shares, run.nothing, run.nothing, run.start, run.stop)
+            if not run.is_parameter:
+                into[run.start : run.stop] = member.payload[run.start : run.stop]
+            elif squares is None:
+                kernels.compensate(task)
+            else:
+                scalars = (rule.compensation, rule.decay, 1 - rule.decay, SQUARES_EPS)
+                kernels.compensate_adaptively(task, squares, np.array(scalars, run.dtype))
 
     def _end(self, run: _Run, new: Bytes) -> int:
         """Where the elements of a run end: where each variable is updated by itself, filling is none of them."""
@@ -324,9 +428,10 @@ class Blocks:
         for index in having[1:]:
             np.maximum(into, run.of(members[index].payload), out=into)
 
-    def _count(self, members: Sequence[Contribution]) -> None:
-        for index in range(len(self._counts)):
-            if any(member.present[index] for member in members):
+    def _count(self, members: Sequence[Contribution], *, skips: bool) -> None:
+        for index, spec in enumerate(self._variables):
+            is_set = not skips or spec.kind is VariableKind.BUFFER
+            if is_set and any(member.present[index] for member in members):
                 self._counts[index] += 1
             else:
                 self._whole_runs = None

@@ -94,6 +94,8 @@ class Exchanges:
         if self._lends:  # else the worker may have missed the last answer of a stream before this one
             self._store.settle(hosted, order.caller.incarnation)
         said = NOTHING_SAID if order.attach is None else self._attach(order.attach, hosted)
+        if order.verdict is not None:
+            self._store.take_verdict(hosted, order, order.verdict)
         if order.kind is not PushKind.NOTHING:
             results = self._store.push(hosted, order, self._payload(order, first, rest))
             said = PullResult(push=results, attached=said.attached, not_attached=said.not_attached)
@@ -114,7 +116,8 @@ class Exchanges:
         else:
             result, held = self._store.hold(hosted, order.pull, order.pace)
             try:
-                found = replace(said, parts=result.parts, missing=result.missing)
+                self._store.keep(hosted, order.caller.incarnation, result, held)
+                found = replace(said, parts=result.parts, missing=result.missing, gathered=result.gathered)
                 if order.pull.coding and not result.missing:
                     codes = self._coder(order.pull.coding, hosted).codes(held)
                     found = replace(found, code_bytes=tuple(map(len, codes)))
@@ -245,6 +248,7 @@ class Exchanges:
                 raise NotShareable(f"version of partition {partition.id} in private memory")
             places.append(place or Place(0, 0))
         if held.buffers:  # while something is missing, the worker reads on what it has
+            self._store.keep(hosted, order.caller.incarnation, result, held)
             self._store.lend(hosted, order.caller.incarnation, held)
             self._lends = True
         found = PullResult(
@@ -255,6 +259,7 @@ class Exchanges:
             not_attached=said.not_attached,
             places=tuple(places),
             clock=said.clock,
+            gathered=result.gathered,
         )
         return Frame(convert.pulled_to_header(self._with_regions(found, hosted)), 0, b"")
 

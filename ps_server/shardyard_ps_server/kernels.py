@@ -17,7 +17,7 @@ Must not know: settings' names and ranges, counts, torch (shardyard_ps_server.op
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numba
 import numba.extending
@@ -28,6 +28,7 @@ from numba.core import types
 from numba.np.numpy_support import carray
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from shardyard.ground.compiling import compiled
 from shardyard.transport.copies import copy_past_cache
 
 Array = npt.NDArray[np.floating[Any]]
@@ -46,16 +47,6 @@ Task = tuple[Bytes, Bytes, Addresses, Shares, Array, Array, int, int]
     start, stop  multiples of the element's size
 """
 
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-def _compiled(function: _F) -> _F:
-    """Machine code at the first call, kept on disk (in NUMBA_CACHE_DIR if set) where a directory can be written."""
-    try:
-        return cast(_F, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
-    except RuntimeError:  # no directory is writable
-        return cast(_F, numba.njit(nogil=True, cache=False, error_model="numpy")(function))
-
 
 # ---- memory
 
@@ -73,7 +64,7 @@ _array_at: Any = carray
 _unpacked: Any = to_fixed_tuple
 
 
-@_compiled
+@compiled
 def locate(old: Bytes, new: Bytes, payload: Bytes, align_bytes: int) -> int:
     """The address of a payload, 0 where an update may not read it: it must be as long as the values, all must begin at
     a multiple of `align_bytes`, and `new` may overlap neither of the others."""
@@ -84,18 +75,18 @@ def locate(old: Bytes, new: Bytes, payload: Bytes, align_bytes: int) -> int:
     return int(address) if fits and apart else 0
 
 
-@_compiled
+@compiled
 def _source(address: int, length: int, scratch: Array) -> Array:
     values: Array = _array_at(_pointer(address), (length,), scratch.dtype)
     return values
 
 
-@_compiled
+@compiled
 def _part(values: Bytes, begin: int, end: int, scratch: Array) -> Array:
     return values[begin:end].view(scratch.dtype)
 
 
-@_compiled
+@compiled
 def _pieces(task: Task) -> tuple[int, int, int]:
     """The range of where pieces begin: one piece where there is nothing to sum, or to stage."""
     _, _, _, shares, scratch, staged, start, stop = task
@@ -104,7 +95,7 @@ def _pieces(task: Task) -> tuple[int, int, int]:
     return start, stop, (max(stop - start, 1) if shares.size == 0 else scratch.size * scratch.itemsize)
 
 
-@_compiled
+@compiled
 def _sum(sources: Addresses, shares: Shares, begin: int, total: Array) -> None:
     """Two sources at least, into `total`."""
     n = total.size
@@ -118,14 +109,14 @@ def _sum(sources: Addresses, shares: Shares, begin: int, total: Array) -> None:
             total[i] += value[i] * share
 
 
-@_compiled
+@compiled
 def _scale(source: int, share: float, begin: int, total: Array) -> None:
     value, factor = _source(source + begin, total.size, total), total.dtype.type(share)
     for i in range(total.size):
         total[i] = value[i] * factor
 
 
-@_compiled
+@compiled
 def _gradient(task: Task, begin: int, n: int) -> Array:
     _, _, sources, shares, scratch, _, _, _ = task
     if shares.size == 0:
@@ -138,7 +129,7 @@ def _gradient(task: Task, begin: int, n: int) -> Array:
     return total
 
 
-@_compiled
+@compiled
 def _window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
     """Values before, gradient, and values after, of bytes [begin, end)."""
     old, new, _, _, scratch, staged, _, _ = task
@@ -147,7 +138,7 @@ def _window(task: Task, begin: int, end: int) -> tuple[Array, Array, Array]:
     return _part(old, begin, end, scratch), _gradient(task, begin, n), after
 
 
-@_compiled
+@compiled
 def _put(task: Task, begin: int, end: int) -> None:
     """The next values of bytes [begin, end) are made; they go where they belong."""
     _, new, _, _, _, staged, _, _ = task
@@ -155,7 +146,7 @@ def _put(task: Task, begin: int, end: int) -> None:
         copy_past_cache(new[begin:end], staged.view(np.uint8)[: end - begin])
 
 
-@_compiled
+@compiled
 def mean(task: Task) -> None:
     """The sum of share times value of two sources or more, as the next values."""
     _, new, sources, shares, scratch, _, _, _ = task
@@ -164,10 +155,62 @@ def mean(task: Task) -> None:
         _sum(sources, shares, begin, _part(new, begin, min(begin + step, stop), scratch))
 
 
+@compiled
+def compensate(task: Task) -> None:
+    """The first source, a gradient, plus the share times its square times what the values have changed by since those
+    that it was computed on, which are the second source. Into `new`; `old` has the values of now."""
+    old, new, sources, shares, scratch, _, start, stop = task
+    now, into = _part(old, start, stop, scratch), _part(new, start, stop, scratch)
+    n = now.size
+    gradient, base = _source(sources[0] + start, n, scratch), _source(sources[1] + start, n, scratch)
+    strength = scratch.dtype.type(shares[0])
+    for i in range(n):
+        g = gradient[i]
+        into[i] = g + strength * g * g * (now[i] - base[i])
+
+
+@compiled
+def compensate_adaptively(task: Task, squares: Bytes, scalars: Array) -> None:
+    """`compensate` with a share that is divided by the root of a running mean of squares, which takes this gradient in
+    first. `weight` is 1 - decay."""
+    old, new, sources, _, scratch, _, start, stop = task
+    strength, decay, weight, eps = _unpacked(scalars, 4)
+    now, into = _part(old, start, stop, scratch), _part(new, start, stop, scratch)
+    n = now.size
+    gradient, base = _source(sources[0] + start, n, scratch), _source(sources[1] + start, n, scratch)
+    means = _part(squares, start, stop, scratch)
+    for i in range(n):
+        g = gradient[i]
+        mean = decay * means[i] + weight * g * g
+        means[i] = mean
+        into[i] = g + strength / np.sqrt(mean + eps) * g * g * (now[i] - base[i])
+
+
+@compiled
+def gather(task: Task, limit: float) -> None:
+    """The gradient itself, as the next values; elements beyond `limit`, unless that is 0, are brought to it. A NaN
+    stays."""
+    _, new, sources, shares, scratch, _, start, stop = task
+    _, _, step = _pieces(task)
+    most = scratch.dtype.type(limit)
+    for begin in range(start, stop, step):
+        into = _part(new, begin, min(begin + step, stop), scratch)
+        if shares.size == 0:
+            into[:] = _source(sources[0] + begin, into.size, scratch)
+        elif shares.size == 1:
+            _scale(sources[0], shares[0], begin, into)
+        else:
+            _sum(sources, shares, begin, into)
+        if limit > 0:
+            for i in range(into.size):
+                x = into[i]
+                into[i] = most if x > most else (-most if x < -most else x)
+
+
 # ---- rules
 
 
-@_compiled
+@compiled
 def _slope(g: Scalar, w: Scalar, sign: Scalar, decay: Scalar) -> Scalar:
     """The gradient to descend. A decay of 0 does not touch w, which may be infinite."""
     x = sign * g
@@ -176,7 +219,7 @@ def _slope(g: Scalar, w: Scalar, sign: Scalar, decay: Scalar) -> Scalar:
     return x
 
 
-@_compiled
+@compiled
 def _lerp(start: Scalar, end: Scalar, weight: Scalar, rest: Scalar) -> Scalar:
     """torch.lerp; `rest` is 1 - weight, rounded after the subtraction in the arrays' dtype."""
     if weight < 0.5:
@@ -184,7 +227,7 @@ def _lerp(start: Scalar, end: Scalar, weight: Scalar, rest: Scalar) -> Scalar:
     return end - rest * (end - start)
 
 
-@_compiled
+@compiled
 def sgd(task: Task, scalars: Array) -> None:
     sign, lr, decay = _unpacked(scalars, 3)
     start, stop, step = _pieces(task)
@@ -196,7 +239,7 @@ def sgd(task: Task, scalars: Array) -> None:
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def sgd_momentum(task: Task, buffer: Bytes, scalars: Array, first: bool, nesterov: bool) -> None:
     """`keep` is 1 - dampening; the first gradient enters the buffer whole."""
     sign, lr, decay, momentum, keep = _unpacked(scalars, 5)
@@ -213,7 +256,7 @@ def sgd_momentum(task: Task, buffer: Bytes, scalars: Array, first: bool, nestero
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
     """weight = 1 - beta; root2 = sqrt(1 - beta2^t); rate = lr / (1 - beta1^t).
 
@@ -237,7 +280,7 @@ def adam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def amsgrad(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, max_exp_avg_sq: Bytes, scalars: Array) -> None:
     """`adam` with the largest second moment so far in the denominator."""
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
@@ -262,7 +305,7 @@ def amsgrad(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, max_exp_avg_sq: Bytes
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def adagrad(task: Task, total: Bytes, scalars: Array) -> None:
     sign, lr, decay, eps = _unpacked(scalars, 4)
     start, stop, step = _pieces(task)
@@ -278,7 +321,7 @@ def adagrad(task: Task, total: Bytes, scalars: Array) -> None:
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def rmsprop(task: Task, square_avg: Bytes, scalars: Array) -> None:
     """`weight` is 1 - alpha."""
     sign, lr, decay, alpha, weight, eps = _unpacked(scalars, 6)
@@ -295,7 +338,7 @@ def rmsprop(task: Task, square_avg: Bytes, scalars: Array) -> None:
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def rmsprop_momentum(task: Task, square_avg: Bytes, buffer: Bytes, scalars: Array) -> None:
     sign, lr, decay, alpha, weight, eps, momentum = _unpacked(scalars, 7)
     start, stop, step = _pieces(task)
@@ -314,7 +357,7 @@ def rmsprop_momentum(task: Task, square_avg: Bytes, buffer: Bytes, scalars: Arra
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def rmsprop_centered(task: Task, square_avg: Bytes, grad_avg: Bytes, scalars: Array) -> None:
     """Divides by the estimated deviation, not by the root of the second moment."""
     sign, lr, decay, alpha, weight, eps = _unpacked(scalars, 6)
@@ -335,7 +378,7 @@ def rmsprop_centered(task: Task, square_avg: Bytes, grad_avg: Bytes, scalars: Ar
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, buffer: Bytes, scalars: Array) -> None:
     sign, lr, decay, alpha, weight, eps, momentum = _unpacked(scalars, 7)
     rest = scalars.dtype.type(1) - weight
@@ -358,7 +401,7 @@ def rmsprop_centered_momentum(task: Task, square_avg: Bytes, grad_avg: Bytes, bu
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def adamax(task: Task, exp_avg: Bytes, exp_inf: Bytes, scalars: Array) -> None:
     """weight = 1 - beta1; rate = lr / (1 - beta1^t)."""
     sign, decay, weight, beta2, eps, rate = _unpacked(scalars, 6)
@@ -381,7 +424,7 @@ def adamax(task: Task, exp_avg: Bytes, exp_inf: Bytes, scalars: Array) -> None:
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def momentum_product(beta1: float, momentum_decay: float, count: int) -> float:
     """The product of nadam's momenta of updates 1 to `count`. It is 0 once it is too small to change 1."""
     product = 1.0
@@ -392,7 +435,7 @@ def momentum_product(beta1: float, momentum_decay: float, count: int) -> float:
     return product
 
 
-@_compiled
+@compiled
 def nadam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None:
     """weight = 1 - beta; correction2 = 1 - beta2^t; `rate` is the gradient's, `rate_avg` that of its mean. `decay` and
     `shrink` as in `adam`."""
@@ -415,7 +458,7 @@ def nadam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array) -> None
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def radam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, rectified: bool) -> None:
     """weight = 1 - beta; correction1 = 1 - beta1^t; root2 = sqrt(1 - beta2^t); `rectifier` counts where the variance is
     tractable (`rectified`). `decay` and `shrink` as in `adam`."""
@@ -440,7 +483,7 @@ def radam(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, rectifi
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def lion(task: Task, exp_avg: Bytes, scalars: Array) -> None:
     """weight = 1 - beta. A NaN has the sign 0, as in torch.sign."""
     sign, shrink, lr, beta1, weight1, beta2, weight2 = _unpacked(scalars, 7)
@@ -458,7 +501,7 @@ def lion(task: Task, exp_avg: Bytes, scalars: Array) -> None:
         _put(task, begin, end)
 
 
-@_compiled
+@compiled
 def ftrl(task: Task, z: Bytes, n: Bytes, scalars: Array, first: bool) -> None:
     """`z` starts as what makes the first values the solution without l1 and l2."""
     sign, lr, beta, l1, l2 = _unpacked(scalars, 5)
@@ -484,9 +527,9 @@ def ftrl(task: Task, z: Bytes, n: Bytes, scalars: Array, first: bool) -> None:
         _put(task, begin, end)
 
 
-@_compiled
-def _norm(values: Array) -> float:
-    """The 2-norm: eight sums in double precision, which one after the other take an element each."""
+@compiled
+def square_norm(values: Array) -> float:
+    """The sum of squares: eight sums in double precision, which one after the other take an element each."""
     a, b, c, d, e, f, g, h = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     whole = values.size // 8 * 8
     for i in range(0, whole, 8):
@@ -500,10 +543,16 @@ def _norm(values: Array) -> float:
         h += np.float64(values[i + 7]) ** 2
     for i in range(whole, values.size):
         a += np.float64(values[i]) ** 2
-    return float(np.sqrt((a + b) + (c + d) + ((e + f) + (g + h))))
+    return float((a + b) + (c + d) + ((e + f) + (g + h)))
 
 
-@_compiled
+@compiled
+def _norm(values: Array) -> float:
+    """The 2-norm."""
+    return float(np.sqrt(square_norm(values)))
+
+
+@compiled
 def lamb(task: Task, exp_avg: Bytes, exp_avg_sq: Bytes, scalars: Array, lr: float) -> None:
     """One variable. weight = 1 - beta; root2 = sqrt(1 - beta2^t); scale = 1 / (1 - beta1^t). The update lies where the
     next values will, until its norm is known."""

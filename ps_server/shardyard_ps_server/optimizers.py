@@ -386,6 +386,7 @@ def warm(dtypes: Iterable[npt.DTypeLike]) -> None:
     """Compiles every kernel for these dtypes, or loads it from disk; a server does so before it says it is ready."""
     for dtype in dtypes:
         _keep_or_go_on("mean", partial(_mean_once, dtype))
+        _keep_or_go_on("clipping", partial(_gather_once, dtype))
         for kind, given in _EVERY_KERNEL:
             _keep_or_go_on(kind, partial(_step_once, kind, given, dtype))
 
@@ -406,6 +407,17 @@ def _mean_once(dtype: npt.DTypeLike) -> None:
     right = kernels.locate(old, new, payload, 1)
     scratch = np.zeros(8, np.uint8).view(dtype)
     kernels.mean((new, new, np.array([left, right]), np.ones(2), scratch, scratch[:0], 0, 8))
+    task = (old, new, np.array([left, right]), np.ones(1), scratch[:0], scratch[:0], 0, 8)
+    kernels.compensate(task)
+    kernels.compensate_adaptively(task, np.zeros(8, np.uint8), np.ones(4, dtype))
+
+
+def _gather_once(dtype: npt.DTypeLike) -> None:
+    old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
+    source = kernels.locate(old, new, payload, 1)
+    scratch = np.zeros(8, np.uint8).view(dtype)
+    kernels.gather((old, new, np.array([source]), LONE, scratch[:0], scratch[:0], 0, 8), 1.0)
+    kernels.square_norm(scratch)
 
 
 def _step_once(kind: str, given: dict[str, float], dtype: npt.DTypeLike) -> None:

@@ -2,7 +2,9 @@
 
 The way is gather, verdict, apply. In a synchronous job a push is recorded as its logical rank's contribution, and the
 last one of a step takes the step; in an asynchronous job each push is a step of its own. Either way the verdict names
-the members and their shares, and the blocks apply them into the next version.
+the members and their shares, and the blocks apply them into the next version. Where the gradient is clipped by its
+global norm, the last contribution makes the mean, whose square norm is told, and the verdict comes later: then the mean
+is applied, scaled.
 
 Whoever changes the partition has its turn meanwhile, however long the arithmetic takes. What others see, version,
 ledger and gate, changes under the lock, in one moment in which the turn's owner has all that it needs: so readers, and
@@ -24,11 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.checkpoints.partition_file import PartitionState
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, ShapeMismatch, TooLarge
+from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, NotReady, ShapeMismatch, TooLarge
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.optimizers import check_update
 from shardyard.ground.types import (
+    NO_CLIPPING,
+    Clipping,
     DoneDataShards,
+    Gathered,
     Incarnation,
     JobLayout,
     Missing,
@@ -38,8 +43,11 @@ from shardyard.ground.types import (
     Place,
     PushName,
     PushPart,
+    Rank,
     RankSource,
     SourceKey,
+    StaleRule,
+    StepVerdict,
     Token,
     UpdateMode,
     Version,
@@ -47,9 +55,10 @@ from shardyard.ground.types import (
 )
 from shardyard_ps_server.blocks import Blocks, Contribution
 from shardyard_ps_server.cuts import Cut
-from shardyard_ps_server.gate import Gate, verdict
+from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
 from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.versions import Bytes, Memory, Versions, aligned_empty, private_memory
+from shardyard_ps_server.stale import Stale, Tally
+from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
 
 
 class Partition:
@@ -66,15 +75,32 @@ class Partition:
         mode: UpdateMode,
         logical_ranks: int,
         memory: Memory = private_memory,
+        stale: StaleRule | None = None,
+        clipping: Clipping = NO_CLIPPING,
+        backup_workers: int = 0,
+        *,
+        logged: bool = False,
     ) -> None:
+        """`stale`: of an asynchronous job that has a rule for gradients of older versions; `clipping`: of a
+        synchronous job's mean gradients; `backup_workers`: so many of its ranks need not count; `logged`: the job has
+        logs."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
         self._versions = Versions(self._layout.payload_bytes, memory)
         self._ledger = Ledger(partition)
-        self._gate: Gate[Contribution] | None = Gate(partition, logical_ranks) if mode is UpdateMode.SYNC else None
+        self._stale: Stale | None = None
+        if stale is not None:
+            self._stale = Stale(stale, partition, layout.optimizer.kind, self._versions, logged=logged)
+        self._compensated: Bytes | None = None
+        self._squares: Bytes | None = None
         self._ranks = logical_ranks
+        self._clipping = clipping
+        self._backup_workers = backup_workers
+        self._gate: Gate[Contribution] | None = self._gate_at(0) if mode is UpdateMode.SYNC else None
+        # of the step that waits for its verdict: all its contributions in one
+        self._mean: Contribution | None = None
         self._kept: list[Bytes] = []
         self._spare: list[Bytes] = []
         self._open = False
@@ -206,8 +232,12 @@ class Partition:
             with self._changed:
                 self._versions.restore(state.version, new)
                 self._ledger.restore(state.marks, state.floor)
+                if self._stale is not None:
+                    self._stale.restored(state.version)
+                    self._squares = None  # no checkpoint has it
                 if self._gate is not None:
-                    self._gate = Gate(self.id, self._ranks, step=state.version.number)
+                    self._gate = self._gate_at(state.version.number)
+                    self._mean = None
                     self._spare += self._kept
                     self._kept = []
                 self._open = True
@@ -281,7 +311,7 @@ class Partition:
                 check_current()
                 duplicate = self._judge(name, contribution)
             if duplicate:
-                outcome = Outcome.DUPLICATE
+                outcome = self._repeated(name)
             elif self._gate is None:
                 outcome = self._count(name, contribution)
             else:
@@ -292,6 +322,8 @@ class Partition:
 
     def _judge(self, name: PushName, contribution: Contribution) -> bool:
         duplicate = self._ledger.is_duplicate(name)
+        if not duplicate and self._stale is not None:
+            self._stale.check(contribution.base, self._versions.newest)
         if not duplicate and self._gate is not None:
             source = name.key.source
             if not isinstance(source, RankSource) or name.first != name.last:
@@ -301,15 +333,71 @@ class Partition:
             self._gate.check(source.rank, name.first, contribution)
         return duplicate
 
+    def _repeated(self, name: PushName) -> Outcome:
+        """Of work whose sequence is over: it was counted, or came late."""
+        source = name.key.source
+        if self._gate is None or not isinstance(source, RankSource):
+            return Outcome.DUPLICATE
+        return Outcome.DROPPED if self._gate.has_dropped(source.rank, name.last) else Outcome.DUPLICATE
+
     def _count(self, name: PushName, contribution: Contribution) -> Outcome:
         # an empty push makes no version
         makes = contribution.groups is not None and contribution.weight > 0
-        new = self._next((contribution,), (1.0,)) if makes else None
+        stale = self._stale if makes and not contribution.overflow else None
+        staleness, compensated = 0, True
+        applied = contribution
+        if stale is not None:
+            applied, staleness, compensated = self._amend(stale, contribution)
+        new = self._next(Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
         with self._changed:
             self._ledger.advance(name)
             if new is not None:
                 self._publish(new)
+            if stale is not None:
+                stale.count(contribution.base, staleness, compensated=compensated)
+                stale.passed(contribution.base)
         return Outcome.APPLIED
+
+    def _amend(self, stale: Stale, contribution: Contribution) -> tuple[Contribution, int, bool]:
+        """A gradient as it is to be applied, its staleness, and whether nothing is left to compensate. Raises
+        TooLarge."""
+        base, groups, now = contribution.base, contribution.groups, self._versions.values
+        assert groups is not None
+        with self._changed:
+            newest = self._versions.newest
+            staleness = stale.staleness(base, newest)
+            values = stale.find(base)
+            if values is not None:
+                self._versions.hold(values)
+        try:
+            applied = contribution._replace(groups=stale.groups(groups, staleness))
+            changed = values is not None and values is not now
+            if changed or stale.rule.decay:
+                compensated = self._compensate(stale.rule, contribution, now if values is None else values, now)
+                if changed:
+                    applied = applied._replace(payload=compensated)
+            return applied, staleness, values is not None or base is None or base.version == newest
+        finally:
+            if values is not None:
+                with self._changed:
+                    self._versions.release(values)
+
+    def _compensate(self, rule: StaleRule, contribution: Contribution, base: Bytes, now: Bytes) -> Bytes:
+        """A gradient's payload, compensated. All that its update needs is asked for before the mean of squares takes it
+        in. Raises TooLarge."""
+        if not len(contribution.payload):
+            return contribution.payload
+        if self._compensated is None:
+            self._compensated = aligned_empty(self._layout.payload_bytes)
+        if rule.decay:
+            if self._squares is None:
+                self._squares = aligned_empty(self._layout.payload_bytes)
+                self._squares[:] = 0
+            room = self._blank()
+            with self._changed:
+                self._versions.give_back(room)
+        self._blocks.compensate(contribution, rule, base, now, self._compensated, self._squares)
+        return self._compensated
 
     def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
         source = name.key.source
@@ -320,14 +408,95 @@ class Partition:
                 gate.record(source.rank, kept)
                 self._ledger.advance(name)
             return Outcome.RECORDED
-        new = self._next(*verdict(gate.with_last(source.rank, contribution)))
+        return self._complete(gate, gate.with_last(source.rank, contribution), lambda: self._ledger.advance(name))
+
+    def _complete(
+        self, gate: Gate[Contribution], contributions: Sequence[Contribution], advance: Callable[[], object]
+    ) -> Outcome:
+        """All that counts in the step is there. `advance` is called in the moment in which that is seen."""
+        taken = verdict(contributions)
+        if self._clipping.norm and not taken.skips:  # a step that is skipped is so everywhere, whatever its norm
+            mean, own = self._gather(taken.members, taken.shares)
+            square_norm = self._blocks.square_norm(mean)
+            with self._changed:
+                advance()
+                gate.gather(square_norm)
+                self._mean = mean
+                self._changed.notify_all()
+            self._spare += self._kept
+            self._kept = [own]
+            return Outcome.RECORDED
+        new = self._next(taken)
         with self._changed:
+            advance()
             gate.next_step()
-            self._ledger.advance(name)
             self._publish(new)
         self._spare += self._kept
         self._kept = []
         return Outcome.APPLIED
+
+    def _gather(self, members: Sequence[Contribution], shares: Sequence[float]) -> tuple[Contribution, Bytes]:
+        """The mean, in memory of our own, and that memory. Raises TooLarge."""
+        self._blocks.reserve_sums()
+        own = self._spare.pop() if self._spare else aligned_empty(self._layout.payload_bytes)
+        return self._blocks.gather(members, shares, self._versions.values, own, self._clipping.value), own
+
+    # ---- verdicts
+
+    def awaits(self, verdict: StepVerdict) -> bool:
+        """Whether the step is gathered that this is the verdict on; False where it was taken. Changes nothing. Raises
+        InvalidRequest for a verdict that cannot be one."""
+        with self._changed:
+            return self._judges(verdict)
+
+    def take_verdict(self, verdict: StepVerdict, check_current: Callable[[], None]) -> None:
+        """Takes the step that waits for it; where that was taken, does nothing. Raises Refused errors, InvalidRequest
+        and TooLarge, having changed nothing."""
+        with self._turn:
+            with self._changed:
+                check_current()
+                awaited = self._judges(verdict)
+            gate, mean = self._gate, self._mean
+            if awaited and gate is not None and gate.awaits_members:
+                self._take_members(gate, verdict.members)
+                return
+            if not awaited or gate is None or mean is None:
+                return
+            assert verdict.square_norm is not None
+            scale = scale_of(verdict.square_norm, self._clipping.norm)
+            new = self._next(Verdict(() if mean.groups is None else (mean,), (1.0,)), scale)
+            with self._changed:
+                gate.next_step()
+                self._mean = None
+                self._publish(new)
+            self._spare += self._kept
+            self._kept = []
+
+    def _take_members(self, gate: Gate[Contribution], members: Sequence[Rank]) -> None:
+        present = gate.present(members)
+        if present is not None:
+            self._complete(gate, present, lambda: self._close(gate, members))
+            return
+        with self._changed:
+            self._close(gate, members)
+            self._changed.notify_all()
+
+    def _close(self, gate: Gate[Contribution], members: Sequence[Rank]) -> None:
+        """It is known who counts: the step is over for the other ranks, whether they have contributed or not."""
+        step = gate.step
+        for rank in gate.name_members(members):
+            self._ledger.pass_over(SourceKey(RankSource(rank)), step + 1)
+
+    def gathered(self, step: int) -> Gathered | None:
+        """What other partitions' verdict on that step is made of, where it waits for its verdict or was taken last."""
+        with self._changed:
+            return None if self._gate is None else self._gate.gathered(step)
+
+    def _judges(self, verdict: StepVerdict) -> bool:
+        needed = self._clipping.norm or (self._backup_workers and verdict.members)
+        if self._gate is None or not needed:
+            raise InvalidRequest(f"a verdict on step {verdict.step} of partition {self.id}, whose steps need none")
+        return self._gate.judges(verdict)
 
     def _keep(self, contribution: Contribution) -> Contribution:
         """The contribution with a payload of our own: that of a push is the sender's to write again when it has the
@@ -339,12 +508,17 @@ class Partition:
         self._kept.append(copy)
         return contribution._replace(payload=copy)
 
-    def _next(self, members: Sequence[Contribution], shares: Sequence[float]) -> Bytes:
+    def _next(self, taken: Verdict[Contribution], scale: float = 1.0) -> Bytes:
         """The next version's values. All that a step needs is asked for before anything changes. Raises TooLarge."""
-        if self._ranks > 1:
+        if self._ranks > 1 or scale != 1.0:
             self._blocks.reserve_sums()
+        # with a norm it was done when that was told
+        if self._clipping.value and not self._clipping.norm and taken.members and not taken.skips:
+            mean, own = self._gather(taken.members, taken.shares)
+            self._spare.append(own)  # nobody takes it in this turn
+            taken = Verdict((mean,), (1.0,))
         new = self._blank()
-        self._blocks.update(members, shares, self._versions.values, new)
+        self._blocks.update(taken.members, taken.shares, self._versions.values, new, scale, skips=taken.skips)
         failpoint("push.before_publish")
         return new
 
@@ -365,12 +539,13 @@ class Partition:
     # ---- pulls
 
     def hold(self, number: int, exactly: bool, until: float) -> tuple[Version, Bytes] | Missing:
-        """Waits until `until` (time.monotonic) for that version, or with `exactly` False for that or a later one. The
-        buffer is the caller's to read until it calls `release`. Raises NotFound where an exact version is gone."""
+        """Waits until `until` (time.monotonic) for that version, or with `exactly` False for that or a later one; not
+        where that waits for a verdict, which the asker may be the one to bring. The buffer is the caller's to read
+        until it calls `release`. Raises NotFound where an exact version is gone."""
         with self._changed:
             while self._versions.newest.number < number:
                 left = until - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
+                if left <= 0 or self._awaits_verdict_on(number - 1) or not self._changed.wait(left):
                     return Missing(self.id, self._versions.newest, number, self._waits_for())
             newest = self._versions.newest
             wanted = number if exactly else newest.number
@@ -392,8 +567,87 @@ class Partition:
         with self._changed:
             self._versions.release(buffer)
 
+    def keep(self, worker: Incarnation, version: Version, buffer: Bytes) -> None:
+        """A worker was given that version, in a buffer that is held: what it pushes next may be computed on it."""
+        if self._stale is not None:
+            with self._changed:
+                if version.life == self._versions.newest.life:  # else it was restored since
+                    self._stale.keep(worker, version, buffer)
+
+    def keep_no_more(self, worker: Incarnation | None = None) -> None:
+        """It pushes nothing from now on; None: nobody does."""
+        if self._stale is not None:
+            with self._changed:
+                self._stale.forget(worker)
+
+    @property
+    def tally(self) -> Tally | None:
+        """Of a job with a rule for stale gradients."""
+        if self._stale is None:
+            return None
+        with self._changed:
+            return self._stale.tally
+
+    def _gate_at(self, step: int) -> Gate[Contribution]:
+        return Gate(self.id, self._ranks, step=step, backup_workers=self._backup_workers)
+
+    def _awaits_verdict_on(self, step: int) -> bool:
+        return self._gate is not None and self._gate.awaits_verdict and self._gate.step == step
+
+    # ---- readers that hold a version for long
+
+    def want(self, number: int | None) -> Wanted:
+        """That version, None: the newest, stays as it is from when it is there; `unwant` must follow. The memory that
+        updates need beside it is asked for now. Raises InvalidRequest (facts: newest) where it has passed, TooLarge."""
+        while True:
+            with self._changed:
+                if not self._versions.is_short_of_buffers:
+                    wanted = self._versions.want(number)
+                    newest = self._versions.newest.number
+                    break
+            buffer = self._versions.another()
+            with self._changed:
+                self._versions.give_back(buffer)
+        if wanted is None:
+            raise InvalidRequest(
+                f"version {number} of partition {self.id}, whose newest is {newest}",
+                why="a partition keeps its last two versions",
+                todo="name a later one",
+                facts={"newest": str(newest)},
+            )
+        return wanted
+
+    def unwant(self, wanted: Wanted) -> None:
+        """The second time does nothing."""
+        with self._changed:
+            self._versions.unwant(wanted)
+
+    def await_wanted(self, wanted: Wanted, until: float) -> Version | Missing:
+        """Waits until `until` (time.monotonic) for a version that is wanted. Raises NotFound where it will not come."""
+        with self._changed:
+            while wanted.version is None:
+                left = until - time.monotonic()
+                if wanted.lost:
+                    raise NotFound(
+                        f"version {wanted.number} of partition {self.id}, which has gone back",
+                        todo="take a new snapshot",
+                    )
+                if left <= 0 or not self._changed.wait(left):
+                    return Missing(self.id, self._versions.newest, wanted.number, self._waits_for())
+            return wanted.version
+
+    def hold_wanted(self, wanted: Wanted) -> tuple[Version, Bytes]:
+        """The buffer is the caller's to read until it calls `release`. Raises NotReady."""
+        with self._changed:
+            if wanted.version is None or wanted.buffer is None:
+                raise NotReady(f"version {wanted.number} of partition {self.id}, which is not there yet")
+            self._versions.hold(wanted.buffer)
+            return wanted.version, wanted.buffer
+
     def _waits_for(self) -> str:
         if self._gate is None:
             return "a push"
+        if self._gate.awaits_verdict or self._gate.awaits_members:
+            return f"the verdict on step {self._gate.step}"
         ranks = ", ".join(str(rank) for rank in self._gate.missing()[:8])
         return f"logical rank {ranks} of step {self._gate.step}"

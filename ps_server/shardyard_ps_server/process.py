@@ -85,6 +85,7 @@ class Server:
         self.store.close()
 
     def _report(self, request: wire.HeartbeatRequest) -> None:
+        self.store.expire_pins()  # also while the coordinator is away
         for hosted in self.store.hosted():
             if hosted.wal is not None:
                 request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)

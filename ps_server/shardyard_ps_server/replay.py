@@ -1,9 +1,9 @@
 """What a log records, as messages and back, and how partitions come back from it.
 
-A record holds a push as it was received, with the settings that it was to be applied with, the tokens of sources that
-were opened, or which partitions began anew. Given to the same partitions in the same order it has the same outcome,
-refusals included, so replay gives the same bits (docs/ledger.md, rule C1). What a checkpoint has already is known by
-its name, and passed over.
+A record holds a push as it was received, with the settings that it was to be applied with, the verdict on a step, the
+tokens of sources that were opened, or which partitions began anew. Given to the same partitions in the same order it
+has the same outcome, refusals included, so replay gives the same bits (docs/ledger.md, rule C1). What a checkpoint has
+already is known by its name, and passed over.
 
 Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.
 """
@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     PushKind,
     PushOrder,
     SourceKey,
+    StepVerdict,
     Token,
     WorkerSource,
 )
@@ -32,6 +33,7 @@ from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.stale import Base
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal_files import LogFiles
 from shardyard_ps_server.wal_records import Mark, Record, RecordKind, damaged
@@ -43,7 +45,7 @@ _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 
 def push_head(order: PushOrder) -> bytes:
     """What is recorded of a push beside its payload."""
-    said = replace(order, pull=None, attach=None, shared_at=None, rest=None, detach=False, pace=None)
+    said = replace(order, pull=None, attach=None, shared_at=None, rest=None, detach=False, pace=None, verdict=None)
     return convert.push_to_wire(said).SerializeToString()
 
 
@@ -53,6 +55,11 @@ def open_head(sources: Sequence[tuple[SourceKey, Token]]) -> bytes:
 
 def begin_head(generation: Generation, partitions: Sequence[PartitionId]) -> bytes:
     return wire.CreatePartitionsRequest(generation=generation, partitions=partitions).SerializeToString()
+
+
+def verdict_head(verdict: StepVerdict, partitions: Iterable[PartitionId]) -> bytes:
+    """`partitions`: those to which it is given."""
+    return convert.given_to_wire(verdict, partitions).SerializeToString()
 
 
 def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
@@ -75,6 +82,8 @@ def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partitio
                 _open(record, present)
             elif record.kind is RecordKind.PASS_OVER:
                 _pass_over(record, present)
+            elif record.kind is RecordKind.VERDICT:
+                _give_verdict(record, present)
         except TooLarge:
             raise
         except (DecodeError, ShardyardError) as error:
@@ -96,6 +105,12 @@ def pieces_of(order: PushOrder, payload: Bytes) -> Iterator[tuple[PartitionId, B
         at += part.payload_bytes
 
 
+def bases_of(order: PushOrder) -> Sequence[Base | None]:
+    """What each part was computed on, as far as that is said."""
+    worker = order.caller.incarnation
+    return [Base(worker, version) for version in order.bases] or [None] * len(order.parts)
+
+
 def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
     """Where each partition began for the last time, where it did."""
     found: dict[PartitionId, Mark] = {}
@@ -115,7 +130,8 @@ def _push(record: Record, partitions: Mapping[PartitionId, Partition]) -> bool:
     if order.kind not in _RECORDED or order.payload_bytes != len(record.payload):
         raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
     touched = False
-    for part, (number, piece) in zip(order.parts, pieces_of(order, record.payload), strict=True):
+    pieces = pieces_of(order, record.payload)
+    for part, (number, piece), base in zip(order.parts, pieces, bases_of(order), strict=True):
         partition = partitions.get(number)
         if partition is None:
             continue
@@ -125,7 +141,8 @@ def _push(record: Record, partitions: Mapping[PartitionId, Partition]) -> bool:
             piece = _aligned(piece)
         full, present = partition.unpack(part, piece)
         try:
-            partition.push(order.name, Contribution(order.weight, groups, full, present), _check_nothing)
+            contribution = Contribution(order.weight, groups, full, present, base, order.overflow)
+            partition.push(order.name, contribution, _check_nothing)
         except (SequenceGap, TooLarge):
             raise
         except (Refused, InvalidRequest, NotReady) as error:
@@ -149,6 +166,13 @@ def _pass_over(record: Record, partitions: Mapping[PartitionId, Partition]) -> N
     said = wire.PassOverRequest.FromString(record.head)
     for number in sorted(partitions):
         partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(said.worker))), said.next, _check_nothing)
+
+
+def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
+    verdict, numbers = convert.given_from_wire(wire.VerdictGiven.FromString(record.head))
+    for number in numbers:
+        if number in partitions:
+            partitions[number].take_verdict(verdict, _check_nothing)
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -46,6 +46,8 @@ class Servicer:
         service.on(methods.READ_LEDGER, self.read_ledger)
         service.on(methods.PUSH, self.push)
         service.on(methods.PULL, self.pull)
+        service.on(methods.PIN, self.pin)
+        service.on(methods.UNPIN, self.unpin)
         service.on(methods.PUSH_PULL, self.push_pull)
         service.on(methods.DESCRIBE_SERVER, self.describe)
         return service
@@ -74,6 +76,9 @@ class Servicer:
             convert.durability_from_wire(request.durability),
             request.staleness if request.HasField("staleness") else None,
             [Incarnation(worker) for worker in request.working],
+            convert.stale_from_wire(request.stale) if request.HasField("stale") else None,
+            convert.clipping_from_wire(request.clipping),
+            request.backup_workers,
         )
         return wire.CreatePartitionsReply()
 
@@ -188,6 +193,13 @@ class Servicer:
         finally:
             held.release()
 
+    def pin(self, request: wire.PinRequest, _: Context) -> wire.PinReply:
+        return convert.pinned_to_wire(*self._store.pin(convert.pin_from_wire(request)))
+
+    def unpin(self, request: wire.UnpinRequest, _: Context) -> wire.UnpinReply:
+        self._store.unpin(JobId(request.caller.job), convert.random_name(request.pin))
+        return wire.UnpinReply()
+
     def push_pull(self, stream: Iterator[Frame], context: Context) -> Iterator[Frame]:
         exchanges = Exchanges(self._store)
         context.offer(exchanges.at_once)
@@ -205,8 +217,11 @@ class Servicer:
             workers_streaming=counters.streams - counters.streams_attached,
         )
         for hosted in self._store.hosted():
+            reply.pins += len(hosted.pins)
             if hosted.pacing is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
+            if hosted.stale is not None:
+                _describe_lateness(reply.lateness.add(job=hosted.job), hosted)
             for number in sorted(hosted.partitions):
                 partition = hosted.partitions[number]
                 version, sources = partition.describe()
@@ -242,6 +257,17 @@ class Servicer:
             assembler.add(frame)
         assembler.finish()
         return hosted, order, payload
+
+
+def _describe_lateness(message: wire.DescribedLateness, hosted: HostedJob) -> None:
+    """What its partitions have counted, all together."""
+    for partition in hosted.partitions.values():
+        tally = partition.tally
+        if tally is not None:
+            message.gradients += tally.gradients
+            message.total += tally.total
+            message.most = max(message.most, tally.most)
+            message.uncompensated += tally.uncompensated
 
 
 def _restore(message: wire.Restore) -> Restore:

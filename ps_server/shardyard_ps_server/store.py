@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,10 +35,13 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.types import (
+    NO_CLIPPING,
     Caller,
+    Clipping,
     DataShardSource,
     DoneDataShards,
     Durability,
+    Gathered,
     Generation,
     Incarnation,
     JobId,
@@ -48,6 +51,7 @@ from shardyard.ground.types import (
     Pace,
     PartitionId,
     PartResult,
+    PinWish,
     PulledPart,
     PullResult,
     PullWish,
@@ -55,6 +59,8 @@ from shardyard.ground.types import (
     PushOrder,
     RankSource,
     SourceKey,
+    StaleRule,
+    StepVerdict,
     Term,
     Token,
     UpdateMode,
@@ -68,8 +74,18 @@ from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.pins import Pins, await_pin
 from shardyard_ps_server.regions import Regions
-from shardyard_ps_server.replay import begin_head, open_head, pass_over_head, pieces_of, push_head, replay
+from shardyard_ps_server.replay import (
+    bases_of,
+    begin_head,
+    open_head,
+    pass_over_head,
+    pieces_of,
+    push_head,
+    replay,
+    verdict_head,
+)
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
 from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, LogRoot
@@ -144,9 +160,16 @@ class HostedJob:
     wal: Wal | None = None
     pacing: Pacing | None = None
     """Of a job with bounded staleness."""
+    stale: StaleRule | None = None
+    """Of an asynchronous job that has a rule for gradients of older versions."""
+    clipping: Clipping = NO_CLIPPING
+    """Of a synchronous job's mean gradients."""
+    backup_workers: int = 0
+    """So many logical ranks of a synchronous job need not count in a step."""
     open: bool = False
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
 
     @property
     def nbytes(self) -> int:
@@ -196,9 +219,13 @@ class HostedJob:
         logical_ranks: int,
         durability: Durability,
         staleness: int | None,
+        stale: StaleRule | None,
+        clipping: Clipping,
+        backup_workers: int,
     ) -> bool:
-        mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.staleness)
-        return mine == (layout, mode, logical_ranks, durability, staleness)
+        mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.staleness, self.stale, self.clipping)
+        theirs = (layout, mode, logical_ranks, durability, staleness, stale, clipping)
+        return mine == theirs and self.backup_workers == backup_workers
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -317,12 +344,18 @@ class Store:
         durability: Durability = Durability.CHECKPOINT,
         staleness: int | None = None,
         working: Iterable[Incarnation] = (),
+        stale: StaleRule | None = None,
+        clipping: Clipping = NO_CLIPPING,
+        backup_workers: int = 0,
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
         here already stay as they are unless they are restored, in another life; but of a job with logs, where no
         checkpoint is named under a higher generation, all begin anew. Those that are not named under a higher
         generation are not this server's any more. The same order again does nothing. `staleness`: of an asynchronous
-        job, its bound, if it has one; `working`: workers that take steps at this moment.
+        job, its bound, if it has one; `working`: workers that take steps at this moment. `stale`: of an asynchronous
+        job, what becomes of gradients of older versions, if it asks for that. `clipping`: of a synchronous job's mean
+        gradients; whoever pushes to another one clips before. `backup_workers`: so many of its ranks need not count in
+        a step.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
@@ -331,6 +364,24 @@ class Store:
             raise InvalidRequest(f"{logical_ranks} logical ranks; expected 1 to {limits.LOGICAL_RANKS_MAX}")
         if staleness is not None and (mode is UpdateMode.SYNC or staleness > limits.STALENESS_MAX):
             raise InvalidRequest(f"a staleness of {staleness} in job {job}, which is {mode.value}")
+        if stale is not None and mode is UpdateMode.SYNC:
+            raise InvalidRequest(f"a rule for stale gradients in job {job}, which is {mode.value}")
+        if stale is not None and stale.compensation and durability is Durability.WAL:
+            raise InvalidRequest(
+                f"stale gradients of job {job}, which has a log, to be compensated",
+                why="the log does not have the values that they were computed on, so replay would differ",
+                todo="set job.consistency.delay_compensation to 0, or job.durability to checkpoint",
+            )
+        if clipping != NO_CLIPPING and mode is not UpdateMode.SYNC:
+            raise InvalidRequest(
+                f"clipping by servers in job {job}, which is {mode.value}",
+                todo="clip each gradient before it is pushed",
+            )
+        if backup_workers and (mode is not UpdateMode.SYNC or backup_workers >= logical_ranks):
+            raise InvalidRequest(
+                f"{backup_workers} backup workers in job {job}, which is {mode.value} with {logical_ranks} ranks",
+                why="some rank must count",
+            )
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         logs = self._logs
@@ -343,7 +394,9 @@ class Store:
             with self._lock:
                 hosted = self._jobs.get(job)
             if hosted is not None:
-                self._check_again(hosted, generation, layout, owned, mode, logical_ranks, durability, staleness)
+                rules = (stale, clipping, backup_workers)
+                same = hosted.matches(layout, mode, logical_ranks, durability, staleness, *rules)
+                self._check_again(hosted, generation, owned, matches=same)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
@@ -357,6 +410,7 @@ class Store:
             regions = Regions(total, shareable=self._shareable)
             saver = Saver(self.incarnation, self.vigil)
             before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
+            hosted.stale, hosted.clipping, hosted.backup_workers = stale, clipping, backup_workers
             if staleness is not None:
                 hosted.pacing = Pacing(staleness)
                 hosted.pacing.expect(working)
@@ -377,6 +431,7 @@ class Store:
             with self._lock:
                 self._jobs[job] = hosted
             if before is not None:
+                before.pins.clear()
                 before.regions.close()
 
     def _give(
@@ -402,11 +457,15 @@ class Store:
             if hosted.wal is not None:
                 self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
             hosted.generation = generation  # first: what comes under the old one is refused before anything changes
+            hosted.pins.clear()
             before, hosted.partitions = hosted.partitions, partitions
             for state in states:
                 if state.partition not in nobodys:
                     partitions[state.partition].restore(state)
-            hosted.spare.update((number, each) for number, each in before.items() if number not in partitions)
+            gone = {number: each for number, each in before.items() if number not in partitions}
+            for each in gone.values():
+                each.keep_no_more()
+            hosted.spare.update(gone)
             for number in partitions:
                 hosted.spare.pop(number, None)
             hosted.open = hosted.open or len(states) == len(hosted.partitions)
@@ -431,24 +490,17 @@ class Store:
                     replay(self._logs.log(job, server), restore.number, partitions)
 
     def _check_again(
-        self,
-        hosted: HostedJob,
-        generation: Generation,
-        layout: JobLayout,
-        owned: Sequence[PartitionId],
-        mode: UpdateMode,
-        logical_ranks: int,
-        durability: Durability,
-        staleness: int | None,
+        self, hosted: HostedJob, generation: Generation, owned: Sequence[PartitionId], *, matches: bool
     ) -> None:
         if generation < hosted.generation:
             raise StaleGeneration(
                 f"partitions of job {hosted.job} at generation {generation}; this server is at {hosted.generation}",
                 facts={"generation": str(hosted.generation)},
             )
-        if not hosted.matches(layout, mode, logical_ranks, durability, staleness):
+        if not matches:
             raise InvalidRequest(
-                f"job {hosted.job} is on this server with another layout, mode, number of ranks, durability or bound"
+                f"job {hosted.job} is on this server with another layout, mode, number of ranks, durability, bound, "
+                "rules for stale gradients, clipping or backup workers"
             )
         gone = set(hosted.partitions) - set(owned)
         if gone and generation == hosted.generation:
@@ -488,7 +540,15 @@ class Store:
             spare = hosted.spare.get(number) if number in again else None
             try:
                 found[number] = spare or Partition(
-                    hosted.layout, number, hosted.mode, hosted.logical_ranks, hosted.regions.take
+                    hosted.layout,
+                    number,
+                    hosted.mode,
+                    hosted.logical_ranks,
+                    hosted.regions.take,
+                    hosted.stale,
+                    hosted.clipping,
+                    hosted.backup_workers,
+                    logged=hosted.wal is not None,
                 )
             except TooLarge as error:
                 raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
@@ -522,8 +582,12 @@ class Store:
     def _prune(self, wal: Wal, job: JobId, order: SaveOrder) -> None:
         assert self._logs is not None
         wal.prune(order.oldest)
-        for other in self._logs.others(job, self.incarnation):
-            if other.server not in order.logs and other.is_fenced:
+        others = self._logs.others(job, self.incarnation)
+        ended = [other for other in others if other.server not in order.logs and other.is_fenced]
+        # a server that was given up, and wakes, has orders of before others became owners, and died; asked after the
+        # others' fences were seen: while this log is not taken the order says who is needed
+        if not wal.is_taken:
+            for other in ended:
                 other.remove()
 
     def forget(
@@ -579,6 +643,7 @@ class Store:
         with self._lock:
             hosted = self._jobs.pop(job, None)
         if hosted is not None:
+            hosted.pins.clear()
             hosted.regions.close()
             if hosted.wal is not None:
                 hosted.wal.close(remove=True)
@@ -603,7 +668,7 @@ class Store:
     def admit(self, caller: Caller, server: Incarnation, generation: Generation, *, reads: bool = False) -> HostedJob:
         """The job that a request is about. Raises StaleIncarnation, StaleGeneration, NotFound.
 
-        Whoever changes something must say who it is; the coordinator, which has no incarnation, only reads.
+        Whoever changes something must say who it is; the coordinator and readers, which have no incarnation, only read.
         """
         with self._lock:
             standing = self._standing
@@ -642,6 +707,10 @@ class Store:
                 raise InvalidRequest(f"{order.name}: a gradient of weight 0", todo="send an empty push instead")
             if before is None or order.groups is not before.groups:
                 optimizers.check_update(hosted.layout.optimizer, order.groups)
+        if order.bases and hosted.stale is None:
+            raise InvalidRequest(
+                f"{order.name} says what it was computed on, in job {hosted.job}, which has no rule for that"
+            )
         if order.pull is not None and (before is None or order.pull is not before.pull):
             self.admit_pull(order.pull)
         return hosted
@@ -679,12 +748,13 @@ class Store:
         counted = order.kind is PushKind.GRADIENT
         work: list[Work] = []
         coded = any(part.code_bytes for part in order.parts)
-        for part, (partition, piece) in zip(order.parts, pieces_of(order, payload), strict=True):
+        for part, (partition, piece), base in zip(order.parts, pieces_of(order, payload), bases_of(order), strict=True):
             target = hosted.find(partition)
             if coded and not part.code_bytes and len(piece):
                 piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
-            work.append((target, Contribution(order.weight, order.groups if counted else None, full, present)))
+            groups = order.groups if counted else None
+            work.append((target, Contribution(order.weight, groups, full, present, base, order.overflow)))
         failpoint("push.before_apply")
         results = (
             self._apply(hosted, order, work)
@@ -724,8 +794,36 @@ class Store:
                 return tuple(self._crew.run(works))
             return tuple([each() for each in works])
 
+    def take_verdict(self, hosted: HostedJob, order: PushOrder, verdict: StepVerdict) -> None:
+        """Gives the verdict that an admitted exchange brings to the partitions that wait for it, if any does. Raises
+        InvalidRequest, NotReady where the log has failed, and TooLarge."""
+        owned = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+        waiting = [partition for partition in owned if partition.awaits(verdict)]
+        if not waiting:
+            return
+        if hosted.wal is None:
+            self._give_verdict(waiting, verdict, partial(self._check_current, hosted, order))
+            return
+        with hosted.wal.admission:
+            self._check_current(hosted, order)
+            head = verdict_head(verdict, [partition.id for partition in waiting])
+            ticket = hosted.wal.append(RecordKind.VERDICT, head, NO_BYTES)
+        hosted.wal.sync(ticket)
+        with hosted.wal.turn(ticket):
+            self._give_verdict(waiting, verdict, _check_nothing)
+
+    def _give_verdict(
+        self, partitions: Sequence[Partition], verdict: StepVerdict, check_current: Callable[[], None]
+    ) -> None:
+        works = [partial(partition.take_verdict, verdict, check_current) for partition in partitions]
+        if sum([partition.payload_bytes for partition in partitions]) >= CREW_BYTES_MIN:
+            self._crew.run(works)
+            return
+        for work in works:
+            work()
+
     def admit_pull(self, wish: PullWish) -> HostedJob:
-        hosted = self.admit(wish.caller, wish.server, wish.generation)
+        hosted = self.admit(wish.caller, wish.server, wish.generation, reads=bool(wish.pin))
         for partition in wish.partitions:
             hosted.find(partition)
         return hosted
@@ -746,6 +844,8 @@ class Store:
         """Waits for what an admitted pull wishes, and for slower workers where the asker says its `pace`, at most
         `wish.wait_ms`. The buffers, one for each partition unless something is missing, may be read until they are
         released or lent."""
+        if wish.pin:
+            return self._hold_pinned(hosted, wish)
         until = time.monotonic() + wish.wait_ms / 1000
         if hosted.pacing is not None and pace is not None and hosted.open:
             waits_for = hosted.pacing.await_others(wish.caller.incarnation, pace, until)
@@ -760,12 +860,16 @@ class Store:
             time.sleep(min(wish.wait_ms, 50) / 1000)
             return PullResult(missing=tuple(missing)), Held()
         held: list[tuple[Partition, Bytes]] = []
+        gathered: list[Gathered] = []
         try:
             parts: list[PulledPart] = []
             missing = []
             for number in wish.partitions:
                 partition = hosted.find(number)
                 found = partition.hold(wish.number, wish.exactly, until)
+                if hosted.clipping.norm and wish.exactly and wish.number:
+                    told = partition.gathered(wish.number - 1)
+                    gathered += [] if told is None else [told]
                 if isinstance(found, Missing):
                     missing.append(found)
                     continue
@@ -777,8 +881,49 @@ class Store:
             raise
         if missing:
             Held(tuple(held)).release()
-            return PullResult(missing=tuple(missing)), Held()
-        return PullResult(parts=tuple(parts)), Held(tuple(held))
+            return PullResult(missing=tuple(missing), gathered=tuple(gathered)), Held()
+        return PullResult(parts=tuple(parts), gathered=tuple(gathered)), Held(tuple(held))
+
+    def _hold_pinned(self, hosted: HostedJob, wish: PullWish) -> tuple[PullResult, Held]:
+        found = hosted.pins.hold(wish.pin, wish.partitions, _now_ms())
+        parts = tuple([PulledPart(partition.id, version) for partition, version, _ in found])
+        return PullResult(parts=parts), Held(tuple([(partition, buffer) for partition, _, buffer in found]))
+
+    def pin(self, wish: PinWish) -> tuple[tuple[PulledPart, ...], tuple[Missing, ...]]:
+        """A version of all partitions of a job that are here is held for a reader, who gets what that holds, or lacks.
+        The same wish again renews the lease. Raises InvalidRequest (facts: newest) where that version has passed,
+        NotReady, NotFound where it will not come, TooLarge."""
+        hosted = self.admit(wish.caller, wish.server, wish.generation, reads=True)
+        if not hosted.open:
+            raise NotReady(f"job {hosted.job} has no first values yet")
+        partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
+        if (wish.number is None) is (hosted.mode is UpdateMode.SYNC):
+            how = "without" if wish.number is None else "at"
+            newest = max((each.describe()[0].number for each in partitions), default=0)
+            raise InvalidRequest(
+                f"a pin of job {hosted.job}, which is {hosted.mode.value}, {how} a version",
+                todo="name one that comes (sync), or none (async)",
+                facts={"newest": str(newest)} if wish.number is None else {},
+            )
+        pin = hosted.pins.take(wish.pin, partitions, wish.number, now_ms=_now_ms(), lease_ms=wish.lease_ms)
+        try:
+            hosted.check_generation(wish.generation)  # else partitions may have moved since they were looked up
+        except StaleGeneration:
+            hosted.pins.release(wish.pin)
+            raise
+        return await_pin(pin, time.monotonic() + wish.wait_ms / 1000)
+
+    def unpin(self, job: JobId, pin: bytes) -> None:
+        """A pin that is not there is no error."""
+        with self._lock:
+            hosted = self._jobs.get(job)
+        if hosted is not None:
+            hosted.pins.release(pin)
+
+    def expire_pins(self) -> None:
+        """Releases what readers hold that were not heard of for their lease."""
+        for hosted in self.hosted():
+            hosted.pins.expire(_now_ms())
 
     def note_sent(self, nbytes: int) -> None:
         """So many bytes of values go to a worker over a stream; what lies in shared memory does not."""
@@ -813,6 +958,23 @@ class Store:
         if fenced:
             held.release()
 
+    def keep(self, hosted: HostedJob, worker: Incarnation, result: PullResult, held: Held) -> None:
+        """A worker is given these values, and computes on them next: where gradients are compensated they are kept
+        until it says that it has gone on, or is refused."""
+        if hosted.stale is None or not hosted.stale.compensation:
+            return
+        for part, (partition, buffer) in zip(result.parts, held.buffers, strict=False):  # none while some are missing
+            partition.keep(worker, part.version, buffer)
+        with self._lock:
+            fenced = worker in self._standing.fenced
+        if fenced:  # since it was admitted
+            self._keep_no_more(hosted, worker)
+
+    def _keep_no_more(self, hosted: HostedJob, worker: Incarnation) -> None:
+        if hosted.stale is not None:
+            for number in sorted(hosted.partitions):
+                hosted.partitions[number].keep_no_more(worker)
+
     def settle(self, hosted: HostedJob, incarnation: Incarnation) -> None:
         """A worker has begun its next exchange: what was lent before the last answer is not read any more."""
         with self._lock:
@@ -827,6 +989,7 @@ class Store:
             lent = hosted.lent.pop(incarnation, ())
         for held in lent:
             held.release()
+        self._keep_no_more(hosted, incarnation)
 
     def open_sources(
         self, hosted: HostedJob, sources: Sequence[tuple[SourceKey, Token]]
@@ -888,6 +1051,10 @@ class Store:
                 self.counters.pushes_duplicate += 1
             else:
                 self.counters.pushes_applied += 1
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
 
 
 def _check_nothing() -> None:

@@ -2,14 +2,15 @@
 
 Owns: a small set of equal buffers. Invariants: a buffer that a reader holds, or that one of the last two versions
 stands in, is never written (docs/ledger.md, rule B3); so a pull needs no copy and no lock while it is sent, and version
-t can be read until t+1 is complete everywhere. Called under the partition's lock, but for `another`. Must not know:
-what the bytes mean.
+t can be read until t+1 is complete everywhere; a version that a reader wants is held from the moment in which it is
+there. Called under the partition's lock, but for `another`. Must not know: what the bytes mean, readers' names.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,16 @@ def private_memory(nbytes: int) -> tuple[Bytes, Place | None]:
     return aligned_empty(nbytes), None
 
 
+@dataclass(eq=False)
+class Wanted:
+    """A version that a reader wants, or has. `buffer`: held, once it is there; `lost`: it will not come."""
+
+    number: int
+    version: Version | None = None
+    buffer: Bytes | None = None
+    lost: bool = False
+
+
 class Versions:
     """The last KEPT versions, and the buffers to write the next one into."""
 
@@ -54,6 +65,7 @@ class Versions:
         self._idle: list[Bytes] = []
         self._readers: dict[int, int] = {}
         self._retired: dict[int, Bytes] = {}
+        self._wanted: list[Wanted] = []
         self.newest = Version(self._life, 0)
 
     @property
@@ -82,7 +94,42 @@ class Versions:
             self._retire(self._kept[0][1])
         self.newest = Version(self._life, self.newest.number + 1)
         self._kept.append((self.newest.number, buffer))
+        if self._wanted:
+            self._give_wanted(buffer)
         return self.newest
+
+    def _give_wanted(self, buffer: Bytes) -> None:
+        for wanted in self._wanted:
+            if wanted.version is None and wanted.number == self.newest.number:
+                self.hold(buffer)
+                wanted.version, wanted.buffer = self.newest, buffer
+
+    @property
+    def is_short_of_buffers(self) -> bool:
+        """Whether an update could lack memory if one more reader held a version for long."""
+        held = sum(wanted.buffer is not None for wanted in self._wanted) if self._wanted else 0
+        pending = len(self._wanted) - held
+        there = len(self._kept) + len(self._idle) + len(self._retired)
+        return there < KEPT + 1 + held + pending + 1
+
+    def want(self, number: int | None) -> Wanted | None:
+        """A reader wants that version, None: the newest; `unwant` must follow. None where it has passed."""
+        wanted = Wanted(self.newest.number if number is None else number)
+        buffer = self.find(wanted.number)
+        if buffer is not None:
+            self.hold(buffer)
+            wanted.version, wanted.buffer = Version(self._life, wanted.number), buffer
+        elif wanted.number < self.newest.number:
+            return None
+        self._wanted.append(wanted)
+        return wanted
+
+    def unwant(self, wanted: Wanted) -> None:
+        if wanted in self._wanted:
+            self._wanted.remove(wanted)
+            if wanted.buffer is not None:
+                self.release(wanted.buffer)
+                wanted.buffer = None
 
     def give_back(self, buffer: Bytes) -> None:
         """A buffer of `idle` or `another` was not needed."""
@@ -95,6 +142,8 @@ class Versions:
         self._kept = deque([(version.number, buffer)], maxlen=KEPT)
         self._life = version.life
         self.newest = version
+        for wanted in self._wanted:
+            wanted.lost = wanted.version is None
 
     def find(self, number: int) -> Bytes | None:
         """The buffer of that version, if it is kept."""

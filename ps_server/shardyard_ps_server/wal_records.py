@@ -42,12 +42,14 @@ HEAD_BYTES_MAX: Final = 64 * limits.MIB
 
 class RecordKind(IntEnum):
     """PUSH: the head is a PushHeader. OPEN: an OpenSourcesRequest. BEGIN: a CreatePartitionsRequest; what was recorded
-    of its partitions before is not of their present. PASS_OVER: a PassOverRequest. Only a push has a payload."""
+    of its partitions before is not of their present. PASS_OVER: a PassOverRequest. VERDICT: a VerdictGiven. Only a push
+    has a payload."""
 
     PUSH = 1
     OPEN = 2
     BEGIN = 3
     PASS_OVER = 4
+    VERDICT = 5
 
 
 _KINDS: Final = frozenset(RecordKind)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.codecs.compiled import CHUNK, Array, Float32s, Scratch, Uint8s, Words, compiled
+from shardyard.codecs.compiled import CHUNK, Array, Float32s, Scratch, Uint8s, Words
 from shardyard.codecs.form import CodeId, Reader, blank
+from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import MalformedPayload
 
 Uint16s = npt.NDArray[np.uint16]

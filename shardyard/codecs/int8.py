@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.codecs.compiled import Array, Float32s, Scratch, Uint8s, Words, compiled, empty_like_pair
+from shardyard.codecs.compiled import Array, Float32s, Scratch, Uint8s, Words, empty_like_pair
 from shardyard.codecs.form import CodeId, Reader, blank, varint
+from shardyard.ground.compiling import compiled
 from shardyard.ground.limits import BLOCK_ELEMENTS_MAX
 
 Int8s = npt.NDArray[np.int8]

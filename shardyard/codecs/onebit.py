@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from shardyard.codecs.compiled import Array, Float32s, Scratch, Uint8s, Words, compiled
+from shardyard.codecs.compiled import Array, Float32s, Scratch, Uint8s, Words
 from shardyard.codecs.form import CodeId, Reader, blank, varint
+from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.limits import BLOCK_ELEMENTS_MAX
 

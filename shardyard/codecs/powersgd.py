@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from shardyard.codecs.compiled import LANES, Array, Float32s, Uint8s, compiled
+from shardyard.codecs.compiled import LANES, Array, Float32s, Uint8s
 from shardyard.codecs.form import CodeId, Reader, varint, whole
+from shardyard.ground.compiling import compiled
 from shardyard.ground.compression import RANK_MAX
 from shardyard.ground.limits import BLOCK_ELEMENTS_MAX
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from shardyard.codecs.compiled import CHUNK, Array, Float32s, Scratch, Uint8s, Words, compiled, empty_like_pair, stratum
+from shardyard.codecs.compiled import CHUNK, Array, Float32s, Scratch, Uint8s, Words, empty_like_pair, stratum
 from shardyard.codecs.form import CodeId, Reader, uint64, varint, whole
+from shardyard.ground.compiling import compiled
 
 
 def encode_feedback(gradient: Array, before: Array, after: Array, count: int, seed: int) -> Uint8s | None:

@@ -23,18 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.codecs import floats
-from shardyard.codecs.compiled import (
-    Array,
-    Float32s,
-    Int64s,
-    Scratch,
-    Uint8s,
-    Words,
-    compiled,
-    empty_like_pair,
-    stratum,
-)
+from shardyard.codecs.compiled import Array, Float32s, Int64s, Scratch, Uint8s, Words, empty_like_pair, stratum
 from shardyard.codecs.form import CodeId, Reader, float32, varint, whole
+from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import MalformedPayload
 
 SAMPLE_MIN: Final = 16_384

@@ -6,8 +6,12 @@
     |   |-- ShapeMismatch  DTypeMismatch  UnknownVariable  VariableConflict  RateMismatch
     |   |-- MalformedPayload  TooLarge  UnsupportedOptimizer  UnsupportedModel
     |   |-- FeedConflict  UnseekableDataset  ProtocolMismatch  LaunchRefused  NotShareable
+    |   |-- TableError              a table of rows
+    |   |   |-- TableFull
     |-- Refused                     the sender is behind the times; it must learn, then may go on
-    |   |-- StaleIncarnation  StaleToken  StaleGeneration  StaleTerm
+    |   |-- StaleIncarnation
+    |   |   |-- WorkerQuarantined
+    |   |-- StaleToken  StaleGeneration  StaleTerm
     |   |-- SequenceGap  StraddlingRange
     |-- NotFound                    no such job, partition, launch, version
     |   |-- CheckpointNotFound
@@ -18,7 +22,7 @@
     |-- CheckpointDamaged           a file of a checkpoint is not what was written
     |-- LogDamaged                  a file of a server's log is not what was written
     |-- JobFailed                   the job has ended by an error
-    |   |-- ServerLost  CoordinatorLost  WorkerFailed
+    |   |-- ServerLost  CoordinatorLost  WorkerFailed  NonFiniteGradient
     |-- AddressInUse
     |-- Internal                    a defect of ours
 
@@ -152,6 +156,15 @@ class NotShareable(InvalidRequest):
     todo = "nothing: payloads travel over streams instead"
 
 
+class TableError(InvalidRequest):
+    why = "the ids, rows or settings do not fit the table; nothing was changed"
+
+
+class TableFull(TableError):
+    why = "a table keeps at most rows_max rows in a partition; nothing was changed"
+    todo = "raise rows_max of the table, or let rows be admitted later or expire sooner"
+
+
 class Refused(ShardyardError):
     """The sender is behind the times. Nothing was changed."""
 
@@ -159,6 +172,11 @@ class Refused(ShardyardError):
 class StaleIncarnation(Refused):
     why = "this member was declared dead, or is not the one that was meant; what it does now must not count"
     todo = "start the process again; it registers anew"
+
+
+class WorkerQuarantined(StaleIncarnation):
+    why = "it kept sending gradients that are not finite (job.nonfinite_max); the other workers go on without it"
+    todo = "look at its data and its device; its batches that did not count are listed by `shardyard quarantined`"
 
 
 class StaleToken(Refused):
@@ -254,6 +272,14 @@ class CoordinatorLost(JobFailed):
 class WorkerFailed(JobFailed):
     why = "a training script has raised"
     todo = "see its traceback"
+
+
+class NonFiniteGradient(JobFailed):
+    why = "a gradient that is NaN or infinite would make the parameters so, for all workers and for good"
+    todo = (
+        "look at the loss and the learning rate; with float16, scale the loss (job.scaler()); `job.nonfinite: skip` "
+        "leaves such work out, `allow` lets it through"
+    )
 
 
 class AddressInUse(ShardyardError):

@@ -50,6 +50,11 @@ BLOCK_ELEMENTS_MAX: Final = 1 << 30
 BLOCK_ALIGN_BYTES: Final = 64
 """Each block of a partition's payload is filled up to a multiple of this."""
 
+TABLE_DIM_MAX: Final = 65_536
+"""Elements of one row of a table."""
+LOOK_UP_IDS_MAX: Final = 1 << 26
+"""Ids of one look-up, repeated ones among them."""
+
 JOB_NAME_CHARACTERS_MAX: Final = 128
 JOBS_MAX: Final = 1_024
 MEMBERS_MAX: Final = 16_384
@@ -62,9 +67,21 @@ FEEDS_MAX: Final = 100_000
 SAMPLES_MAX: Final = 1 << 48
 EPOCHS_MAX: Final = 1_000_000
 BATCH_SIZE_MAX: Final = 1 << 24
+ACCUMULATE_MAX: Final = 1 << 16
+"""Batches whose gradients make one push."""
+LOCAL_STEPS_MAX: Final = 1_000_000
+"""Steps of a round in local mode."""
 
 PULL_WAIT_MS_MAX: Final = 1_000
 """How long a server holds a pull; then it answers NotYet (rule C6)."""
+PINS_MAX: Final = 8
+"""Versions of a job that readers hold at one server at a time; each takes the memory of one version."""
+RANDOM_NAME_BYTES: Final = 16
+"""By which a reader and its pins are known."""
+PIN_LEASE_MS_MAX: Final = 60_000
+"""For how long a reader that is not heard holds a version."""
+READERS_MAX: Final = 64
+"""Readers that follow one job."""
 CHECKPOINT_WAIT_MS_MAX: Final = 600_000
 """How long a server may wait for the step of a checkpoint."""
 EXPLAIN_WAIT_MS: Final = 5_000

@@ -90,12 +90,13 @@ class ConsistencyMode(enum.Enum):
     """What a gradient may be computed on (docs/consistency.md)."""
 
     SYNC = "sync"
+    LOCAL = "local"
     BOUNDED = "bounded"
     ASYNC = "async"
 
     @property
     def updates(self) -> UpdateMode:
-        return UpdateMode.SYNC if self is ConsistencyMode.SYNC else UpdateMode.ASYNC
+        return UpdateMode.SYNC if self in (ConsistencyMode.SYNC, ConsistencyMode.LOCAL) else UpdateMode.ASYNC
 
 
 class Durability(enum.Enum):
@@ -106,6 +107,24 @@ class Durability(enum.Enum):
     lost."""
     WAL = "wal"
     """What was acknowledged is in its log, from which its partitions come back as they were."""
+
+
+class BufferMode(enum.Enum):
+    """Whose buffers a synchronous step sets (docs/training.md)."""
+
+    MEAN = "mean"
+    FIRST = "first"
+    """Those of logical rank 0."""
+
+
+class NonFinite(enum.Enum):
+    """What becomes of work whose gradient is not finite (docs/training.md)."""
+
+    ALLOW = "allow"
+    SKIP = "skip"
+    """It does not count, and is listed."""
+    FAIL = "fail"
+    """The job ends."""
 
 
 class MemberRole(enum.Enum):
@@ -193,6 +212,17 @@ class Version:
     number: int
 
 
+@dataclass(frozen=True, slots=True)
+class StaleRule:
+    """What becomes of a gradient that was computed on an older version (docs/consistency.md). `divides_rate`: the rate
+    of its update is divided by its staleness; `compensation`: DC-ASGD's lambda, 0 for none; `decay`: of the mean of
+    squares by the root of which lambda is divided, 0 for a constant lambda."""
+
+    divides_rate: bool = False
+    compensation: float = 0.0
+    decay: float = 0.0
+
+
 class PushKind(enum.Enum):
     GRADIENT = "gradient"
     EMPTY = "empty"
@@ -205,6 +235,8 @@ class Outcome(enum.Enum):
     APPLIED = "applied"
     RECORDED = "recorded"
     DUPLICATE = "duplicate"
+    DROPPED = "dropped"
+    """It came late: the step's verdict counts others (backup workers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +415,7 @@ class Place(NamedTuple):
 class PullWish:
     """What a pull asks of one server: the version `number` of each partition, or with `exactly` False that or a later
     one. `coding`: how the values shall be coded; `shared`: places in the server's memory instead of bytes; `order`:
-    variables whose values shall come first, in this order."""
+    variables whose values shall come first, in this order; `pin`: what a reader's pin of that name holds."""
 
     caller: Caller
     server: Incarnation
@@ -395,6 +427,21 @@ class PullWish:
     coding: str = ""
     shared: bool = False
     order: tuple[int, ...] = ()
+    pin: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PinWish:
+    """What a reader asks of one server: that a version of all its partitions stays for `lease_ms`; `number`: exactly
+    that version (sync), None: the newest of each."""
+
+    caller: Caller
+    server: Incarnation
+    generation: Generation
+    pin: bytes
+    number: int | None
+    lease_ms: int
+    wait_ms: int = 0
 
 
 class Stride(enum.Enum):
@@ -419,6 +466,37 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
+class Clipping:
+    """How a gradient is clipped: first each element to [-value, value], then all of it to the 2-norm `norm`. 0: not at
+    all."""
+
+    norm: float = 0.0
+    value: float = 0.0
+
+
+NO_CLIPPING: Final = Clipping()
+
+
+class Gathered(NamedTuple):
+    """A partition has all contributions to a step. `square_norm`: the sum of the squares of its part of the mean
+    gradient."""
+
+    partition: PartitionId
+    step: int
+    square_norm: float
+
+
+class StepVerdict(NamedTuple):
+    """What is decided about a synchronous step before any partition takes it. `square_norm`: the sum over all
+    partitions, in the order of their numbers; None where nothing depends on it. `members`: the logical ranks that
+    count, ascending; empty where all do."""
+
+    step: int
+    square_norm: float | None = None
+    members: tuple[Rank, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PushOrder:
     """A push as its header describes it; its payload follows in frames, or lies at `shared_at` in attached memory."""
 
@@ -437,12 +515,17 @@ class PushOrder:
     rest: int | None = None
     """Bytes of the payload that follow the header, where others came ahead of it."""
     pace: Pace | None = None
+    bases: tuple[Version, ...] = ()
+    """What each part was computed on, in the order of the parts; empty: it is not said."""
+    verdict: StepVerdict | None = None
+    overflow: bool = False
+    """Loss scaling has found that the gradient is beyond its format."""
 
     @property
     def payload_bytes(self) -> int:
         return sum([part.payload_bytes for part in self.parts])
 
-    def renamed(self, name: PushName) -> PushOrder:
+    def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
         """The same of other work."""
         return PushOrder(
             self.caller,
@@ -459,6 +542,9 @@ class PushOrder:
             self.detach,
             self.rest,
             self.pace,
+            bases,
+            self.verdict,
+            self.overflow,
         )
 
 
@@ -503,3 +589,4 @@ class PullResult:
     code_bytes: tuple[int, ...] = ()
     clock: int | None = None
     """To a worker that joins: from here on it counts its steps."""
+    gathered: tuple[Gathered, ...] = ()

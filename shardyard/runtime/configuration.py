@@ -44,6 +44,7 @@ PROCESS_VARIABLES: Final = frozenset(
         "SHARDYARD_RESTART",
         "SHARDYARD_ERROR_FILE",
         "SHARDYARD_PID",
+        "SHARDYARD_FOLLOWS",
     }
 )
 """Variables that describe a process to itself (an agent sets them for its training processes). Not settings."""

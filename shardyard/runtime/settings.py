@@ -29,7 +29,16 @@ from shardyard.ground.compression import (
     parse_push_rules,
 )
 from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import ConsistencyMode, Durability
+from shardyard.ground.types import (
+    NO_CLIPPING,
+    BufferMode,
+    Clipping,
+    ConsistencyMode,
+    Durability,
+    NonFinite,
+    StaleRule,
+    UpdateMode,
+)
 
 PARTITIONS_AUTO: Final = 8
 AUTO: Final = "auto"
@@ -103,6 +112,9 @@ CheckpointUrl = Annotated[
     Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX),
     Expected("auto, never, the path of a folder, or a URL"),
 ]
+BestUrl = Annotated[
+    str, Field(min_length=1, max_length=limits.TEXT_CHARACTERS_MAX), Expected("auto, the path of a folder, or a URL")
+]
 JobName = Annotated[
     str,
     _matching(_JOB_NAME),
@@ -116,6 +128,8 @@ PushCoding = Annotated[str, _parsed_by(parse_push_rules), Expected(_CODING.forma
 PullCoding = Annotated[str, _parsed_by(parse_pull_rules), Expected(_CODING.format(", ".join(PULL_KINDS)))]
 Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), Expected("a number from 0 to below 1")]
 Norm = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number from 0")]
+Strength = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number from 0")]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Expected("a number above 0")]
 DEATHS_MAX = 1_000
 Auto = Literal["auto"]
 
@@ -189,9 +203,22 @@ class ConsistencySettings(Section):
     mode: ConsistencyMode = Field(
         default=ConsistencyMode.ASYNC,
         strict=False,
-        description="sync: a step is the mean over all logical ranks. async: each push is applied as it comes. bounded:"
-        " as async, and no worker is more than so many steps ahead of another (job.consistency.staleness).",
+        description="sync: a step is the mean over all logical ranks. local: as sync, of what each rank has come to in"
+        " job.consistency.steps steps of its own. async: each push is applied as it comes. bounded: as async, and no"
+        " worker is more than so many steps ahead of another (job.consistency.staleness).",
     )
+    steps: int = Field(
+        default=100,
+        ge=1,
+        le=limits.LOCAL_STEPS_MAX,
+        description="In local mode: the steps that each logical rank takes by itself, a round.",
+    )
+    outer_lr: Rate = Field(
+        default=0.7,
+        description="In local mode: the rate of the outer optimizer, SGD with Nesterov's momentum, which takes the"
+        " mean of the ranks' ways as a gradient; 1, without outer_momentum: the mean of their parameters.",
+    )
+    outer_momentum: Part = Field(default=0.9, description="In local mode: the outer optimizer's momentum; 0: none.")
     staleness: int = Field(
         default=3,
         ge=0,
@@ -203,11 +230,69 @@ class ConsistencySettings(Section):
         default="auto",
         description="Equal parts into which a sync step is cut; auto: the workers expected at the job's start.",
     )
+    backup_workers: int = Field(
+        default=0,
+        ge=0,
+        le=limits.LOGICAL_RANKS_MAX - 1,
+        description="In sync mode: a step is taken without so many logical ranks, the latest; what they had is computed"
+        " again when the data set ends. 0: all count.",
+    )
+
+    staleness_scaling: Literal["never", "inverse"] = Field(
+        default="never",
+        description="inverse: the rate of an update is divided by its staleness, the updates applied since the version"
+        " that the gradient was computed on, where that is more than 1. Not in sync mode.",
+    )
+    delay_compensation: Strength = Field(
+        default=0.0,
+        description="DC-ASGD's lambda: so many times the gradient's square, times what the parameter has changed by"
+        " since the version that it was computed on, is added to the gradient; 0: none. Not in sync mode.",
+    )
+
+    delay_compensation_decay: Part = Field(
+        default=0.0,
+        description="Not 0: lambda is divided, element by element, by the root of a running mean of the gradients'"
+        " squares, in which the past has this weight (DC-ASGD-a); 0: lambda is constant (DC-ASGD-c).",
+    )
 
     @property
     def bound(self) -> int | None:
         """The bound on staleness; None where there is none."""
         return self.staleness if self.mode is ConsistencyMode.BOUNDED else None
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps of a round; None where steps are not local."""
+        return self.steps if self.mode is ConsistencyMode.LOCAL else None
+
+    @property
+    def stale(self) -> StaleRule | None:
+        """What becomes of gradients of older versions; None where they are taken as they are."""
+        if self.staleness_scaling == NEVER and not self.delay_compensation:
+            return None
+        decay = float(self.delay_compensation_decay)
+        return StaleRule(self.staleness_scaling == "inverse", float(self.delay_compensation), decay)
+
+    @model_validator(mode="after")
+    def _decay_is_that_of_a_compensation(self) -> Self:
+        if self.delay_compensation_decay and not self.delay_compensation:
+            raise impossible(
+                ("delay_compensation_decay", "delay_compensation"),
+                "delay_compensation_decay 0, or a delay_compensation that it changes",
+                f"delay_compensation_decay {self.delay_compensation_decay:g} with delay_compensation 0",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stale_gradients_are_asynchronous(self) -> Self:
+        if self.stale is not None and self.mode not in (ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED):
+            name = "delay_compensation" if self.delay_compensation else "staleness_scaling"
+            raise impossible(
+                (name, "mode"),
+                f"mode async or bounded with {name}, since no gradient of a step is older than another in other modes",
+                f"{name} {getattr(self, name)} in mode {self.mode.value}",
+            )
+        return self
 
 
 class DataSettings(Section):
@@ -286,6 +371,24 @@ class CompressionSettings(Section):
         return self
 
 
+class ClipSettings(Section):
+    """How the gradient that makes an update is clipped: first by value, then by norm."""
+
+    norm: Norm = Field(
+        default=0.0,
+        description="The largest 2-norm of a gradient over all parameters, on all servers; a larger one is scaled down"
+        " to it. 0: any.",
+    )
+    value: Norm = Field(
+        default=0.0,
+        description="The largest absolute value of a gradient's elements; others are brought to it. 0: any.",
+    )
+
+    @property
+    def clipping(self) -> Clipping:
+        return Clipping(self.norm, self.value)
+
+
 class JobSettings(Section):
     """The settings of one job. They travel to the coordinator as JSON; those of the job's first worker are in force."""
 
@@ -328,15 +431,43 @@ class JobSettings(Section):
     compression: CompressionSettings = Field(
         default_factory=CompressionSettings, description="How gradients and values travel."
     )
+    clip: ClipSettings = Field(
+        default_factory=ClipSettings,
+        description="How the gradient that makes an update is clipped: in sync mode the mean over the ranks, else each"
+        " push's own.",
+    )
     durability: Durability = Field(
         default=Durability.CHECKPOINT,
         strict=False,
         description="What outlives a server. checkpoint: its partitions go back to the newest checkpoint, and what came"
         " since is computed again. wal: a push is acknowledged once it is in the server's log, and nothing goes back.",
     )
+    buffers: BufferMode = Field(
+        default=BufferMode.MEAN,
+        strict=False,
+        description="Buffers, such as BatchNorm's statistics, after a synchronous step. mean: the mean over the logical"
+        " ranks (of whole numbers the maximum). first: those of logical rank 0.",
+    )
+    nonfinite: NonFinite = Field(
+        default=NonFinite.SKIP,
+        strict=False,
+        description="What becomes of work whose gradient is NaN or infinite. skip: it does not count, and is listed."
+        " fail: the job ends. allow: it counts, and nobody looks.",
+    )
+    nonfinite_max: int = Field(
+        default=10,
+        ge=0,
+        le=1_000_000,
+        description="A worker that sends so many of them one after the other is out of the job; 0: never.",
+    )
     idle_ms: int = Field(
         default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for so long is ended."
     )
+
+    @property
+    def server_clipping(self) -> Clipping:
+        """What servers do; a gradient that is an update by itself is clipped by its worker."""
+        return self.clip.clipping if self.consistency.mode.updates is UpdateMode.SYNC else NO_CLIPPING
 
     @property
     def partition_count(self) -> int:
@@ -358,12 +489,55 @@ class JobSettings(Section):
         return self
 
     @model_validator(mode="after")
+    def _local_steps_are_clipped_by_the_script(self) -> Self:
+        for name in ("norm", "value"):
+            limit = getattr(self.clip, name)
+            if limit and self.consistency.mode is ConsistencyMode.LOCAL:
+                raise impossible(
+                    (f"clip.{name}", "consistency.mode"),
+                    f"clip.{name} 0 in mode local, in which the script clips its gradients, as without a yard"
+                    " (torch.nn.utils)",
+                    f"clip.{name} {limit:g} in mode {self.consistency.mode.value}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _compensation_is_not_replayed(self) -> Self:
+        compensation = self.consistency.delay_compensation
+        if self.durability is Durability.WAL and compensation:
+            raise impossible(
+                ("consistency.delay_compensation", "durability"),
+                "delay_compensation 0 with durability wal, since a log does not have the values that a gradient was"
+                " computed on, and replay would give other bits",
+                f"consistency.delay_compensation {compensation:g} with durability {self.durability.value}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _backup_workers_leave_a_rank(self) -> Self:
+        backup, mode = self.consistency.backup_workers, self.consistency.mode
+        if backup and mode is not ConsistencyMode.SYNC:
+            raise impossible(
+                ("consistency.backup_workers", "consistency.mode"),
+                "backup workers in sync mode only, since no other waits for all",
+                f"backup_workers {backup} with mode {mode.value}",
+            )
+        if backup and backup >= self.logical_rank_count:
+            raise impossible(
+                ("consistency.backup_workers", "consistency.logical_ranks"),
+                "fewer backup workers than logical ranks, since some must count",
+                f"backup_workers {backup} with {self.logical_rank_count} logical ranks",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ranks_within_limit(self) -> Self:
-        sync = self.consistency.mode is ConsistencyMode.SYNC
+        sync = self.consistency.mode.updates is UpdateMode.SYNC
         if sync and self.logical_rank_count > limits.LOGICAL_RANKS_MAX:
             raise impossible(
                 ("workers_expected", "consistency.logical_ranks"),
-                f"at most {limits.LOGICAL_RANKS_MAX} logical ranks in sync mode; set job.consistency.logical_ranks",
+                f"at most {limits.LOGICAL_RANKS_MAX} logical ranks in {self.consistency.mode.value} mode; set"
+                " job.consistency.logical_ranks",
                 f"{self.logical_rank_count} (auto: one for each expected worker)",
             )
         return self
@@ -450,6 +624,28 @@ class MetricsSettings(Section):
     )
 
 
+class EvaluatorSettings(Section):
+    """A script that follows a job (docs/evaluation.md)."""
+
+    every_s: int = Field(
+        default=10,
+        ge=0,
+        le=DURATION_MS_MAX // 1_000,
+        description="Seconds from one snapshot to the next, at least; 0: each version, as fast as they are evaluated.",
+    )
+    into: BestUrl = Field(
+        default="auto",
+        description="Where the best version is kept: a folder, or any URL that fsspec knows; auto: beside the job's"
+        " checkpoints.",
+    )
+    restarts_max: int = Field(
+        default=3,
+        ge=0,
+        le=1_000,
+        description="How often `shardyard eval` starts a script again that has died, within ten minutes.",
+    )
+
+
 class LogSettings(Section):
     format: Literal["auto", "human", "json"] = Field(
         default="auto", description="human: lines to read; json: one object a line; auto: human."
@@ -470,6 +666,7 @@ class Settings(Section):
     worker: WorkerSettings = Field(default_factory=WorkerSettings, description="A training process.")
     membership: MembershipSettings = Field(default_factory=MembershipSettings, description="Who is alive.")
     metrics: MetricsSettings = Field(default_factory=MetricsSettings, description="Where a script's metrics go.")
+    evaluator: EvaluatorSettings = Field(default_factory=EvaluatorSettings, description="A script that follows a job.")
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")
 
 
@@ -532,7 +729,7 @@ def _expected(kind: Any, metadata: list[Any]) -> str:
         return _expected(bare, [each for info in inner for each in info.metadata])
     if get_origin(kind) is Literal:
         return _one_of([str(choice) for choice in get_args(kind)])
-    if isinstance(kind, type) and issubclass(kind, ConsistencyMode | Durability):
+    if isinstance(kind, type) and issubclass(kind, BufferMode | ConsistencyMode | Durability | NonFinite):
         return _one_of([choice.value for choice in kind])
     if kind is int:
         return _whole_number(metadata)

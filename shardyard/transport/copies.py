@@ -10,7 +10,7 @@ Must not know: what the bytes mean.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
 import numba
 import numba.extending
@@ -19,11 +19,12 @@ import numpy.typing as npt
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from shardyard.ground.compiling import compiled
+
 Bytes = npt.NDArray[np.uint8]
 LINE_BYTES: Final = 64
 _WORD: Final = ir.IntType(32)
 _LINE: Final = ir.VectorType(_WORD, 16)
-_F = TypeVar("_F", bound=Callable[..., object])
 
 
 def _make_copy_line(_context: Any, into: Any, values: Any, _at: Any) -> tuple[Any, Callable[..., Any]]:
@@ -55,14 +56,7 @@ _copy_line: Any = numba.extending.intrinsic(_make_copy_line)
 _fence: Any = numba.extending.intrinsic(_make_fence)
 
 
-def _compiled(function: _F) -> _F:
-    try:
-        return cast(_F, numba.njit(nogil=True, cache=True)(function))
-    except RuntimeError:  # no directory is writable
-        return cast(_F, numba.njit(nogil=True, cache=False)(function))
-
-
-@_compiled
+@compiled
 def copy_past_cache(into: Bytes, values: Bytes) -> None:
     """Copies `values` into `into`, both of shape (n,), uint8, contiguous, apart from each other."""
     n = values.size

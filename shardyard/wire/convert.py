@@ -19,11 +19,13 @@ from shardyard.ground.types import (
     NO_NAME,
     Block,
     Caller,
+    Clipping,
     DataLease,
     DataShardSource,
     DoneDataShards,
     DType,
     Durability,
+    Gathered,
     Generation,
     Incarnation,
     JobId,
@@ -38,6 +40,7 @@ from shardyard.ground.types import (
     PartitionMap,
     PartitionOwner,
     PartResult,
+    PinWish,
     Place,
     PulledPart,
     PullResult,
@@ -51,6 +54,8 @@ from shardyard.ground.types import (
     RankSource,
     Source,
     SourceKey,
+    StaleRule,
+    StepVerdict,
     Stop,
     Stride,
     Term,
@@ -107,6 +112,7 @@ _OUTCOMES: dict[Outcome, server.Outcome] = {
     Outcome.APPLIED: server.OUTCOME_APPLIED,
     Outcome.RECORDED: server.OUTCOME_RECORDED,
     Outcome.DUPLICATE: server.OUTCOME_DUPLICATE,
+    Outcome.DROPPED: server.OUTCOME_DROPPED,
 }
 
 K = TypeVar("K")
@@ -201,6 +207,21 @@ def mode_from_wire(value: common.UpdateMode) -> UpdateMode:
     return _known(_MODES, value, "the update mode")
 
 
+def stale_to_wire(rule: StaleRule | None) -> server.StaleRule | None:
+    if rule is None:
+        return None
+    return server.StaleRule(divides_rate=rule.divides_rate, compensation=rule.compensation, decay=rule.decay)
+
+
+def stale_from_wire(message: server.StaleRule) -> StaleRule:
+    if not (math.isfinite(message.compensation) and message.compensation >= 0 and 0 <= message.decay < 1):
+        raise InvalidRequest(
+            f"stale gradients compensated with {message.compensation} and a decay of {message.decay}; expected a number"
+            " from 0, and one from 0 to below 1"
+        )
+    return StaleRule(message.divides_rate, message.compensation, message.decay)
+
+
 def durability_to_wire(durability: Durability) -> common.Durability:
     return _DURABILITIES[durability]
 
@@ -209,6 +230,17 @@ def durability_from_wire(value: common.Durability) -> Durability:
     if value == common.DURABILITY_UNSPECIFIED:
         return Durability.CHECKPOINT
     return _known(_DURABILITIES, value, "the durability")
+
+
+def clipping_to_wire(clipping: Clipping) -> server.Clipping:
+    return server.Clipping(norm=clipping.norm, value=clipping.value)
+
+
+def clipping_from_wire(message: server.Clipping) -> Clipping:
+    for name, limit in ("norm", message.norm), ("value", message.value):
+        if not (math.isfinite(limit) and limit >= 0):
+            raise InvalidRequest(f"clipping by {name} to {limit}; expected a number from 0")
+    return Clipping(message.norm, message.value)
 
 
 def role_to_wire(role: MemberRole) -> coordinator.Role:
@@ -330,7 +362,7 @@ def map_from_wire(message: common.PartitionMap) -> PartitionMap:
 
 def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bool = True) -> server.PushHeader:
     """`before`: the order of the exchange before on the same stream; what is as there is left out. `named`: with its
-    name."""
+    name and its bases."""
     again = (
         before is not None
         and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
@@ -362,7 +394,41 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         header.pace.CopyFrom(
             server.Pace(stride=_STRIDES[pace.stride], turn=pace.turn, clock=pace.clock, ahead=pace.ahead)
         )
+    if named and order.bases:
+        header.bases.CopyFrom(bases_to_wire(order.bases))
+    if order.verdict is not None:
+        header.verdict.CopyFrom(verdict_to_wire(order.verdict))
+    if order.overflow:
+        header.overflow = True
     return header
+
+
+def bases_to_wire(bases: Sequence[Version]) -> server.Bases:
+    """Those that are alike stand once, in the place of the first of them."""
+    message = server.Bases()
+    last: server.Base | None = None
+    said: Version | None = None
+    for base in bases:
+        if last is not None and base == said:
+            last.alike += 1
+            continue
+        said = base
+        last = message.parts.add()
+        last.version.life = base.life
+        last.version.number = base.number
+    return message
+
+
+def bases_from_wire(message: server.Bases, count: int) -> tuple[Version, ...]:
+    """`count`: the parts of the push. Raises MalformedPayload where there are not as many."""
+    found: list[Version] = []
+    for base in message.parts:
+        if len(found) + 1 + base.alike > count:
+            raise MalformedPayload(f"a push of {count} parts that says of more what they were computed on")
+        found += [version_from_wire(base.version)] * (1 + base.alike)
+    if len(found) != count:
+        raise MalformedPayload(f"a push of {count} parts that says of {len(found)} what they were computed on")
+    return tuple(found)
 
 
 def _part_to_wire(part: PushPart) -> server.PushPart:
@@ -404,7 +470,15 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
         detach=message.detach,
         rest=message.rest if message.HasField("rest") else None,
         pace=_pace_from_wire(message.pace) if message.HasField("pace") else None,
+        verdict=verdict_from_wire(message.verdict) if message.HasField("verdict") else None,
+        overflow=message.overflow,
     )
+    if order.overflow and kind is not PushKind.GRADIENT:
+        raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
+    if message.HasField("bases"):
+        if kind is not PushKind.GRADIENT:
+            raise MalformedPayload(f"a push of kind {kind.value} that says what it was computed on")
+        order = order.renamed(order.name, bases_from_wire(message.bases, len(order.parts)))
     if last is None or message.parts:
         _check_sizes(order)
     if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
@@ -452,6 +526,39 @@ def _pace_from_wire(message: server.Pace) -> Pace:
     return Pace(_known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead)
 
 
+def verdict_to_wire(verdict: StepVerdict) -> server.StepVerdict:
+    return server.StepVerdict(step=verdict.step, square_norm=verdict.square_norm, members=verdict.members)
+
+
+def verdict_from_wire(message: server.StepVerdict) -> StepVerdict:
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a verdict on step {message.step}; the last one is {limits.SEQUENCE_MAX}")
+    members = ranks_from_wire(message.members, f"members of step {message.step}")
+    if not message.HasField("square_norm"):
+        return StepVerdict(message.step, members=members)
+    if message.square_norm < 0:
+        raise InvalidRequest(f"a verdict on step {message.step} with a square norm of {message.square_norm}")
+    return StepVerdict(message.step, message.square_norm, members)
+
+
+def ranks_from_wire(ranks: Sequence[int], what: str) -> tuple[Rank, ...]:
+    """Logical ranks that a job can have, ascending. Raises TooLarge, MalformedPayload."""
+    found = tuple([Rank(rank) for rank in _bounded(ranks, limits.LOGICAL_RANKS_MAX, what)])
+    if found and (list(found) != sorted(set(found)) or found[-1] >= limits.LOGICAL_RANKS_MAX):
+        raise MalformedPayload(f"{what}: {list(found[:8])}; expected logical ranks, ascending")
+    return found
+
+
+def given_to_wire(verdict: StepVerdict, partitions: Iterable[PartitionId]) -> server.VerdictGiven:
+    return server.VerdictGiven(verdict=verdict_to_wire(verdict), partitions=partitions)
+
+
+def given_from_wire(message: server.VerdictGiven) -> tuple[StepVerdict, tuple[PartitionId, ...]]:
+    partitions = _bounded(message.partitions, limits.PARTITIONS_MAX, "partitions that were given a verdict")
+    _check_unique(partitions, "a verdict")
+    return verdict_from_wire(message.verdict), tuple(map(PartitionId, partitions))
+
+
 def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> server.PullRequest:
     """Without caller, server and generation, which stand in the header."""
     return server.PullRequest(
@@ -462,6 +569,7 @@ def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> ser
         coding=wish.coding,
         shared=wish.shared,
         order=wish.order or None,
+        pin=wish.pin,
     )
 
 
@@ -478,6 +586,8 @@ def pull_from_wire(message: server.PullRequest) -> PullWish:
 def _wish_from_wire(header: server.PushHeader, last: PushOrder | None) -> PullWish:
     """The pull of an exchange. It is asked by who pushes."""
     message = header.pull
+    if message.pin:
+        raise InvalidRequest("a pinned pull in an exchange", todo="use Pull")
     if last is not None and not message.partitions and last.pull is not None:
         return _wish(message, last.caller, last.server, last.generation, last.pull.partitions)
     if last is not None:
@@ -508,6 +618,10 @@ def _wish(
         raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
     coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""
     order = _order_from_wire(message) if message.order else ()
+    if message.pin:
+        random_name(message.pin)
+        if message.number or message.exactly or message.wait_ms or message.coding or message.shared:
+            raise InvalidRequest("a pinned pull that is coded, shared, or asks for a version", todo="ask for the pin")
     return PullWish(
         caller,
         to,
@@ -519,7 +633,65 @@ def _wish(
         coding,
         message.shared,
         order,
+        message.pin,
     )
+
+
+def random_name(value: bytes) -> bytes:
+    """Of a reader, or of its pin. Raises MalformedPayload."""
+    if len(value) != limits.RANDOM_NAME_BYTES:
+        raise MalformedPayload(f"a random name of {len(value)} bytes; not {limits.RANDOM_NAME_BYTES}")
+    return value
+
+
+def pin_to_wire(wish: PinWish) -> server.PinRequest:
+    return server.PinRequest(
+        caller=caller_to_wire(wish.caller),
+        server=wish.server,
+        generation=wish.generation,
+        pin=wish.pin,
+        number=wish.number,
+        lease_ms=wish.lease_ms,
+        wait_ms=wish.wait_ms,
+    )
+
+
+def pin_from_wire(message: server.PinRequest) -> PinWish:
+    if not 1 <= message.lease_ms <= limits.PIN_LEASE_MS_MAX:
+        raise InvalidRequest(f"a pin for {message.lease_ms} ms; expected 1 to {limits.PIN_LEASE_MS_MAX}")
+    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
+        raise InvalidRequest(f"a pin that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+    if message.number > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a pin of version {message.number}; the last one is {limits.SEQUENCE_MAX}")
+    return PinWish(
+        caller_from_wire(message.caller),
+        Incarnation(message.server),
+        Generation(message.generation),
+        random_name(message.pin),
+        message.number if message.HasField("number") else None,
+        message.lease_ms,
+        message.wait_ms,
+    )
+
+
+def pinned_to_wire(parts: Iterable[PulledPart], missing: Iterable[Missing]) -> server.PinReply:
+    reply = server.PinReply(
+        parts=[server.PulledPart(partition=part.partition, version=version_to_wire(part.version)) for part in parts]
+    )
+    for each in missing:
+        reply.not_yet.missing.append(_missing_to_wire(each))
+    return reply
+
+
+def pinned_from_wire(
+    message: server.PinReply, expected: Sequence[PartitionId]
+) -> tuple[tuple[PulledPart, ...], tuple[Missing, ...]]:
+    """`expected`: the server's partitions, ascending. Raises MalformedPayload where others are answered."""
+    parts = tuple(PulledPart(PartitionId(part.partition), version_from_wire(part.version)) for part in message.parts)
+    missing = tuple(_missing_from_wire(each) for each in message.not_yet.missing)
+    if not missing and [part.partition for part in parts] != list(expected):
+        raise MalformedPayload(f"a pin of {len(parts)} partitions; expected {len(expected)} others")
+    return parts, missing
 
 
 def _order_from_wire(message: server.PullRequest) -> tuple[int, ...]:
@@ -604,18 +776,28 @@ def pulled_to_header(result: PullResult) -> bytes:
     for ticket in result.regions:
         header.regions.append(ticket_to_wire(ticket))
     for missing in result.missing:
-        header.not_yet.missing.add(
-            partition=missing.partition,
-            have=version_to_wire(missing.have),
-            want=missing.want,
-            waiting_for=missing.waiting_for,
-        )
+        header.not_yet.missing.append(_missing_to_wire(missing))
     if result.clock is not None:
         header.clock = result.clock
+    for partition, step, square_norm in result.gathered:
+        header.gathered.add(partition=partition, step=step, square_norm=square_norm)
     if result.attached is not None:
         header.attached = result.attached
         header.not_attached = result.not_attached
     return header.SerializeToString()
+
+
+def _missing_to_wire(missing: Missing) -> server.Missing:
+    return server.Missing(
+        partition=missing.partition,
+        have=version_to_wire(missing.have),
+        want=missing.want,
+        waiting_for=missing.waiting_for,
+    )
+
+
+def _missing_from_wire(message: server.Missing) -> Missing:
+    return Missing(PartitionId(message.partition), version_from_wire(message.have), message.want, message.waiting_for)
 
 
 def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Sequence[PartitionId] = ()) -> PullResult:
@@ -633,10 +815,7 @@ def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Seq
         parts += [PulledPart(partition, version) for partition in pulled[at:end]]
     missing: tuple[Missing, ...] = ()
     if message.HasField("not_yet"):
-        missing = tuple(
-            Missing(PartitionId(m.partition), version_from_wire(m.have), m.want, m.waiting_for)
-            for m in message.not_yet.missing
-        )
+        missing = tuple(_missing_from_wire(each) for each in message.not_yet.missing)
     if len(message.place_regions) != len(message.places):
         raise MalformedPayload(f"{len(message.places)} places in {len(message.place_regions)} regions")
     if not missing and len(parts) != len(pulled):
@@ -651,7 +830,20 @@ def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Seq
         places=tuple(map(Place, message.place_regions, message.places)) if message.places else (),
         code_bytes=tuple(message.code_bytes) if message.code_bytes else (),
         clock=message.clock if message.HasField("clock") else None,
+        gathered=_gathered_from_wire(message.gathered, pulled) if message.gathered else (),
     )
+
+
+def _gathered_from_wire(messages: Sequence[server.Gathered], pulled: Sequence[PartitionId]) -> tuple[Gathered, ...]:
+    _check_unique([each.partition for each in messages], "what was gathered")
+    asked = frozenset(pulled)
+    for each in messages:
+        if each.partition not in asked or each.step > limits.SEQUENCE_MAX or each.square_norm < 0:
+            raise MalformedPayload(
+                f"the answer to a pull says that partition {each.partition} has gathered step {each.step}, of square "
+                f"norm {each.square_norm}"
+            )
+    return tuple([Gathered(PartitionId(each.partition), each.step, each.square_norm) for each in messages])
 
 
 # ---- ledgers and leases

@@ -92,6 +92,9 @@ OPEN_FEED = _unary(_C, "OpenFeed", coordinator.OpenFeedRequest, coordinator.Open
 LEASE_DATA = _unary(_C, "LeaseData", coordinator.LeaseDataRequest, coordinator.LeaseDataReply)
 CLOSE_LEASE = _unary(_C, "CloseLease", coordinator.CloseLeaseRequest, coordinator.CloseLeaseReply)
 BEGIN_BATCH = _unary(_C, "BeginBatch", coordinator.BeginBatchRequest, coordinator.BeginBatchReply)
+REPORT_NOT_FINITE = _unary(_C, "ReportNotFinite", coordinator.ReportNotFiniteRequest, coordinator.ReportNotFiniteReply)
+DECIDE_STEP = _unary(_C, "DecideStep", coordinator.DecideStepRequest, coordinator.DecideStepReply)
+READ_MAKE_UP = _unary(_C, "ReadMakeUp", coordinator.ReadMakeUpRequest, coordinator.ReadMakeUpReply)
 REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coordinator.RebaseSourceReply)
 TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
 STOP_JOB = _unary(_C, "StopJob", coordinator.StopJobRequest, coordinator.StopJobReply)
@@ -102,6 +105,10 @@ HAND_OVER_FEEDBACK = _unary(
 )
 RESTORE_CHECKPOINT = _unary(
     _C, "RestoreCheckpoint", coordinator.RestoreCheckpointRequest, coordinator.RestoreCheckpointReply
+)
+FOLLOW_JOB = _unary(_C, "FollowJob", coordinator.FollowJobRequest, coordinator.FollowJobReply)
+REPORT_EVALUATION = _unary(
+    _C, "ReportEvaluation", coordinator.ReportEvaluationRequest, coordinator.ReportEvaluationReply
 )
 STATUS = _unary(_C, "Status", coordinator.StatusRequest, coordinator.StatusReply)
 LIST_QUARANTINED = _unary(_C, "ListQuarantined", coordinator.ListQuarantinedRequest, coordinator.ListQuarantinedReply)
@@ -116,6 +123,8 @@ DROP_JOB = _unary(_P, "DropJob", server.DropJobRequest, server.DropJobReply)
 FENCE = _unary(_P, "Fence", server.FenceRequest, server.FenceReply)
 OPEN_SOURCES = _unary(_P, "OpenSources", server.OpenSourcesRequest, server.OpenSourcesReply)
 READ_LEDGER = _unary(_P, "ReadLedger", server.ReadLedgerRequest, server.ReadLedgerReply)
+PIN = _unary(_P, "Pin", server.PinRequest, server.PinReply)
+UNPIN = _unary(_P, "Unpin", server.UnpinRequest, server.UnpinReply)
 DESCRIBE_SERVER = _unary(_P, "DescribeServer", server.DescribeServerRequest, server.DescribeServerReply)
 INITIALIZE: Method[frames.Frame, server.InitializeReply] = Method(
     f"{PACKAGE}.{_P}", "Initialize", _FRAME, _message(server.InitializeReply), streams_in=True

@@ -22,7 +22,17 @@ from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, hande
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
 from shardyard.checkpoints.storage import LocalStorage, Written
-from shardyard.codecs import apply, decode, parse_pull_rules, parse_push_rules
+from shardyard.codecs import (
+    RowCode,
+    apply,
+    decode,
+    decode_ids,
+    decode_rows,
+    encode_ids,
+    encode_rows,
+    parse_pull_rules,
+    parse_push_rules,
+)
 from shardyard.ground.errors import InvalidRequest, ShardyardError
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
@@ -76,6 +86,7 @@ from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal_files import SYNCED, LogRoot
 from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_mark, encode_mark, record_header
+from shardyard_worker import table_files
 from shardyard_worker.agent_launch import read_error_file
 
 GOLDEN: Final = Path(__file__).parents[1] / "golden"
@@ -126,7 +137,23 @@ def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
         (common.PartitionMap, [common.PartitionMap.FromString(golden["PartitionMap"])], convert.map_from_wire),
         (common.PushName, [name], convert.name_from_wire),
         (server.PullRequest, [server.PullRequest.FromString(golden["PullRequest"])], convert.pull_from_wire),
+        (server.PinRequest, [server.PinRequest(pin=bytes(16), number=3, lease_ms=100)], convert.pin_from_wire),
+        (
+            server.PinReply,
+            [server.PinReply(parts=[{"partition": 0}, {"partition": 1}]), server.PinReply(not_yet={"missing": [{}]})],
+            lambda message: convert.pinned_from_wire(message, TWO),
+        ),
         (server.SharedMemory, [ticket], convert.ticket_from_wire),
+        (
+            server.StaleRule,
+            [server.StaleRule(divides_rate=True, compensation=2.0, decay=0.95)],
+            convert.stale_from_wire,
+        ),
+        (
+            server.Bases,
+            [server.PushHeader.FromString(golden["PushHeader.bases"]).bases],
+            lambda message: convert.bases_from_wire(message, len(TWO)),
+        ),
         (
             server.PushReply,
             [server.PushReply.FromString(golden["PushReply"])],
@@ -138,6 +165,8 @@ def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
             [server.OpenSourcesRequest.FromString(golden["OpenSourcesRequest"])],
             lambda message: convert.sources_from_wire(message.sources),
         ),
+        (server.VerdictGiven, [server.VerdictGiven.FromString(golden["VerdictGiven"])], convert.given_from_wire),
+        (server.Clipping, [server.Clipping(norm=1.0, value=0.5)], convert.clipping_from_wire),
         (server.RestoredPartition, [restored], entry_from_wire),
         (server.CheckpointFile, list(restored.files), file_from_wire),
         (coordinator.HandOver, [_handed()], handed_from_wire),
@@ -207,7 +236,18 @@ def _codes() -> Iterator[Decoder]:
                 assert (guard[:8] == 7.0).all(), "written before the array"
                 assert (guard[-8:] == 7.0).all(), "written behind the array"
 
+    def read_ids(code: bytes) -> None:
+        found = decode_ids(code, 1_000)
+        assert found.size <= 1_000
+        assert (found[1:] > found[:-1]).all(), "ids that do not ascend"
+
     yield Decoder("code", codes, read)
+    ids = (np.arange(300), np.array([-(1 << 63), -1, 0, 1 << 40, (1 << 63) - 1]), np.arange(0))
+    seeds = tuple(bytes(encode_ids(each)) for each in ids)
+    yield Decoder("ids of rows", seeds, read_ids)
+    rows = np.arange(60, dtype=np.float32).reshape(10, 6)
+    seeds = tuple(bytes(encode_rows(rows, each)) for each in RowCode)
+    yield Decoder("rows", seeds, lambda code: decode_rows(code, 10, 6))
     texts = ("int8:64", "topk:0.01:int8+zstd", "powersgd:2", "delta:64+zstd", "bf16", "none", "randomk:0.1:unbiased")
     seeds = tuple(text.encode() for text in texts)
     yield Decoder("compression of pushes", seeds, lambda text: parse_push_rules(text.decode("utf-8", "replace")))
@@ -285,6 +325,14 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         _change_json,
     )
     yield from _feedback_files(storage, folder)
+    exported = folder / "rows.safetensors"
+    table_files.write(exported, table_files.Rows(np.arange(4), np.zeros((4, 3), np.float32)))
+
+    def read_rows(data: bytes) -> object:
+        exported.write_bytes(data)
+        return table_files.read(exported)
+
+    yield Decoder("a table's file", (exported.read_bytes(),), read_rows)
 
 
 def _feedback_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:

@@ -22,7 +22,7 @@ import mutations
 
 from shardyard.checkpoints import tensors
 from shardyard.checkpoints.storage import LocalStorage
-from shardyard.codecs import CodecSpec, decode, encode
+from shardyard.codecs import CodecSpec, decode, decode_ids, decode_rows, encode
 from shardyard.codecs.form import CodeId
 from shardyard.ground import limits
 from shardyard.ground.errors import LogDamaged, ShardyardError
@@ -112,6 +112,14 @@ def claimed_code(_: Path) -> object:
     raise refusals[0]
 
 
+def claimed_ids(_: Path) -> object:
+    return decode_ids(b"\1" + mutations.varint(1 << 30) + bytes(64), 1 << 31)
+
+
+def claimed_rows(_: Path) -> object:
+    return decode_rows(bytes((CodeId.RAW, *mutations.varint(1 << 30))) + bytes(64), 1 << 20, 1 << 10)
+
+
 def claimed_zstd(_: Path) -> object:
     head = bytes((CodeId.ZSTD, *mutations.varint(4_096)))
     return decode(head + mutations.varint(BOMB_BYTES) + BOMB, np.empty(4_096, np.float32))
@@ -127,6 +135,8 @@ CLAIMS: list[Callable[[Path], object]] = [
     claimed_message,
     claimed_push,
     claimed_code,
+    claimed_ids,
+    claimed_rows,
     claimed_zstd,
     claimed_tensors,
 ]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
@@ -109,6 +109,9 @@ class _Noise(logging.Handler):
         self.records.append(self.format(record))
 
 
+PIN: Final = bytes(range(16))
+
+
 def encoded(*messages: Any) -> Sent:
     return tuple(message.SerializeToString() for message in messages)
 
@@ -129,6 +132,7 @@ class ServerWorld:
         for sequence in range(2):
             self._must("Push", *encoded(self._push(sequence)))
         self._must("SaveCheckpoint", *encoded(self._save(1)))
+        self._must("Pin", *encoded(self._pin(PIN)))
 
     def state(self) -> object:
         jobs = []
@@ -175,6 +179,12 @@ class ServerWorld:
             caller=shop.ORDERS, server=shop.SERVER, generation=1, url="memory://fuzz/job", number=number, **step
         )
 
+    def _pin(self, pin: bytes, **changes: Any) -> server.PinRequest:
+        number = {"number": 2} if self.mode is UpdateMode.SYNC else {}
+        caller = common.Caller(job=shop.CALLER.job)
+        given = {"caller": caller, "server": shop.SERVER, "generation": 1, "lease_ms": 60_000, "pin": pin}
+        return server.PinRequest(**{**given, **number, **changes})
+
     def _calls(self) -> dict[str, list[Sent]]:
         who = {"caller": shop.CALLER, "server": shop.SERVER, "generation": 1}
         orders = {"caller": shop.ORDERS, "generation": 1}
@@ -210,6 +220,12 @@ class ServerWorld:
         attach = server.PushHeader(
             **who, kind=server.PUSH_KIND_NOTHING, attach={"pid": 1, "fd": 3, "bytes": 4096, "nonce": bytes(32)}
         )
+        judges = server.PushHeader(
+            **who,
+            kind=server.PUSH_KIND_NOTHING,
+            pull={"partitions": [0, 1], "number": 2, "exactly": True},
+            verdict={"step": 1, "square_norm": 4.0},
+        )
         alike = server.PushHeader(again=True, kind=server.PUSH_KIND_GRADIENT)
         alike.name.CopyFrom(self._push(3).header.name)
         ahead = self._push(4, rest=64)
@@ -220,6 +236,11 @@ class ServerWorld:
             server.PushFrame(offset=50, data=shop.GRADIENT[50:]),
         ]
         frame = server.PushFrame
+        pinned = shop.wish()
+        pinned.ClearField("number")
+        pinned.ClearField("exactly")
+        pinned.ClearField("wait_ms")
+        pinned.pin = PIN
         return {
             "CreatePartitions": [encoded(each) for each in (create, again, other, restore)],
             "Initialize": [encoded(values)],
@@ -252,7 +273,9 @@ class ServerWorld:
                 encoded(server.ReadLedgerRequest(**who, sources=[{"source": leased}, {"source": self._source()}]))
             ],
             "Push": [encoded(self._push(1)), encoded(self._push(2)), encoded(*halves)],
-            "Pull": [encoded(shop.wish()), encoded(shop.wish(1))],
+            "Pull": [encoded(shop.wish()), encoded(shop.wish(1)), encoded(pinned)],
+            "Pin": [encoded(self._pin(PIN)), encoded(self._pin(bytes(15) + b"2")), encoded(self._pin(PIN, wait_ms=1))],
+            "Unpin": [encoded(server.UnpinRequest(caller=shop.CALLER, pin=bytes(15) + b"2"))],
             "PushPull": [
                 encoded(
                     self._push(2), frame(header=alike, data=shop.GRADIENT), frame(header=alike, data=shop.GRADIENT)
@@ -261,6 +284,7 @@ class ServerWorld:
                 encoded(frame(header=pulls), frame(offset=64, data=shop.GRADIENT[64:]), ahead),
                 encoded(frame(header=coded), self._push(2), frame(header=coded)),
                 encoded(frame(header=attach), frame(header=pulls)),
+                encoded(frame(header=pulls), frame(header=judges)),
             ],
             "DescribeServer": [encoded(server.DescribeServerRequest())],
         }
@@ -366,6 +390,15 @@ class CoordinatorWorld:
                 encoded(wire.BeginBatchRequest(caller=caller, **work)),
                 encoded(wire.BeginBatchRequest(caller=caller, sequence=1, highest=1, **work)),
             ],
+            "ReportNotFinite": [
+                encoded(wire.ReportNotFiniteRequest(caller=caller, parameter="w", count=1, in_a_row=1, **work)),
+                encoded(wire.ReportNotFiniteRequest(caller=caller, last=1, parameter="w", count=2, in_a_row=2, **work)),
+            ],
+            "DecideStep": [
+                encoded(wire.DecideStepRequest(caller=caller, step=0, ranks=[0])),
+                encoded(wire.DecideStepRequest(caller=caller, step=1)),
+            ],
+            "ReadMakeUp": [encoded(wire.ReadMakeUpRequest(caller=caller, feed=0, step=each)) for each in (0, 5)],
             "TakeCheckpoint": [
                 encoded(wire.TakeCheckpointRequest(caller=caller)),
                 encoded(wire.TakeCheckpointRequest(job_name="default")),
@@ -387,6 +420,21 @@ class CoordinatorWorld:
             "StopJob": [
                 encoded(wire.StopJobRequest(caller=caller, reason="loss is nan")),
                 encoded(wire.StopJobRequest(job_name="default")),
+            ],
+            "FollowJob": [
+                encoded(wire.FollowJobRequest(job=worker.job, reader=PIN)),
+                encoded(wire.FollowJobRequest(job_name="default", reader=PIN, layout=True)),
+                encoded(wire.FollowJobRequest(job=worker.job, reader=PIN, leaves=True)),
+            ],
+            "ReportEvaluation": [
+                encoded(wire.ReportEvaluationRequest(job=worker.job, step=3, metrics=metrics)),
+                encoded(
+                    wire.ReportEvaluationRequest(
+                        job=worker.job,
+                        step=3,
+                        best={"metric": "loss", "lowest": True, "value": 0.5, "url": "memory://b"},
+                    )
+                ),
             ],
             "ListQuarantined": [encoded(wire.ListQuarantinedRequest(job=worker.job))],
             "ReadAudit": [encoded(wire.ReadAuditRequest(job="default")), encoded(wire.ReadAuditRequest(after=3))],

@@ -157,9 +157,30 @@ def messages() -> dict[str, Message]:
             again=True,
             shared_at=64,
         ),
+        "PushHeader.verdict": server.PushHeader(
+            kind=server.PUSH_KIND_NOTHING,
+            pull=server.PullRequest(number=42, exactly=True, wait_ms=500),
+            again=True,
+            verdict=server.StepVerdict(step=41, square_norm=6.25),
+        ),
+        "PushHeader.members": server.PushHeader(
+            kind=server.PUSH_KIND_NOTHING,
+            pull=server.PullRequest(number=42, exactly=True, wait_ms=500),
+            again=True,
+            verdict=server.StepVerdict(step=41, members=[0, 2]),
+        ),
         "PushHeader.detach": server.PushHeader(kind=server.PUSH_KIND_NOTHING, again=True, detach=True),
         "PushHeader.empty": server.PushHeader(
             caller=CALLER, server=1, generation=1, name=by_rank, kind=server.PUSH_KIND_EMPTY, parts=[{"partition": 0}]
+        ),
+        "PushHeader.bases": push_header(
+            by_shard,
+            bases=server.Bases(
+                parts=[server.Base(version=VERSION), server.Base(version=common.Version(life=2, number=40))]
+            ),
+        ),
+        "PushHeader.bases_alike": push_header(
+            by_shard, bases=server.Bases(parts=[server.Base(version=VERSION, alike=1)])
         ),
         "PushFrame.first": server.PushFrame(header=small, data=payload(1.0, -2.0, 0.5)),
         "PushFrame.later": server.PushFrame(offset=1 << 20, data=payload(1.0)),
@@ -191,6 +212,16 @@ def messages() -> dict[str, Message]:
                 ]
             )
         ),
+        "PullHeader.gathered": server.PullHeader(
+            not_yet=server.NotYet(
+                missing=[
+                    server.Missing(partition=0, have=VERSION, want=42, waiting_for="the verdict on step 41"),
+                    server.Missing(partition=2, have=VERSION, want=42, waiting_for="logical rank 1 of step 41"),
+                ]
+            ),
+            gathered=[server.Gathered(partition=0, step=41, square_norm=2.25)],
+        ),
+        "VerdictGiven": server.VerdictGiven(verdict=server.StepVerdict(step=41, square_norm=6.25), partitions=[0, 2]),
         "PullFrame.first": server.PullFrame(
             header=server.PullHeader(parts=[server.PulledPart(partition=0, version=VERSION)]),
             data=payload(0.25, 0.75),
@@ -221,6 +252,7 @@ def messages() -> dict[str, Message]:
             mode=common.UPDATE_MODE_SYNC,
             logical_ranks=2,
             server=(1 << 32) + 2,
+            clipping=server.Clipping(norm=1.0, value=0.5),
         ),
         "JobLayout": layout(),
         "PartitionMap": map_,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +40,7 @@ SERVER = Incarnation(1)
 LONG_CYCLES = 400_000_000
 """Some tenths of a second."""
 SYNC = {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 1}
+LOCAL = SYNC | {"job.consistency.mode": "local", "job.consistency.steps": 4}
 
 
 # --- training
@@ -106,6 +108,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "window": {"worker.window": 1},
     "async": {},
     "sync": SYNC,
+    "local": LOCAL,
+    "local int8": LOCAL | {"job.compression.push": "int8"},
     "small blocks": SYNC | {"job.block_bytes": 65_536},
     "streams": SYNC | {"worker.same_host": "never"},
     "view": SYNC | {"worker.pull": "view"},
@@ -114,6 +118,64 @@ RUNS: dict[str, dict[str, Any]] = {
     "topk": SYNC | {"job.compression.push": "topk:0.05", "job.compression.momentum": 0.9},
     "powersgd": SYNC | {"job.compression.push": "powersgd:2"},
 }
+
+
+@pytest.mark.parametrize("name", ["async", "overlap", "sync", "bf16", "topk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_models_have_float32_masters_whose_roundings_they_hold(
+    connect: Callable[..., sy.Job], name: str, dtype: torch.dtype
+) -> None:
+    job, plain = connect("cuda", RUNS[name]), connect("cpu", RUNS[name])
+    for each in (job, plain):
+        each.register({"a": torch.ones(777, device=each.device, dtype=dtype)}, lr=2.0**-9)
+    for step in range(30):
+        gradient = torch.randn(777, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for each in (job, plain):
+            each.push({"a": gradient.to(each.device)})
+        assert torch.equal(job.pull()["a"].cpu(), plain.pull()["a"]), step
+
+
+@pytest.mark.parametrize("given", [{}, SYNC], ids=["async", "sync"])
+def test_scaled_losses_under_autocast_equal_torchs(connect: Callable[..., sy.Job], given: dict[str, Any]) -> None:
+    job = connect("cuda", given)
+    scaler, its = (
+        job.scaler(init_scale=2.0**24, growth_interval=4),
+        torch.amp.GradScaler("cuda", 2.0**24, growth_interval=4),
+    )
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8)).to(job.device)
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8)).to(job.device)
+    plain.load_state_dict(model.state_dict())
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    scales = []
+    for step in range(40):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).to(job.device)
+        for each, by, scaled in ((model, optimizer, scaler), (plain, theirs, its)):
+            by.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = each(x).square().mean()
+            scaled.scale(loss).backward()
+            scaled.step(by)
+            scaled.update()
+        assert scaler.get_scale() == its.get_scale(), step
+        scales.append(its.get_scale())
+    assert any(after < before for before, after in itertools.pairwise(scales)), "nothing has overflowed"
+    for mine, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, parameter, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["async", "overlap", "sync", "topk"])
+def test_what_is_not_finite_on_the_device_does_not_count(connect: Callable[..., sy.Job], name: str) -> None:
+    job = connect("cuda", RUNS[name])
+    job.register({"a": torch.zeros(500, 300, device=job.device), "b": torch.zeros(0, 2, device=job.device)}, lr=1.0)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        gradient = torch.ones(500, 300, device=job.device)
+        gradient[499, 299] = bad
+        job.push({"a": gradient})
+        assert not job.pull()["a"].any()
+    job.push({"a": torch.ones(500, 300, device=job.device)})
+    assert job.pull()["a"].any()
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -16,6 +16,16 @@ from shardyard_worker import gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
 from alone import Connect
+from preloaded import Preloaded
+from yards import Script
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded() -> Iterator[None]:
+    Script.preloaded = Preloaded()
+    yield
+    Script.preloaded.close()
+    Script.preloaded = None
 
 
 @pytest.fixture

@@ -91,11 +91,13 @@ class Network(torch.nn.Module):
         return self.out(hidden) + (self.rarely(hidden) if rarely else 0)
 
 
-def train(connect: Connect, given: dict[str, Any], *, cast: bool = False) -> tuple[dict[str, torch.Tensor], sy.Job]:
+def train(
+    connect: Connect, given: dict[str, Any], *, cast: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, torch.Tensor], sy.Job]:
     settings = {"job.block_bytes": 1_024, "job.partitions": 4, "job.compression.whole_elements_max": 64} | given
     job = connect(settings=settings)
     torch.manual_seed(3)
-    model = Network()
+    model = Network().to(dtype)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     generator = torch.Generator().manual_seed(5)
     for step in range(12):
@@ -103,7 +105,7 @@ def train(connect: Connect, given: dict[str, Any], *, cast: bool = False) -> tup
         optimizer.zero_grad(set_to_none=step % 4 != 3)
         for _ in range(1 + step % 2):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-                loss = (model(x, rarely=step % 3 == 1) - y).square().mean()
+                loss = (model(x.to(dtype), rarely=step % 3 == 1) - y).square().mean()
             loss.backward()
         if step % 5 == 2:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -112,7 +114,7 @@ def train(connect: Connect, given: dict[str, Any], *, cast: bool = False) -> tup
                 if parameter.grad is not None:
                     parameter.grad.data.mul_(0.25)
         optimizer.step()
-        assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+        assert all(p.grad is None or p.grad.dtype is dtype for p in model.parameters())
     return {name: value.clone() for name, value in model.state_dict().items()}, job
 
 
@@ -150,6 +152,20 @@ def test_training_through_a_device_is_the_same_to_the_bit(
         assert not LateEngine.pinned
     for name, value in found[True].items():
         assert torch.equal(value, found[False][name]), name
+
+
+@pytest.mark.parametrize("name", ["async", "overlap", "sync", "bf16", "topk", "rules"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_models_are_the_same_through_a_device_too(
+    connect: Connect, on_device: Callable[[bool], None], name: str, dtype: torch.dtype
+) -> None:
+    found = {}
+    for chosen in (False, True):
+        on_device(chosen)
+        found[chosen], job = train(connect, RUNS[name], dtype=dtype)
+        job.close()
+    for each, value in found[True].items():
+        assert torch.equal(value, found[False][each]), each
 
 
 def test_reopened_stream_pins_the_server_memory_anew(connect: Connect, on_device: Callable[[bool], None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from alone import SYNC, SYNC_2, Connect, Counted
-from yards import Probes, finish, running_yard
+from yards import Probes, Script, finish, running_yard
 
 from shardyard.ground import errors
 from shardyard.ground.failpoints import armed
@@ -45,6 +45,12 @@ def once(do: Callable[[], object]) -> Callable[[str], None]:
 
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def interpreters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that is interrupted stands as a user's, in no fork of another process."""
+    monkeypatch.setattr(Script, "preloaded", None)
 
 
 # ---- what is held back

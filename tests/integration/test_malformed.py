@@ -342,6 +342,24 @@ def test_wrong_pulls_and_leases_are_refused_and_change_nothing(shop: Shop) -> No
     assert pulled(partitions=[2]) == "NotFound"
     assert pulled(partitions=[1]) == "MalformedPayload"
     assert pulled(wait_ms=1_001) == "InvalidRequest"
+    assert pulled(pin=bytes(15)) == "MalformedPayload"
+    assert pulled(pin=bytes(16), number=1) == "InvalidRequest"
+
+    def pinned(**changes: object) -> str:
+        given = {"caller": CALLER, "server": SERVER, "generation": 1, "pin": bytes(16), "lease_ms": 1_000}
+        request = wire.PinRequest(**{**given, **changes})  # type: ignore[arg-type]
+        return refused(lambda: shop.stub.Pin(request, timeout=DEADLINE_S))
+
+    assert pinned(server=3) == "StaleIncarnation"
+    assert pinned(generation=2) == "StaleGeneration"
+    assert pinned(caller=common.Caller(job=99)) == "NotFound"
+    assert pinned(pin=b"") == "MalformedPayload"
+    assert pinned(number=1) == "InvalidRequest"
+    assert pinned(lease_ms=0) == "InvalidRequest"
+    assert pinned(lease_ms=60_001) == "InvalidRequest"
+    assert pinned(wait_ms=1_001) == "InvalidRequest"
+    unpinning = wire.UnpinRequest(caller=CALLER, pin=bytes(17))
+    assert refused(lambda: shop.stub.Unpin(unpinning, timeout=DEADLINE_S)) == "MalformedPayload"
     opening = wire.OpenSourcesRequest(caller=CALLER, server=SERVER, generation=1, sources=[wire.SourceToken(token=4)])
     assert refused(lambda: shop.stub.OpenSources(opening, timeout=DEADLINE_S)) == "MalformedPayload"
     values = iter([wire.PushFrame(header=header(kind=wire.PUSH_KIND_VALUES), data=VALUES)])

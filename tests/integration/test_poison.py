@@ -119,3 +119,40 @@ def test_synchronous_steps_go_on_without_the_contribution_that_kills(yard: Local
     sums = 12 * BATCH + 3  # of each step: the mean over the ranks that count of their sums, whose samples are as many
     assert sum(counts) == pytest.approx(sums), "a sample was lost, or counted twice"
     assert [result["counts"] for result in results] == [counts] * WORKERS
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_worker_whose_gradients_are_never_finite_is_out_and_the_other_ends_the_job(
+    yard: LocalCluster, tmp_path: Path, mode: str
+) -> None:
+    """The sample that kills is none of these."""
+    environment = {
+        "SHARDYARD_COORDINATOR": yard.coordinator,
+        "SHARDYARD__JOB__PARTITIONS": "4",
+        "SHARDYARD__JOB__WORKERS_EXPECTED": "2",
+        "SHARDYARD__JOB__NONFINITE_MAX": "3",
+        "SHARDYARD__JOB__CONSISTENCY__MODE": mode,
+        "SHARDYARD__JOB__DATA__BATCHES_PER_DATA_SHARD": "5",
+        "SHARDYARD__JOB__RANK_GRACE_MS": "100",
+    }
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    script, out = str(SCRIPTS / "poison.py"), str(tmp_path / "out.json")
+    arguments = [script, out, "--samples", "160", "--poison", "-1", "--meet", str(meeting)]
+    bad, good = Script([*arguments, "--factor", "nan"], environment), Script(arguments, environment)
+    try:
+        assert bad.wait() == 1, bad.output
+        assert good.wait() == 0, good.output
+    finally:
+        bad.kill()
+        good.kill()
+    assert "WorkerQuarantined: 3 gradients in a row" in bad.output
+    counts = json.loads((tmp_path / "out.json").read_text())["counts"]
+    gone = sorted(index for each in listed(yard) for index in each["indices"])
+    assert len(gone) == 3 * BATCH
+    assert [index for index, count in enumerate(counts) if not count] == gone
+    if mode == "async":
+        assert set(counts) == {0.0, 1.0}
+    job = status(yard)
+    assert (job.state, job.not_finite, job.workers_quarantined) == (wire.JOB_STATE_FINISHED, 3, 1)
+    assert job.samples == 160 - len(gone)

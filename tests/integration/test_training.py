@@ -69,11 +69,16 @@ def test_rule_b4_a_killed_worker_changes_no_bit(yard: LocalCluster, probes: Prob
     assert {result["digest"] for result in results} == {undisturbed}
 
 
-def test_rule_b4_a_late_worker_changes_no_bit(yard: LocalCluster, probes: Probes, undisturbed: str) -> None:
+def test_rule_b4_a_late_worker_changes_no_bit(
+    yard: LocalCluster, probes: Probes, undisturbed: str, tmp_path: Path
+) -> None:
     common = {"coordinator": yard.coordinator, "job": "late", **SYNC}
-    first = probes.start("model", "--pause-ms", "60", **common)
+    go_on = tmp_path / "go_on"
+    first = probes.start("model", "--pause-ms", "20", "--hold-at", "4", "--hold", str(go_on), **common)
     first[0].wait_for("computed 4")
-    second = probes.start("model", "--pause-ms", "60", **common)
+    second = probes.start("model", "--pause-ms", "20", **common)
+    second[0].wait_for("computes logical rank")
+    go_on.touch()
     results = [finish(*first), finish(*second)]
     assert {result["digest"] for result in results} == {undisturbed}
     assert results[1]["computed"] > 0

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from preloaded import Forked, Preloaded
 
 from shardyard.ground import errors
 from shardyard.runtime import configuration
@@ -40,15 +42,23 @@ def running_yard(
 class Script:
     """A training script in a process of its own. `lines` is what it printed so far."""
 
+    preloaded: ClassVar[Preloaded | None] = None
+    """What they are forked from; None: each is begun by an interpreter of its own."""
+
     def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("SHARDYARD")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", *arguments],
-            env={**kept, "OMP_NUM_THREADS": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        given = {**kept, "OMP_NUM_THREADS": "1", **environment}
+        self.process: Forked | subprocess.Popen[str]
+        if self.preloaded is not None:
+            self.process = self.preloaded.start(arguments, given)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", *arguments],
+                env=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         self.lines: list[str] = []
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._read)

@@ -189,7 +189,7 @@ def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case)
         (torch.ones(4), ShapeMismatch),
         (torch.ones(3, 1), ShapeMismatch),
         (torch.ones(3, dtype=torch.float64), DTypeMismatch),
-        (torch.ones(3, dtype=torch.float16), DTypeMismatch),
+        (torch.ones(3, dtype=torch.int16), DTypeMismatch),
         (torch.ones(3).numpy(), DTypeMismatch),
         (torch.ones(3).to_sparse(), UnsupportedModel),
     ],

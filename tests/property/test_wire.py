@@ -22,9 +22,11 @@ from shardyard.ground.types import (
     NO_NAME,
     Block,
     Caller,
+    Clipping,
     DataLease,
     DataShardSource,
     DType,
+    Gathered,
     Generation,
     Incarnation,
     JobId,
@@ -37,6 +39,7 @@ from shardyard.ground.types import (
     PartitionMap,
     PartitionOwner,
     PartResult,
+    PinWish,
     Place,
     PulledPart,
     PullResult,
@@ -49,6 +52,7 @@ from shardyard.ground.types import (
     RankLease,
     RankSource,
     SourceKey,
+    StepVerdict,
     Stop,
     Term,
     Ticket,
@@ -80,6 +84,7 @@ sources = st.one_of(
 )
 keys = st.builds(SourceKey, sources, u32)
 versions = st.builds(Version, u64, u64)
+few_versions = st.builds(Version, st.just(1), st.integers(0, 2))
 spans = st.lists(st.integers(0, limits.SEQUENCE_MAX), min_size=2, max_size=2).map(sorted)
 names = st.builds(lambda key, token, span: PushName(key, Token(token), *span), keys, u64, spans)
 partition_numbers = u32.map(PartitionId)
@@ -96,6 +101,32 @@ wishes = st.builds(
     st.text(max_size=limits.CODING_CHARACTERS_MAX),
     st.booleans(),
 )
+random_names = st.binary(min_size=limits.RANDOM_NAME_BYTES, max_size=limits.RANDOM_NAME_BYTES)
+pinned_wishes = st.builds(
+    lambda caller, server, generation, partitions, order, pin: PullWish(
+        caller, server, generation, partitions, 0, False, order=order, pin=pin
+    ),
+    callers,
+    u64.map(Incarnation),
+    u64.map(Generation),
+    partition_lists,
+    st.lists(u32, max_size=3, unique=True).map(tuple),
+    random_names,
+)
+pins = st.builds(
+    PinWish,
+    callers,
+    u64.map(Incarnation),
+    u64.map(Generation),
+    random_names,
+    st.none() | st.integers(0, limits.SEQUENCE_MAX),
+    st.integers(1, limits.PIN_LEASE_MS_MAX),
+    st.integers(0, limits.PULL_WAIT_MS_MAX),
+)
+missing = st.builds(Missing, partition_numbers, versions, u64, texts)
+pinned = st.tuples(
+    st.lists(st.builds(PulledPart, partition_numbers, versions), max_size=4).map(tuple), st.just(())
+) | st.tuples(st.just(()), st.lists(missing, min_size=1, max_size=4).map(tuple))
 push_parts = st.builds(
     lambda partition, nbytes, absent, codes: PushPart(partition, sum(codes) if codes else nbytes, absent, codes),
     partition_numbers,
@@ -112,6 +143,13 @@ tickets = st.builds(
     st.integers(0, limits.SHARED_BYTES_MAX),
     st.binary(min_size=limits.NONCE_BYTES, max_size=limits.NONCE_BYTES),
     u32,
+)
+
+
+sums = finite | st.just(math.inf)
+ranks = st.sets(st.integers(0, limits.LOGICAL_RANKS_MAX - 1), max_size=6)
+verdicts = st.builds(
+    StepVerdict, st.integers(0, limits.SEQUENCE_MAX), st.none() | sums, ranks.map(lambda found: tuple(sorted(found)))
 )
 
 
@@ -133,6 +171,7 @@ def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
     kind = draw(st.sampled_from([PushKind.GRADIENT, PushKind.VALUES, PushKind.EMPTY, PushKind.NOTHING]))
     if kind is PushKind.EMPTY:
         parts = tuple(PushPart(part.partition, 0, part.absent_blocks) for part in parts)
+    has_bases = kind is PushKind.GRADIENT and draw(st.booleans())
     return PushOrder(
         caller=caller,
         server=server,
@@ -146,11 +185,15 @@ def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
         shared_at=draw(st.none() | u64),
         attach=draw(st.none() | tickets),
         detach=draw(st.booleans()),
+        bases=tuple(draw(st.lists(few_versions | versions, min_size=len(parts), max_size=len(parts))))
+        if has_bases
+        else (),
+        verdict=draw(st.none() | verdicts),
+        overflow=kind is PushKind.GRADIENT and draw(st.booleans()),
     )
 
 
 results = st.builds(PartResult, partition_numbers, st.sampled_from(Outcome), u64, versions)
-few_versions = st.builds(Version, st.just(1), st.integers(0, 2))
 
 
 @st.composite
@@ -169,6 +212,7 @@ def pull_results(draw: st.DrawFn) -> PullResult:
         PulledPart(partition, draw(few_versions | versions))
         for partition in draw(st.lists(partition_numbers, max_size=12, unique=True))
     )
+    told = [part.partition for part in parts if draw(st.booleans())]
     missing = ()
     if not parts:
         missing = tuple(draw(st.lists(st.builds(Missing, partition_numbers, versions, u64, texts), max_size=3)))
@@ -181,6 +225,7 @@ def pull_results(draw: st.DrawFn) -> PullResult:
         regions=tuple(draw(st.lists(tickets, max_size=2))),
         places=tuple(draw(st.lists(st.builds(Place, u32, u64), max_size=3))),
         code_bytes=tuple(draw(st.lists(u32, max_size=3))),
+        gathered=tuple(Gathered(each, draw(st.integers(0, limits.SEQUENCE_MAX)), draw(sums)) for each in told),
     )
 
 
@@ -362,13 +407,30 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
     ("groups", groups, lambda v: convert.groups_from_wire(convert.groups_to_wire(v))),
     ("layout", layouts(), lambda v: convert.layout_from_wire(convert.layout_to_wire(v))),
     ("push", orders(), lambda v: convert.push_from_header(convert.push_to_wire(v).SerializeToString())),
-    ("pull", wishes, lambda v: convert.pull_from_wire(convert.pull_to_wire(v))),
+    ("pull", wishes | pinned_wishes, lambda v: convert.pull_from_wire(convert.pull_to_wire(v))),
+    ("pin", pins, lambda v: convert.pin_from_wire(convert.pin_to_wire(v))),
+    (
+        "pinned",
+        pinned,
+        lambda v: convert.pinned_from_wire(convert.pinned_to_wire(*v), [part.partition for part in v[0]]),
+    ),
     (
         "results",
         st.lists(results, max_size=4).map(tuple) | alike_results(),
         lambda v: convert.results_from_wire(convert.results_to_wire(v), [result.partition for result in v]),
     ),
     ("pulled", pull_results(), answer_there_and_back),
+    ("verdict", verdicts, lambda v: convert.verdict_from_wire(convert.verdict_to_wire(v))),
+    (
+        "verdict that was given",
+        st.tuples(verdicts, partition_lists),
+        lambda v: convert.given_from_wire(convert.given_to_wire(*v)),
+    ),
+    (
+        "clipping",
+        st.builds(Clipping, finite, finite),
+        lambda v: convert.clipping_from_wire(convert.clipping_to_wire(v)),
+    ),
     ("ticket", tickets, lambda v: convert.ticket_from_wire(convert.ticket_to_wire(v))),
     (
         "sources",
@@ -499,12 +561,16 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (common.VariableSpec, convert.variable_from_wire),
     (common.PushName, convert.name_from_wire),
     (server.PullRequest, convert.pull_from_wire),
+    (server.PinRequest, convert.pin_from_wire),
+    (server.PinReply, lambda message: convert.pinned_from_wire(message, (PartitionId(0), PartitionId(1)))),
     (server.PushReply, lambda message: convert.results_from_wire(message, (PartitionId(0), PartitionId(1)))),
     (server.SharedMemory, convert.ticket_from_wire),
     (coordinator.DataLease, convert.data_lease_from_wire),
     (coordinator.HandOver, handed_from_wire),
     (coordinator.HandOverFeedbackRequest, door.hand_over_asked),
     (coordinator.LeaveRequest, door.left),
+    (coordinator.FollowJobRequest, door.reader_heard),
+    (coordinator.ReportEvaluationRequest, lambda message: door.evaluation_reported(message, 0)),
     (coordinator.Stop, convert.stop_from_wire),
 ]
 

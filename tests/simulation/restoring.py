@@ -17,10 +17,12 @@ from pydantic import BaseModel
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import Incarnation, Term
 from shardyard_coordinator import effects, events
+from shardyard_coordinator.data_ledger import StepLedger
 from shardyard_coordinator.deployment import Stage
 from shardyard_coordinator.jobs import LATE_MS
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.progress import Progress
+from shardyard_coordinator.readers import Readers
 from shardyard_coordinator.records import NOT_RECORDED, Record
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
@@ -77,10 +79,15 @@ def renew(machine: Machine, now_ms: int) -> None:
         job._finish_at_ms = None if job._finish_at_ms is None else now_ms + LATE_MS
         job.stopping._reached.clear()
         job._reads_steps = False
+        if isinstance(job.feeds, StepLedger):
+            job.feeds.verdicts._present = (0, frozenset())
         job.deployment._retry_at_ms = 0
         job.deployment.stage = DUE_AGAIN.get(job.deployment.stage, job.deployment.stage)
         if not job.state.ended:
             job.progress = Progress(now_ms)
+        job.readers = Readers()
+        job.readers.forget(now_ms)
+        job._kept_for_readers = []
         if job.ranks is not None:
             for standing in job.ranks._ranks:
                 standing.unowned_since_ms = now_ms

@@ -23,16 +23,18 @@ from shardyard.ground.types import (
     LeasedSource,
     MemberRole,
     OptimizerSpec,
+    Rank,
     RankSource,
     Term,
     Token,
     UpdateMode,
     VariableKind,
     VariableSpec,
+    WorkerSource,
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.data_ledger import FeedSpec, StepLedger
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
@@ -60,9 +62,14 @@ SETTINGS = {
         idle_ms=2_000,
         consistency=ConsistencySettings(mode=ConsistencyMode(mode.value), logical_ranks=3),
         data=DataSettings(batches_per_data_shard=2, poison_deaths=2),
+        nonfinite_max=3,
     )
     for name, mode in (("a", UpdateMode.ASYNC), ("s", UpdateMode.SYNC))
 }
+_S = SETTINGS["s"]
+SETTINGS["b"] = _S.model_copy(
+    update={"name": "b", "consistency": _S.consistency.model_copy(update={"backup_workers": 1})}
+)
 ALL_KINDS = {
     "batch_begun",
     "batch_quarantined",
@@ -76,10 +83,12 @@ ALL_KINDS = {
     "job_started",
     "member_registered",
     "member_removed",
+    "not_finite",
     "partitions_created",
     "partitions_opened",
     "rank_given",
     "stop_asked",
+    "steps_decided",
     "stop_settled",
     "variables_committed",
     "variables_registered",
@@ -87,10 +96,13 @@ ALL_KINDS = {
     "worker_freed",
     "worker_gone",
     "worker_joined",
+    "worker_quarantined",
 }
 SNAPSHOT_KINDS = {
+    "contributions_dropped_before",
     "feed_progress",
     "member_former",
+    "not_finite_before",
     "source_suspected",
     "token_given",
     "workers_departed",
@@ -246,6 +258,8 @@ class Fuzz:
     def _work(self, worker: Incarnation) -> None:
         job = self.jobs[worker]
         caller, feed = Caller(job, worker), self.random.choice((0, 0, 1))
+        if any(each.id == job and each.settings.name == "b" for each in self.machines.machine.jobs):
+            self._be_late(caller, feed)
         lease = self.leases.get(worker)
         event = self.random.choice(
             (
@@ -267,6 +281,19 @@ class Fuzz:
         if isinstance(answer, DataLease):
             self.leases[worker] = answer
 
+    def _be_late(self, caller: Caller, feed: int) -> None:
+        """Some ranks have contributed to the next step, or to one that is decided; or what is made up is asked for."""
+        decided = [
+            job.feeds.verdicts.decided
+            for job in self.machines.machine.jobs
+            if job.id == caller.job and isinstance(job.feeds, StepLedger)
+        ]
+        step = max(0, sum(decided) + self.random.choice((0, 0, 0, 0, -1, 1)))
+        ranks = tuple(rank for rank in (Rank(0), Rank(1), Rank(2), Rank(3)) if self.random.random() < 0.6)
+        self.handle(events.StepToldOf(caller, step, ranks[:2]))
+        self.handle(events.StepToldOf(caller, step, ranks[2:] or ranks))
+        self.handle(events.MakeUpAsked(caller, feed, step))
+
     def _stop(self, worker: Incarnation) -> None:
         """Told by a worker, or a person."""
         caller = self.random.choice((Caller(self.jobs[worker], worker), None))
@@ -280,6 +307,8 @@ class Fuzz:
         lease = self.leases.get(worker)
         announced: list[tuple[LeasedSource, Token]] = [] if lease is None else [(lease.source, lease.token)]
         announced += [] if job is None else [(RankSource(each.rank), each.token) for each in job.ranks_of(worker)]
+        if self.random.random() < 0.3:
+            self._report_not_finite(caller, announced)
         for source, token in announced:
             sequence, highest = self.random.choice((0, 0, 1, 3)), self.random.choice((0, 0, 0, 9))
             self.handle(events.BatchBegun(caller, source, token, sequence, highest))
@@ -289,6 +318,13 @@ class Fuzz:
             pids = [each.registration.pid for each in self.machines.machine.members if each.incarnation == worker]
             for pid in pids:
                 self.handle(events.ExitReported(agents[-1], pid, -9))
+
+    def _report_not_finite(self, caller: Caller, announced: list[tuple[LeasedSource, Token]]) -> None:
+        source, token = self.random.choice([*announced, (WorkerSource(caller.incarnation), Token(0))])
+        first, highest = self.random.choice((0, 0, 1)), self.random.choice((0, 0, 1))
+        last = first + self.random.choice((0, 0, 1))
+        count = self.random.choice((1, 2, 3))
+        self.handle(events.NotFiniteReported(caller, source, token, first, last, "w", count, count, 7, highest))
 
     def run(self) -> None:
         for number in range(1, EVENTS + 1):

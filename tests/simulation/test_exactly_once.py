@@ -125,8 +125,8 @@ T = TypeVar("T", bound=Weighted)
 class TakesAsTheyCome(Gate[T]):
     """Without the order of ranks (rule B2)."""
 
-    def __init__(self, *given: object) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
+    def __init__(self, *given: object, **more: object) -> None:
+        super().__init__(*given, **more)  # type: ignore[arg-type]
         self._came: list[T] = []
 
     def record(self, rank: object, contribution: T) -> None:

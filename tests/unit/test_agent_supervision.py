@@ -109,6 +109,30 @@ def test_error_before_one_without_a_traceback_is_told() -> None:
     assert told(core.handle(ended(0, 1, error=failure("cause", 19.9), time_s=21.0), 6)).first_error_index == 0
 
 
+def put_out(index: int) -> Ended:
+    said = RecordedError(40.0 + index, "WorkerQuarantined", "10 in a row", "Traceback: 10 in a row\n")
+    return ended(index, 1, error=said)
+
+
+def test_process_that_the_job_has_put_out_does_not_end_the_launch() -> None:
+    core = begun(3)
+    assert core.handle(put_out(1), 5) == [ReportExit(101, 1), Tell(ProcessExited(1, 101, 1, False))]
+    core.handle(ended(0, 0), 6)
+    assert told(core.handle(ended(2, 0), 7)) == LaunchEnded(0)
+
+
+def test_launch_whose_processes_were_all_put_out_has_failed() -> None:
+    core = begun()
+    core.handle(put_out(1), 5)
+    assert told(core.handle(put_out(0), 6)) == LaunchEnded(1, 0, "Traceback: 10 in a row")
+
+
+def test_failure_beside_one_that_was_put_out_is_the_one_that_is_told() -> None:
+    core = begun()
+    core.handle(put_out(1), 5)
+    assert told(core.handle(ended(0, 1, error=failure("no", 60.0)), 6)) == LaunchEnded(1, 0, "Traceback: no")
+
+
 def test_process_that_is_stopped_is_not_the_one_that_failed() -> None:
     core = begun()
     core.handle(ended(1, 1, error=failure("mine", 20.0)), 5)

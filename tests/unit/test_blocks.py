@@ -79,12 +79,15 @@ class OnePartition:
         full, present = self.blocks.unpack(part, payload)
         return Contribution(weight, self.groups, full, present)
 
-    def update(self, *members: Contribution, shares: Sequence[float] | None = None) -> dict[str, np.ndarray]:
+    def update(
+        self, *members: Contribution, shares: Sequence[float] | None = None, skips: bool = False
+    ) -> dict[str, np.ndarray]:
         total = sum(member.weight for member in members)
         new = aligned_empty(self.values.size)
         new[:] = 0xEE
         before = self.values.tobytes()
-        self.blocks.update(members, shares or [member.weight / total for member in members], self.values, new)
+        shares = shares or [member.weight / total for member in members]
+        self.blocks.update(members, shares, self.values, new, skips=skips)
         assert self.values.tobytes() == before
         self.values = new
         return {spec.name: self.of(new, index) for index, spec in enumerate(self.variables)}
@@ -347,3 +350,31 @@ def test_memory_of_an_update_can_be_asked_for_ahead(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(blocks_module, "aligned_empty", none_left)
     one.blocks.update(members, (0.5, 0.5), one.values, new)
     assert one.of(new, 0).tolist() == [-2, -4]
+
+
+def test_rule_b6_skipped_update_sets_buffers_and_nothing_else_changes_to_the_bit() -> None:
+    """Adam tells whether anything has counted: its next update depends on how many there were."""
+    kind, groups = "adam", (make_group("adam", {"lr": 0.1}),)
+    made = [
+        OnePartition(
+            variable("a", 3), buffer("m", 2, DType.FLOAT32), buffer("n", 1, DType.INT64), kind=kind, groups=groups
+        )
+        for _ in range(2)
+    ]
+    skipped, plain = made
+    for each in made:
+        each.start(a=[1, 2, 3], m=[0, 0], n=[5])
+        each.update(each.push(a=[1, -1, 2], m=[1, 1], n=[6]))
+    before = skipped.blocks.arrays(0, skipped.values)
+    state = {name: values.tobytes() for name, values in before.items()}
+    members = [
+        skipped.push(3.0, a=[np.nan, 1, np.inf], m=[2, 4], n=[7]),
+        skipped.push(1.0, m=[6, 8], n=[9])._replace(overflow=True),
+    ]
+    found = skipped.update(*members, skips=True)
+    assert {name: values.tobytes() for name, values in skipped.blocks.arrays(0, skipped.values).items()} == state
+    assert (found["m"].tolist(), found["n"].tolist()) == ([3, 5], [9])
+    assert skipped.blocks.counts.tolist() == [1, 2, 2]
+    for each in made:
+        each.update(each.push(a=[0.5, 0.5, 0.5], m=[1, 1], n=[1]))
+    assert skipped.of(skipped.values, 0).tobytes() == plain.of(plain.values, 0).tobytes()

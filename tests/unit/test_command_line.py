@@ -684,6 +684,7 @@ def test_status_as_json_has_all_there_is() -> None:
             "bytes_sent": 0,
             "workers_attached": 2,
             "workers_streaming": 1,
+            "pins": 0,
         }
     ]
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from shardyard.ground import limits
 from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import ConsistencyMode
+from shardyard.ground.types import ConsistencyMode, StaleRule
 from shardyard.runtime.configuration import (
     PROCESS_VARIABLES,
     SHORT_NAMES,
@@ -173,7 +173,7 @@ def test_all_problems_of_all_layers_come_in_one_error_with_their_lines(write) ->
     assert problems(file, {"SHARDYARD__JOB__IDLE_MS": "1"}, {"worker.device": "gpu"}) == [
         "yard.yaml:2: job.sed: unknown setting; did you mean job.seed?",
         'yard.yaml:3: job.seed: expected a whole number from 0 to 9223372036854775807, got "abc" (text)',
-        'yard.yaml:4: job.consistency.mode: expected one of sync, bounded, async, got "snyc" (text)',
+        'yard.yaml:4: job.consistency.mode: expected one of sync, local, bounded, async, got "snyc" (text)',
         "yard.yaml:4: job.consistency.logical_ranks: expected a whole number from 1 to 4096 or auto, got 99999",
         "yard.yaml:5: job.seed: given twice, first on line 3; keep one",
         'yard.yaml:6: job.name: expected 1 to 128 letters, digits, ".", "_" or "-", beginning with a letter or digit,'
@@ -290,6 +290,10 @@ def test_device_is_taken(device: str) -> None:
         ("job.compression.clip", -1.0),
         ("job.compression.clip", float("inf")),
         ("job.compression.whole_elements_max", -1),
+        ("job.consistency.staleness_scaling", "linear"),
+        ("job.consistency.delay_compensation", -0.1),
+        ("job.consistency.delay_compensation", float("inf")),
+        ("job.consistency.delay_compensation_decay", 1.0),
     ],
 )
 def test_value_out_of_bounds_is_refused(path: str, value: object) -> None:
@@ -319,6 +323,32 @@ def test_automatic_logical_ranks_of_a_sync_job_have_a_limit() -> None:
     assert "job.consistency.logical_ranks (default): expected at most 4096 logical ranks in sync mode" in said
     fixed = flags | {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 4}
     assert load(None, {}, fixed).settings.job.logical_rank_count == 4
+
+
+@pytest.mark.parametrize("setting", [("staleness_scaling", "inverse"), ("delay_compensation", 0.04)])
+def test_stale_gradients_are_those_of_asynchronous_jobs(setting: tuple[str, object]) -> None:
+    flags = {f"job.consistency.{setting[0]}": setting[1]}
+    for mode in ("async", "bounded"):
+        assert load(None, {}, flags | {"job.consistency.mode": mode}).settings.job.consistency.stale is not None
+    (said,) = problems(None, {}, flags | {"job.consistency.mode": "sync"})
+    assert f"expected mode async or bounded with {setting[0]}" in said
+    assert load(None, {}, {"job.consistency.mode": "sync"}).settings.job.consistency.stale is None
+
+
+def test_decay_is_that_of_a_compensation() -> None:
+    flags: dict[str, object] = {"job.consistency.delay_compensation_decay": 0.95}
+    (said,) = problems(None, {}, flags)
+    assert "a delay_compensation that it changes" in said
+    stale = load(None, {}, flags | {"job.consistency.delay_compensation": 2.0}).settings.job.consistency.stale
+    assert stale == StaleRule(compensation=2.0, decay=0.95)
+
+
+def test_compensation_and_a_log_exclude_each_other_and_say_why() -> None:
+    flags: dict[str, object] = {"job.consistency.delay_compensation": 0.04, "job.durability": "wal"}
+    (said,) = problems(None, {}, flags)
+    assert "a log does not have the values that a gradient was computed on" in said
+    scaled = {"job.consistency.staleness_scaling": "inverse", "job.durability": "wal"}
+    assert load(None, {}, scaled).settings.job.consistency.stale == StaleRule(divides_rate=True)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +473,8 @@ def test_documentation_names_every_variable() -> None:
         assert f"`{name}`" in page
 
 
-EXAMPLES = ["local", "sync", "async", "bounded", "compose", "compression", "checkpoints", "metrics"]
+EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
+EXAMPLES += ["mixed-precision"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -458,6 +489,8 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert loaded["sync"].job.logical_rank_count == 2
     assert loaded["async"].job.consistency.mode is ConsistencyMode.ASYNC
     assert (loaded["bounded"].job.consistency.bound, loaded["async"].job.consistency.bound) == (3, None)
+    assert loaded["async-stale"].job.consistency.stale == StaleRule(compensation=2.0, decay=0.95)
+    assert loaded["async"].job.consistency.stale is None
     assert (loaded["local"].yard.servers, loaded["local"].yard.workers) == (2, 2)
     assert loaded["compression"].job.compression.push_rules.kinds == {"none", "topk"}
     assert (loaded["checkpoints"].job.checkpoint.every_steps, loaded["checkpoints"].job.checkpoint.keep) == (1_000, 5)

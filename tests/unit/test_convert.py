@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from shardyard.ground.types import (
     Rank,
     RankSource,
     SourceKey,
+    StaleRule,
     Term,
     Token,
     UpdateMode,
@@ -35,6 +37,7 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.wire import convert
+from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
@@ -244,6 +247,13 @@ def spoiled_header(spoil: Callable[[server.PushHeader], object]) -> bytes:
         (lambda m: m.groups.extend([common.ParameterGroup()] * (limits.GROUPS_MAX + 1)), TooLarge),
         (lambda m: setattr(m.pull, "wait_ms", limits.PULL_WAIT_MS_MAX + 1), InvalidRequest),
         (lambda m: m.pull.partitions.extend([0, 0]), MalformedPayload),
+        (lambda m: m.bases.parts.add(), MalformedPayload),
+        (lambda m: m.bases.parts.add(alike=2), MalformedPayload),
+        (lambda m: m.bases.parts.add(alike=(1 << 32) - 1), MalformedPayload),
+        (lambda m: m.bases.parts.extend([server.Base()] * 3), MalformedPayload),
+        (lambda m: m.bases.SetInParent(), MalformedPayload),
+        (lambda m: [m.bases.parts.add(alike=1), setattr(m, "kind", server.PUSH_KIND_VALUES)], MalformedPayload),
+        (lambda m: [m.bases.parts.add(alike=1), setattr(m, "kind", server.PUSH_KIND_NOTHING)], MalformedPayload),
     ],
 )
 def test_bad_push_header_is_refused(
@@ -273,6 +283,20 @@ def test_bad_pull_is_refused() -> None:
         convert.pull_from_wire(server.PullRequest(partitions=range(limits.PARTITIONS_MAX + 1)))
     with pytest.raises(InvalidRequest, match="1001 ms"):
         convert.pull_from_wire(server.PullRequest(wait_ms=limits.PULL_WAIT_MS_MAX + 1))
+
+
+@pytest.mark.parametrize(
+    ("compensation", "decay"), [(-0.5, 0), (math.nan, 0), (math.inf, 0), (1, 1), (1, -0.1), (1, math.nan)]
+)
+def test_bad_rule_for_stale_gradients_is_refused(compensation: float, decay: float) -> None:
+    rule = StaleRule(divides_rate=True, compensation=0.5, decay=0.95)
+    message = convert.stale_to_wire(rule)
+    assert message is not None
+    assert convert.stale_from_wire(message) == rule
+    assert convert.stale_to_wire(None) is None
+    message.compensation, message.decay = compensation, decay
+    with pytest.raises(InvalidRequest, match="expected a number from 0"):
+        convert.stale_from_wire(message)
 
 
 def test_bad_answers_are_refused() -> None:
@@ -329,3 +353,22 @@ def test_long_text_is_too_large() -> None:
 def test_every_value_of_a_wire_enum_is_known(ours: type, theirs: object) -> None:
     suffixes = {name.rpartition("_")[2].lower() for name in theirs.keys()}  # type: ignore[attr-defined]  # noqa: SIM118
     assert suffixes - {"unspecified"} == {member.value for member in ours}  # type: ignore[attr-defined]
+
+
+def test_overflow_is_said_and_heard_where_headers_differ_in_nothing_else() -> None:
+    writer, reader = HeaderWriter(), HeaderReader()
+    said = []
+    for sequence, overflow in enumerate((False, False, False, True, True, True, False, False)):
+        order = dataclasses.replace(ORDER.renamed(ORDER.name), overflow=overflow)
+        name = dataclasses.replace(ORDER.name, first=sequence, last=sequence)
+        said.append(order.renamed(name))
+        found = reader.read(writer.write(said[-1]))
+        assert (found.name, found.overflow) == (name, overflow), sequence
+    assert [each.overflow for each in said] == [False] * 3 + [True] * 3 + [False] * 2
+
+
+@pytest.mark.parametrize("kind", [PushKind.EMPTY, PushKind.VALUES, PushKind.NOTHING])
+def test_only_gradients_overflow(kind: PushKind) -> None:
+    header = convert.push_to_wire(dataclasses.replace(ORDER, kind=kind, parts=(), overflow=True)).SerializeToString()
+    with pytest.raises(InvalidRequest, match="overflow"):
+        convert.push_from_header(header)

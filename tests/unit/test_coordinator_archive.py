@@ -53,7 +53,7 @@ from shardyard_coordinator.archive import Archive
 from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
 from shardyard_coordinator.effects import Base
 from shardyard_coordinator.feedback import FeedbackCollections, Said, Stage, Wanted
-from shardyard_coordinator.records import Body
+from shardyard_coordinator.records import Body, Entry
 from shardyard_coordinator.servers import Servers
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
@@ -255,6 +255,27 @@ def test_job_that_takes_no_steps_is_written_as_it_stands(
     monkeypatch.setattr(module, "STEP_WAIT_MS", 20)
     yard.push(0)
     assert yard.take(tmp_path, 1, step=1) == 1
+
+
+@pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)
+def test_checkpoint_has_the_verdicts_on_all_steps_before_its_own(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which were not all decided when the data ledger was copied."""
+    monkeypatch.setattr(module, "STEP_WAIT_MS", 20)
+    yard.push(0)
+    asked: list[int] = []
+
+    def verdicts(step: int) -> list[Entry]:
+        asked.append(step)
+        return [("steps_decided", {"first": 0, "left_out": [[1]], "dropped": []})]
+
+    draft = Draft(1, 0, {"entries": [["feed_closed", {"feed": 0}]], "closed": 1}, Token(1))
+    yard.archive.take(yard.subject, yard.map, draft, url=str(tmp_path), base=0, keep=3, verdicts=verdicts)
+    kept = CheckpointLibrary(open_storage(str(tmp_path))).load("ads", 1).data_ledger
+    decided = ["steps_decided", {"first": 0, "left_out": [[1]], "dropped": []}]
+    assert (asked, kept["entries"]) == ([1], [["feed_closed", {"feed": 0}], decided])
+    assert draft.data_ledger["entries"] == [["feed_closed", {"feed": 0}]]
 
 
 @pytest.mark.parametrize("yard", [UpdateMode.SYNC], indirect=True)

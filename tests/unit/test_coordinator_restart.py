@@ -206,15 +206,15 @@ def test_fence_that_died_with_its_coordinator_is_made_again(lives: Lives) -> Non
         assert (list(fence.incarnations), fence.caller.term) == ([first.incarnation], 2)
 
 
-def test_job_that_ended_is_dropped_by_the_next_coordinator(lives: Lives) -> None:
+def test_job_that_failed_is_dropped_by_the_next_coordinator(lives: Lives) -> None:
     yard = lives.yard
     (worker,) = yard.run_job(ASYNC)
     yard.coordinator._drop = lambda effect: None  # type: ignore[method-assign]
-    worker.leave()
+    worker.leave(error="ValueError: no")
     lives.restart()
     for fake in yard.servers.values():
         wait_until(lambda fake=fake: len(fake.named("drop")) == 1, "the job to be dropped")  # type: ignore[misc]
-    assert [job.state for job in status_of(yard).jobs] == [wire.JOB_STATE_FINISHED]
+    assert [job.state for job in status_of(yard).jobs] == [wire.JOB_STATE_FAILED]
 
 
 def test_member_that_was_declared_dead_before_the_restart_stays_refused(lives: Lives) -> None:

@@ -180,6 +180,8 @@ def test_job_without_workers_says_when_it_ends() -> None:
     books.pass_time(2_000)
     assert [text.partition(";")[0] for text in books.shown] == ["a worker"]
     books.pass_time(60_000)
+    assert [text.partition(";")[0] for text in books.shown] == ["its last checkpoint"]
+    books.pass_time(60_000)
     assert books.shown == (), "it has ended"
 
 

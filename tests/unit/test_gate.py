@@ -23,6 +23,7 @@ class Word:
     text: str
     weight: float = 1.0
     groups: tuple[tuple[float, ...], ...] | None = ((0.1, 0.9),)
+    overflow: bool = False
 
 
 EMPTY = Word("empty", 0.0, None)
@@ -156,3 +157,15 @@ def test_rule_b1_shares_are_summed_in_rank_order() -> None:
     weights = (1e16, 1.0, 1.0)  # in another order the total would be another number
     found = verdict([Word("a", weight) for weight in weights])
     assert found.shares == tuple(weight / 1e16 for weight in weights)
+
+
+def test_rule_b6_an_overflow_of_one_rank_skips_the_step_for_all_and_its_buffers_count() -> None:
+    found = verdict((Word("a", 3.0), Word("b", 1.0, overflow=True)))
+    assert found.skips
+    assert [word.text for word in found.members] == ["a", "b"]
+    assert found.shares == (0.75, 0.25)
+    assert not verdict((Word("a", 3.0), Word("b", 1.0))).skips
+
+
+def test_rule_b6_what_does_not_count_has_no_overflow_either() -> None:
+    assert not verdict((Word("a"), Word("b", 0.0, overflow=True))).skips

@@ -55,6 +55,7 @@ class Yard(MachineYard):
 
     def __init__(self, settings: JobSettings = SETTINGS, url: str | None = "somewhere") -> None:
         super().__init__(lease_ms=LEASE_MS, checkpoints=url)
+        self.agent = self.register(MemberRole.AGENT, "a:1")
         self.taking: list[effects.TakeCheckpoint] = []
         self.forgetting: list[effects.ForgetSources] = []
         self.dropped = 0
@@ -107,6 +108,11 @@ class Yard(MachineYard):
 
     def break_off(self, failure: ShardyardError = FULL) -> None:
         self.handle(events.CheckpointFailed(self.worker.job, self.taking.pop(0).draft.number, failure))
+
+    def kill_worker(self) -> None:
+        members = self.machine.members
+        pid = next(each.registration.pid for each in members if each.incarnation == self.worker.incarnation)
+        self.handle(events.ExitReported(self.agent, pid, -9))
 
     def leave(self) -> None:
         self.handle(events.MemberLeft(self.worker.incarnation, ""))
@@ -241,6 +247,35 @@ def test_next_coordinator_takes_the_last_checkpoint() -> None:
     yard.tick()
     yard.commit()
     assert yard.state is JobState.FINISHED
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_job_whose_workers_are_gone_for_good_is_written_down_before_it_fails(restarts: bool) -> None:
+    yard = begun()
+    yard.report(step=40)
+    yard.kill_worker()
+    yard.tick(SETTINGS.idle_ms - 1)
+    assert yard.state is JobState.RUNNING
+    yard.tick(1)
+    assert yard.state is JobState.FINISHING
+    if restarts:
+        yard.restart()
+    yard.tick()
+    yard.commit()
+    assert (yard.state, yard.dropped) == (JobState.FAILED, 2)
+    failure = yard.machine.jobs[-1].failure
+    assert failure is not None
+    assert "has had no worker for 20 s" in failure.what
+
+
+def test_job_whose_workers_are_gone_for_good_fails_at_once_where_partitions_have_no_server() -> None:
+    yard = begun()
+    yard.report(step=40)
+    yard.kill_worker()
+    for server in yard.servers:
+        yard.handle(events.MemberLeft(server, ""))
+    yard.tick(SETTINGS.idle_ms)
+    assert yard.state is JobState.FAILED
 
 
 def test_script_that_is_started_again_at_once_does_not_join_the_job_that_ends() -> None:

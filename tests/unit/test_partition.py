@@ -424,10 +424,10 @@ class Held:
         self.begun, self.may_end = threading.Event(), threading.Event()
         update = blocks_module.Blocks.update
 
-        def wait_and_update(blocks: blocks_module.Blocks, *given: Any) -> None:
+        def wait_and_update(blocks: blocks_module.Blocks, *given: Any, **more: Any) -> None:
             self.begun.set()
             assert self.may_end.wait(DEADLINE_S)
-            update(blocks, *given)
+            update(blocks, *given, **more)
 
         patch.setattr(blocks_module.Blocks, "update", wait_and_update)
 
@@ -580,3 +580,22 @@ def test_refusals_of_a_push_are_of_the_kind_that_the_sender_may_learn_from() -> 
     with pytest.raises(Refused) as refused:
         partition.push(name(SHARD, 7), gradient(1), current)
     assert refused.value.facts["next"] == "0"
+
+
+def test_rule_b6_step_that_overflows_in_one_rank_is_complete_and_changes_no_parameter() -> None:
+    partition = synchronous(2)
+    assert partition.push(rank(0, 0), gradient(1.0), current).outcome is Outcome.RECORDED
+    overflowed = Contribution(1.0, RATE, aligned_empty(0), (False,), overflow=True)
+    assert partition.push(rank(1, 0), overflowed, current).outcome is Outcome.APPLIED
+    assert values(partition, 1) == [0.0] * ELEMENTS
+    for number in range(2):
+        partition.push(rank(number, 1), gradient(1.0), current)
+    assert values(partition, 2)[0] == -1.0
+
+
+def test_rule_b6_asynchronous_an_overflow_is_that_pushs_alone() -> None:
+    partition = asynchronous()
+    partition.push(name(SHARD, 0), gradient(1.0)._replace(overflow=True), current)
+    partition.push(name(SHARD, 1), gradient(1.0), current)
+    assert partition.describe()[0].number == 2
+    assert values(partition)[0] == -1.0

@@ -32,7 +32,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec
+from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec, StepLedger
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
@@ -213,6 +213,36 @@ def test_settings_that_disagree_are_refused_and_those_that_need_not_be_said_are_
     assert isinstance(answer, effects.Joined)
     assert (answer.logical_ranks, answer.settings.seed) == (3, 99)
     assert min(lease.token for lease in answer.ranks) > ORIGIN.token
+
+
+def test_run_with_backup_workers_is_gone_on_with_by_one_that_makes_up_for_what_was_dropped() -> None:
+    sync = ConsistencySettings(mode=ConsistencyMode.SYNC)
+    decided = ["steps_decided", {"first": 59, "left_out": [[2]], "dropped": []}]
+    origin = dataclasses.replace(
+        ORIGIN,
+        mode=UpdateMode.SYNC,
+        logical_ranks=3,
+        data_ledger={"entries": [decided], "closed": 0, "token": 0},
+    )
+    yard = Yard()
+    yard.order(origin)
+    worker = yard.register(MemberRole.WORKER)
+    for backup_workers, said in (0, "of a run with backup workers"), (3, "which has 3 logical ranks"):
+        given = SETTINGS.model_copy(
+            update={"consistency": sync.model_copy(update={"backup_workers": backup_workers, "logical_ranks": "auto"})}
+        )
+        with pytest.raises(ConfigurationError, match=said):
+            yard.handle(events.JobJoined(worker, "default", given))
+    one = SETTINGS.model_copy(update={"consistency": sync.model_copy(update={"backup_workers": 1})})
+    answer = yard.handle(events.JobJoined(worker, "default", one))
+    assert isinstance(answer, effects.Joined)
+    feeds = yard.machine.jobs[-1].feeds
+    assert isinstance(feeds, StepLedger)
+    assert (feeds.verdicts.decided, feeds.verdicts.members(59)) == (60, (0, 1))
+    yard.restart(from_snapshot=True)
+    again = yard.machine.jobs[-1].feeds
+    assert isinstance(again, StepLedger)
+    assert again.entries() == feeds.entries()
 
 
 def test_order_can_be_taken_back() -> None:

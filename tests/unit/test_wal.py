@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -32,8 +33,10 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
+    NO_CLIPPING,
     Block,
     Caller,
+    Clipping,
     DataShardSource,
     DType,
     Durability,
@@ -54,6 +57,7 @@ from shardyard.ground.types import (
     RankSource,
     Source,
     SourceKey,
+    StaleRule,
     Term,
     Token,
     UpdateMode,
@@ -96,10 +100,19 @@ COORDINATOR = Caller(JOB, term=Term(2))
 class Yard:
     """Servers that share a folder of logs, and a folder of checkpoints."""
 
-    def __init__(self, folder: Path, mode: UpdateMode = UpdateMode.ASYNC) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mode: UpdateMode = UpdateMode.ASYNC,
+        clipping: Clipping = NO_CLIPPING,
+        *,
+        stale: StaleRule | None = None,
+    ) -> None:
+        self.clipping = clipping
         self.logs = LogRoot(folder / "wal")
         self.checkpoints = folder / "checkpoints"
         self.mode = mode
+        self.stale = stale
         self.failures: list[ShardyardError] = []
         self._stores: list[Store] = []
 
@@ -112,7 +125,8 @@ class Yard:
     def first(self, incarnation: Incarnation = FIRST) -> Store:
         """With checkpoint 1, of zeros."""
         store = self.empty(incarnation)
-        store.create(JOB, GENERATION, LAYOUT, OWNED, self.mode, 2, durability=Durability.WAL)
+        rules = {"stale": self.stale, "clipping": self.clipping}
+        store.create(JOB, GENERATION, LAYOUT, OWNED, self.mode, 2, durability=Durability.WAL, **rules)
         store.open(JOB, GENERATION)
         leases(store)
         self.save(store, 1)
@@ -144,7 +158,8 @@ class Yard:
             if each.partition in owned
         )
         restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail), job)
-        store.create(JOB, generation, LAYOUT, owned, self.mode, 2, restore, Durability.WAL)
+        rules = {"stale": self.stale, "clipping": self.clipping}
+        store.create(JOB, generation, LAYOUT, owned, self.mode, 2, restore, Durability.WAL, **rules)
         return store
 
     def close(self) -> None:
@@ -160,8 +175,14 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
 
 
 @contextmanager
-def yard_of(folder: Path, mode: UpdateMode) -> Iterator[Yard]:
-    made = Yard(folder, mode)
+def yard_of(
+    folder: Path,
+    mode: UpdateMode = UpdateMode.ASYNC,
+    clipping: Clipping = NO_CLIPPING,
+    *,
+    stale: StaleRule | None = None,
+) -> Iterator[Yard]:
+    made = Yard(folder, mode, clipping, stale=stale)
     try:
         yield made
     finally:
@@ -270,6 +291,20 @@ def test_promise_3_what_was_acknowledged_comes_back_to_the_bit(yard: Yard) -> No
     assert push(second, 6) == {Outcome.APPLIED}
 
 
+def test_an_overflow_is_in_the_log_so_what_was_skipped_is_skipped_again(tmp_path: Path) -> None:
+    with yard_of(tmp_path, UpdateMode.SYNC) as yard:
+        first = yard.first()
+        saved = yard.save(first, 2)
+        step(first, 0)
+        before = [values for _, values, _, _ in state(first).values()]
+        push(first, 1, source=RankSource(Rank(0)))
+        late = dataclasses.replace(order_of(first, 1, source=RankSource(Rank(1))), overflow=True)
+        assert send(first, late) == {Outcome.APPLIED}
+        assert [values for _, values, _, _ in state(first).values()] == before
+        step(first, 2)
+        assert state(yard.successor(saved, 2, FIRST)) == state(first)
+
+
 def test_what_a_checkpoint_has_is_not_done_again(yard: Yard) -> None:
     """The cut is taken after the new segment has begun: what comes in between is in both."""
     first = yard.first()
@@ -340,6 +375,55 @@ def test_a_synchronous_step_comes_back_with_the_contributions_that_were_recorded
             for number in range(4):
                 step(reference, number)
             assert state(reference) == state(second)
+
+
+def late(store: Store, sequence: int, *numbers: int, life: int = 1) -> set[Outcome]:
+    """A gradient that was computed on these versions of the partitions."""
+    order = dataclasses.replace(order_of(store, sequence), bases=tuple(Version(life, number) for number in numbers))
+    return send(store, order)
+
+
+def test_rates_of_stale_gradients_come_back_to_the_bit(tmp_path: Path) -> None:
+    """From logs in which the same version has a number in several lives, with versions that no checkpoint has."""
+    rule = StaleRule(divides_rate=True)
+    with yard_of(tmp_path, stale=rule) as yard:
+        first = yard.first()
+        for sequence in range(6):
+            late(first, sequence, max(0, sequence - 3), 0)
+        saved = yard.save(first, 2)
+        late(first, 6, 2, 6)
+        late(first, 7, 7, 4)
+        before = state(first)
+        tally = [each.tally for _, each in sorted(first.hosted()[0].partitions.items())]
+        assert [(each.total, each.most) for each in tally if each is not None] == [(0 + 1 + 2 + 9 + 4, 4), (15 + 3, 5)]
+        second = yard.successor(saved, 2, FIRST)
+        assert state(second) == before
+        late(second, 8, 5, 8)  # computed before the first one died
+        late(second, 9, 9, 8, life=2)
+        after = state(second)
+        third = yard.successor(saved, 2, FIRST, SECOND, incarnation=THIRD, life=3, generation=Generation(NEXT + 1))
+        assert state(third) == after
+    with yard_of(tmp_path / "other", stale=rule) as undisturbed:
+        reference = undisturbed.first()
+        for sequence in range(6):
+            late(reference, sequence, max(0, sequence - 3), 0)
+        for sequence, numbers in enumerate([(2, 6), (7, 4), (5, 8), (9, 8)], 6):
+            late(reference, sequence, *numbers)
+        assert state(reference) == after
+    with yard_of(tmp_path / "plain") as plain:
+        unruled = plain.first()
+        for sequence in range(10):
+            push(unruled, sequence)
+        assert state(unruled) != after
+
+
+def test_compensation_is_refused_where_it_could_not_be_replayed(tmp_path: Path) -> None:
+    with (
+        yard_of(tmp_path, stale=StaleRule(compensation=0.1)) as yard,
+        pytest.raises(InvalidRequest, match="to be compensated") as refused,
+    ):
+        yard.first()
+    assert "set job.consistency.delay_compensation to 0" in str(refused.value)
 
 
 def test_tokens_come_back(yard: Yard) -> None:
@@ -942,6 +1026,18 @@ def test_logs_of_the_gone_are_deleted_once_no_checkpoint_needs_them(yard: Yard) 
     assert log_of(yard, SECOND).folder.is_dir()
     second.drop(JOB)
     assert not list(yard.logs.path.glob("*/*"))
+
+
+def test_server_that_was_given_up_deletes_no_log_of_its_successors(yard: Yard) -> None:
+    """It wakes with an order of before the others became owners, and died."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push(first, 0)
+    yard.successor(saved, 2, FIRST)
+    log_of(yard, SECOND).take_over()
+    with contextlib.suppress(ShardyardError):
+        yard.save(first, 3, oldest=2, logs=[FIRST])
+    assert log_of(yard, SECOND).folder.is_dir()
 
 
 def test_a_job_that_ends_leaves_no_log(yard: Yard) -> None:

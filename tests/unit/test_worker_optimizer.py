@@ -43,7 +43,7 @@ def values(spec: OptimizerSpec, group: int = 0) -> dict[str, float]:
 
 def moved(optimizer: torch.optim.Optimizer, log: list[Any] | None = None) -> ServerOptimizer:
     pushed: list[Any] = [] if log is None else log
-    return ServerOptimizer(optimizer, translate(optimizer).kind, lambda o: pushed.append(o.settings()))
+    return ServerOptimizer(optimizer, translate(optimizer).kind, lambda o, _: pushed.append(o.settings()))
 
 
 @EVERY_KIND

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import unquote
 
+from shardyard.ground.errors import WorkerQuarantined
+
 STOP_GRACE_MS: Final = 3_000
 """Between SIGTERM and SIGKILL, where the one who stops a launch does not say."""
 RESTART_BACKOFF_MS: Final = 200
@@ -25,6 +27,7 @@ RESTART_BACKOFF_MS_MAX: Final = 10_000
 WORKERS_EXPECTED_VARIABLE: Final = "SHARDYARD__JOB__WORKERS_EXPECTED"
 RAISED_EXIT_CODE: Final = 1
 """What Python ends with after an exception that nobody catches."""
+QUARANTINED: Final = WorkerQuarantined.__name__
 TAIL_LINES_MAX: Final = 20
 """Lines of output kept of each process, to show where it left no traceback."""
 
@@ -58,7 +61,8 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnded:
-    """`exit_code` 0: every process ended well. Else `first_error` is that of the process that failed first."""
+    """`exit_code` 0: every process ended well, but those that the job has put out. Else `first_error` is that of the
+    process that failed first."""
 
     exit_code: int
     first_error_index: int = 0
@@ -189,6 +193,9 @@ class Supervision:
         self._restarts_max = restarts_max
         self._processes = [_Process(index) for index in range(workers)]
         self._failures: list[_Failure] = []
+        self._quarantined: list[_Failure] = []
+        """Failures only where no process has ended well."""
+        self._any_well = False
         self._stopping = False
         self._stop_asked = False
         self._kill_due_ms: int | None = None
@@ -247,6 +254,10 @@ class Supervision:
             process.restarts += 1
             return effects
         process.phase = Phase.ENDED
+        self._any_well = self._any_well or code == 0
+        if event.error is not None and event.error.kind == QUARANTINED and not self._stopping:
+            self._quarantined.append(self._failure(process, event))  # the job goes on without it
+            return effects + self._finish()
         # one that ends while it is being stopped has failed by itself only if it says so
         if code != 0 and (not self._stopping or (event.error is not None and not self._stop_asked)):
             self._failures.append(self._failure(process, event))
@@ -294,8 +305,9 @@ class Supervision:
     def _finish(self) -> list[Effect]:
         if self.running:
             return []
-        if self._failures:
-            first = min(self._failures, key=lambda failure: (failure.time_s, failure.index))
+        failures = self._failures or ([] if self._any_well else self._quarantined)
+        if failures:
+            first = min(failures, key=lambda failure: (failure.time_s, failure.index))
             self.ended = LaunchEnded(first.exit_code, first.index, first.text)
         elif self._stop_asked:
             self.ended = LaunchEnded(-signal.SIGTERM, 0, "the launch was stopped")

@@ -61,6 +61,11 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
+"""Tensors of these are variables of float32: widened when they are sent, which is exact, and narrowed, to nearest,
+halves to even, when values are loaded."""
+
+
 def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0) -> VariableSpec:
     """The variable that a tensor becomes. Raises UnsupportedModel for what servers cannot hold."""
     if not isinstance(tensor, torch.Tensor):
@@ -71,11 +76,12 @@ def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0)
             todo="before job.prepare, call the model once on a batch (lazy modules), or model.to_empty(device=...) and"
             " initialise it (meta)",
         )
-    dtype = next((ours for ours, theirs in TORCH_DTYPES.items() if theirs is tensor.dtype), None)
+    wide = torch.float32 if tensor.dtype in NARROW_DTYPES else tensor.dtype
+    dtype = next((ours for ours, theirs in TORCH_DTYPES.items() if theirs is wide), None)
     if dtype is None or (kind is VariableKind.PARAMETER and not dtype.is_floating):
         raise UnsupportedModel(
             f"{kind.value} {name!r} is of dtype {tensor.dtype}",
-            todo="servers hold float32 and float64 parameters; convert with model.float(), and use autocast for speed",
+            todo="servers hold float32 and float64 parameters, also of models in bfloat16 and float16",
         )
     if tensor.layout is not torch.strided:
         raise UnsupportedModel(f"{kind.value} {name!r} has the layout {tensor.layout}", todo="use a dense tensor")
@@ -334,7 +340,7 @@ class Buckets:
         """Begins to copy a gradient that a GPU has just made; `fill` of the same, unchanged, will not have to. What is
         given back returns when it lies in its view. None: it is left to `fill`."""
         spec = self._layout.variables[index]
-        fits = tuple(gradient.shape) == spec.shape and gradient.dtype is TORCH_DTYPES[spec.dtype]
+        fits = tuple(gradient.shape) == spec.shape and fits_dtype(spec, gradient)
         if self._copies is None or not fits or gradient.layout is not torch.strided:
             return None
         begun = self._copies.take(self._wanted(index, gradient))
@@ -592,8 +598,9 @@ class Buckets:
         self._copy(pairs)
 
     def _may_view(self, index: int, target: torch.Tensor) -> bool:
-        is_parameter = self._layout.variables[index].kind is VariableKind.PARAMETER
-        return is_parameter and target.device.type == "cpu" and not self.carries(target)
+        spec = self._layout.variables[index]
+        fits = spec.kind is VariableKind.PARAMETER and target.dtype is TORCH_DTYPES[spec.dtype]
+        return fits and target.device.type == "cpu" and not self.carries(target)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copies (into, from) pairs of flat tensors, all detached; much of it by two threads. Those into a GPU are only
@@ -679,8 +686,17 @@ def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
         )
     if tuple(tensor.shape) != spec.shape:
         raise ShapeMismatch(f"{spec.name!r} of shape {tuple(tensor.shape)}; expected {spec.shape}")
-    if tensor.dtype is not TORCH_DTYPES[spec.dtype]:
+    if not fits_dtype(spec, tensor):
         raise DTypeMismatch(f"{spec.name!r} of dtype {tensor.dtype}; expected {TORCH_DTYPES[spec.dtype]}")
+
+
+def fits_dtype(spec: VariableSpec, tensor: torch.Tensor) -> bool:
+    """Whether the tensor has its variable's dtype, or one that is widened to it."""
+    return tensor.dtype is TORCH_DTYPES[spec.dtype] or (spec.dtype is DType.FLOAT32 and tensor.dtype in NARROW_DTYPES)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float() if tensor.dtype in NARROW_DTYPES else tensor
 
 
 def _kind_of(value: object) -> str:

@@ -45,5 +45,5 @@ def announce(training: Training, source: LeasedSource, token: Token, sequence: i
             session.check()
             reply = session.ask(methods.BEGIN_BATCH, request)
     if reply.quarantined:
-        log.warning("#%d of %s is in quarantine: workers have died at it; it does not count", sequence, source)
+        log.warning("#%d of %s is in quarantine; it does not count", sequence, source)
     return Verdict(not reply.quarantined, reply.careful_below)

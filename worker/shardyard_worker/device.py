@@ -460,8 +460,10 @@ def _copy_beside(pairs: Pairs) -> None:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words of 32 bits as signed numbers, int64, shape (). Exact."""
-    return _in_order(tensor).view(torch.int32).sum(dtype=torch.int64)
+    """The sum of a tensor's words of 32 bits, or of 16 where its elements are so narrow, as signed numbers, int64,
+    shape (). Exact."""
+    word = torch.int16 if tensor.element_size() == 2 else torch.int32
+    return _in_order(tensor).view(word).sum(dtype=torch.int64)
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""What a script logs, as event files that TensorBoard reads: one run for each worker, the job's step on the x-axis.
+"""What a script logs, as event files that TensorBoard reads: one run for each worker or evaluator, with the
+job's step on the x-axis.
 
-Owns: the files of one worker. Invariants: a tensor is read one call after the one that gave it, when it has been
+Owns: the files of one of them. Invariants: a tensor is read one call after the one that gave it, when it has been
 computed, so that a GPU is not waited for; a run's folder is never written twice. Must not know: who else is told.
 """
 
@@ -20,12 +21,12 @@ FLUSH_S: Final = 10
 
 
 class EventFiles:
-    """A new run, in `folder`/JOB/TIME-worker-ID. Raises ConfigurationError where TensorBoard's package is not
-    installed, or the folder cannot be made."""
+    """A new run, in `folder`/JOB/TIME-WHO, such as worker-1.2. Raises ConfigurationError where TensorBoard's package is
+    not installed, or the folder cannot be made."""
 
-    def __init__(self, folder: Path, *, job: str, worker: str) -> None:
+    def __init__(self, folder: Path, *, job: str, who: str) -> None:
         writer = _writer()
-        self.folder = _made(folder / job, time.strftime("%Y%m%d-%H%M%S") + f"-worker-{worker}")
+        self.folder = _made(folder / job, time.strftime("%Y%m%d-%H%M%S") + f"-{who}")
         self._writer = writer(str(self.folder), flush_secs=FLUSH_S)
         self._given: tuple[int, Metrics] = 0, {}
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardyard.ground.errors import InvalidRequest, ShardyardError, StaleToken
 from shardyard.ground.orders import Indices, order
 from shardyard.ground.types import DataLease, PushName, Rank, RankSource, SourceKey, UpdateMode
+from shardyard.ground.units import Units
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.caution import announce
 from shardyard_worker.dataset import Reader
+from shardyard_worker.local import Local
+from shardyard_worker.make_up import Batch, MakeUp
 from shardyard_worker.randomness import seed_everything
 from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy
 from shardyard_worker.training import Sending, Training
@@ -32,12 +35,19 @@ log = logging.getLogger("shardyard.worker")
 
 @dataclass
 class Work:
-    """What the batch that is being computed stands for. `samples` grows as batches are accumulated into one push."""
+    """What the batch that is being computed stands for. `samples` grows as batches are accumulated into one push.
+    `due`: whether optimizer.step() is due after the batch at hand; `stepped`: it was called; `left`: batches that
+    belong to it, and come later."""
 
     name: PushName
     samples: int
+    due: bool = True
+    left: int = 0
+    stepped: bool = False
     taken: bool = False
     lost: bool = False
+    highest: int = 0
+    """As Sending has it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class FeedSettings:
     epochs: int
     shuffle: bool
     drop_last: bool
+    accumulate: int = 1
 
 
 @dataclass
@@ -100,21 +111,29 @@ class Feed(ABC):
     def batches(self) -> Generator[Any, None, None]:
         """Yields batches until all samples of all epochs are counted, by this worker or others."""
 
-    def push(self, sending: Sending) -> None:
-        """Pushes what was computed on the batch (or batches) since the last push."""
+    def push(self, sending: Sending | None) -> None:
+        """Pushes what was computed on the batch (or batches) since the last push. None: it shall not count."""
+        work = self.require_work()
+        if sending is None:
+            self._push_empty(work)
+            return
+        work.taken = True
+        weighted = replace(sending, weight=float(work.samples), highest=work.highest)
+        try:
+            self._strategy.contribute(work.name, weighted)
+        except LostWork:
+            work.lost = True
+
+    def require_work(self) -> Work:
+        """That for which a step is taken now. Raises InvalidRequest."""
         work = self.work
-        if work is None or work.taken:
+        if work is None or work.taken or work.stepped:
             raise InvalidRequest(
                 "optimizer.step() twice for one batch",
                 why="a batch is one piece of work, and counts once",
                 todo="call optimizer.step() once for each batch of job.batches",
             )
-        work.taken = True
-        weighted = Sending(sending.tensors, float(work.samples), sending.groups)
-        try:
-            self._strategy.contribute(work.name, weighted)
-        except LostWork:
-            work.lost = True
+        return work
 
     def _drop(self, why: str) -> None:
         """Pushes the current work as a named empty push: it does not count, and nobody waits for it."""
@@ -140,6 +159,7 @@ class AsyncFeed(Feed):
                 yield from self._go_through(lease)
         finally:
             self._rest()
+        self._session.learn()  # a server that was given up answers who has the map of before, without what came since
         self._strategy.begin()
 
     def _rest(self) -> None:
@@ -184,7 +204,10 @@ class AsyncFeed(Feed):
             chosen = samples[sequence * size : (sequence + 1) * size]
             first = sequence if pending is None else pending.name.first
             before = 0 if pending is None else pending.samples
-            self.work = Work(PushName(key, lease.token, first, sequence), before + len(chosen))
+            due = (sequence + 1) % self._settings.accumulate == 0 or (sequence + 1) * size >= len(samples)
+            named = PushName(key, lease.token, first, sequence)
+            self.work = Work(named, before + len(chosen), due, highest=max(nexts))
+            self._training.accumulates = not due
             if sequence < careful_below:
                 try:
                     self._strategy.drain()  # what kills this worker now is this batch, not one before
@@ -243,15 +266,72 @@ class AsyncFeed(Feed):
 
 class SyncFeed(Feed):
     _strategy: SyncStrategy
+    _is_long = False
+    """Whether a step of the job is a round of steps."""
+
+    @property
+    def _units(self) -> Units:
+        settings, session = self._settings, self._session
+        return Units(
+            self._reader.samples,
+            settings.batch_size,
+            session.logical_ranks,
+            settings.drop_last,
+            settings.accumulate,
+            local_steps=session.job_settings.consistency.local_steps or 1,
+        )
+
+    def require_work(self) -> Work:
+        work = super().require_work()
+        if work.left:
+            raise InvalidRequest(
+                f"optimizer.step() {work.left} batches before the last one of {work.name}",
+                why="in a synchronous job the batches of a step are one piece of work, which counts once",
+                todo=f"call it after {self._settings.accumulate} batches (accumulate), or where job.step_due says so",
+            )
+        return work
+
+    def _warn_of_short_steps(self) -> None:
+        """A script that counts batches, and does not ask job.step_due, misses the end of a step that has fewer."""
+        accumulate, units = self._settings.accumulate, self._units
+        share = self._settings.batch_size * accumulate
+        last = units.samples_per_epoch % units.samples_per_step % share
+        if 0 < last < accumulate:
+            log.warning(
+                "the last step of an epoch has %d samples for one of the ranks, and so fewer than %d batches: call"
+                " optimizer.step() where job.step_due says so, or give drop_last=True",
+                last,
+                accumulate,
+            )
+
+    def __init__(
+        self,
+        training: Training,
+        strategy: Strategy,
+        reader: Reader,
+        *,
+        number: int,
+        settings: FeedSettings,
+        opened: wire.OpenFeedReply,
+    ) -> None:
+        super().__init__(training, strategy, reader, number=number, settings=settings, opened=opened)
+        planned_end = opened.first_step + opened.units_per_epoch * settings.epochs
+        backups = self._session.job_settings.consistency.backup_workers
+        self._make_up = MakeUp(self._session, number, planned_end, makes_up=bool(backups))
 
     @property
     def _end(self) -> int:
-        """The step after the last one: that of the data, or, before it, where the job is told to stop."""
-        end = self._opened.first_step + self._opened.units_per_epoch * self._settings.epochs
+        """The step after the last one that is known: that of the data, or, before it, where the job is told to stop."""
         stop = self._session.brake.end
-        return end if stop is None else min(end, stop)
+        return self._make_up.end if stop is None else min(self._make_up.end, stop)
+
+    def _has(self, step: int) -> bool:
+        """Whether the data set has that step, and the job goes so far."""
+        stop = self._session.brake.end
+        return (stop is None or step < stop) and self._make_up.has(step)
 
     def batches(self) -> Generator[Any, None, None]:
+        self._warn_of_short_steps()
         while not self._opened.done:
             if self._strategy.on_standby:
                 if self._is_done_on_standby():
@@ -259,12 +339,14 @@ class SyncFeed(Feed):
                 continue
             self._strategy.prepare_work()
             rank = self._strategy.due()
-            if self._strategy.step >= self._end:
+            if not self._has(self._strategy.step):
                 if self._await_done():
                     break
                 continue
-            if rank is not None and self._strategy.goes_on():
+            if rank is not None and self._strategy.goes_on(begins=self._is_long):
                 yield from self._compute(rank)
+        if not self._is_told_to_stop:
+            self._make_up.settle()
         if self._strategy.on_standby or self._strategy.step < self._end:
             # a rank may have come with the news of the end, to somebody who computed none
             self._strategy.catch_up(self._end)
@@ -279,8 +361,13 @@ class SyncFeed(Feed):
                 todo="go through each job.batches to its end, and call it for the same data sets, in the same order,"
                 " on all workers",
             )
-        chosen = self._samples(rank, step)
-        self.work = Work(name, len(chosen))
+        made_up = self._make_up.batch(rank, step)
+        if made_up is None:  # others make up for what was dropped
+            self.work = Work(name, 0)
+            self._push_empty(self.work)
+            return
+        chosen = self._samples(made_up)
+        self.work = work = Work(name, len(chosen))
         if len(chosen) == 0:
             self._warned = True  # the last step of an epoch may have less work than ranks
             self._drop("no samples")
@@ -296,16 +383,24 @@ class SyncFeed(Feed):
             if not verdict.counts:
                 self._push_empty(self.work)
                 return
-        seed_everything(self._session.seed, 0, rank, step)
-        yield self._reader.fetch(chosen)
-        if not self.work.taken:
-            self._drop("no optimizer.step() after a batch")
+        batches = list(self._units.batches(len(chosen)))
+        for number, batch in enumerate(batches):
+            work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
+            self._training.accumulates = not batch.due
+            # a step's only batch is seeded by its name alone
+            seed_everything(self._session.seed, 0, made_up.rank, made_up.step, *((number,) if number else ()))
+            yield self._reader.fetch(chosen[batch.begin : batch.end])
+        if not work.taken:
+            self._end_unasked()
 
-    def _samples(self, rank: Rank, step: int) -> Indices:
-        epoch, index = divmod(step - self._opened.first_step, self._opened.units_per_epoch)
-        size = self._settings.batch_size
-        begin = (index * self._session.logical_ranks + rank) * size
-        return self._orders.of(epoch)[begin : begin + size]
+    def _end_unasked(self) -> None:
+        """All batches of the work at hand were computed, and nothing was pushed."""
+        self._drop("no optimizer.step() after a batch")
+
+    def _samples(self, batch: Batch) -> Indices:
+        epoch, index = divmod(batch.step - self._opened.first_step, self._opened.units_per_epoch)
+        begin, end = self._units.span(index, batch.rank)
+        return self._orders.of(epoch)[begin:end]
 
     def _close(self) -> bool:
         caller = convert.caller_to_wire(self._session.caller)
@@ -334,8 +429,50 @@ class SyncFeed(Feed):
         return True
 
 
-def open_feed(training: Training, strategy: Strategy, reader: Reader, *, number: int, settings: FeedSettings) -> Feed:
-    """Agrees with the coordinator, and so with all workers, on what is read and how. Raises FeedConflict."""
+class LocalFeed(SyncFeed):
+    """Of a job in local mode: the batches of a round are one piece of work, whatever steps are taken on them."""
+
+    _is_long = True
+    _local: Local
+    _end_round: Callable[[], object]
+
+    def follow(self, local: Local, end_round: Callable[[], object]) -> None:
+        """Who takes the steps, and pushes what they have come to."""
+        self._local, self._end_round = local, end_round
+        local.rounds.add(self._opened.first_step, self._units, self._settings.epochs)
+
+    def enter(self) -> bool:
+        """A step is taken after the batch at hand, which may be the round's last: True then. Raises InvalidRequest."""
+        work = Feed.require_work(self)
+        work.stepped = True
+        assert isinstance(work.name.key.source, RankSource)
+        self._local.enter(work.name.key.source.rank, work.name.first)
+        return not work.left
+
+    def require_work(self) -> Work:
+        """That of the round that has ended."""
+        assert self.work is not None
+        return self.work
+
+    def _end_unasked(self) -> None:
+        if self._local.taken:
+            self._end_round()
+        else:
+            self._drop("no optimizer.step() in a round")
+
+
+def open_feed(
+    training: Training,
+    strategy: Strategy,
+    reader: Reader,
+    *,
+    number: int,
+    settings: FeedSettings,
+    local: Local | None = None,
+    end_round: Callable[[], object] | None = None,
+) -> Feed:
+    """Agrees with the coordinator, and so with all workers, on what is read and how. `end_round`: pushes what `local`
+    has come to. Raises FeedConflict."""
     session = training.session
     request = wire.OpenFeedRequest(
         caller=convert.caller_to_wire(session.caller),
@@ -346,7 +483,13 @@ def open_feed(training: Training, strategy: Strategy, reader: Reader, *, number:
         epochs=settings.epochs,
         shuffle=settings.shuffle,
         drop_last=settings.drop_last,
+        accumulate=settings.accumulate,
     )
     opened = session.ask(methods.OPEN_FEED, request)
-    kind = SyncFeed if session.mode is UpdateMode.SYNC else AsyncFeed
-    return kind(training, strategy, reader, number=number, settings=settings, opened=opened)
+    if session.mode is UpdateMode.ASYNC:
+        return AsyncFeed(training, strategy, reader, number=number, settings=settings, opened=opened)
+    if local is None or end_round is None:
+        return SyncFeed(training, strategy, reader, number=number, settings=settings, opened=opened)
+    feed = LocalFeed(training, strategy, reader, number=number, settings=settings, opened=opened)
+    feed.follow(local, end_round)
+    return feed

@@ -26,11 +26,19 @@ WATCHED_BYTES_MIN = 16 * KIB
 class Gradients:
     """Watches parameters, by index of their variable."""
 
-    def __init__(self, buckets: Buckets, parameters: Mapping[int, torch.Tensor], *, ready: Ready | None = None) -> None:
+    def __init__(
+        self,
+        buckets: Buckets,
+        parameters: Mapping[int, torch.Tensor],
+        *,
+        ready: Ready | None = None,
+        partial_now: Callable[[], bool] = lambda: False,
+    ) -> None:
         """`ready` is told that a gradient lies in its view, once what it is given with it has returned; it may still be
-        added to."""
+        added to. `partial_now`: it surely will be, so that it is neither told nor copied."""
         self._buckets = buckets
         self._ready = ready
+        self._partial_now = partial_now
         self._handles: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
             for index, parameter in parameters.items()
@@ -53,6 +61,8 @@ class Gradients:
             self._tell(index)
             return
         if self._buckets.carries(gradient):
+            if self._partial_now():
+                return
             wait = self._buckets.take(index, gradient)
             if wait is not None:
                 self._tell(index, wait)
@@ -65,7 +75,7 @@ class Gradients:
             self._tell(index)
 
     def _tell(self, index: int, wait: Callable[[], None] | None = None) -> None:
-        if self._ready is not None:
+        if self._ready is not None and not self._partial_now():
             self._ready(index, wait)
 
 

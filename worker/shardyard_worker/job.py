@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
@@ -30,7 +31,15 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.limits import METRIC_NAME_CHARACTERS_MAX, METRICS_MAX, TEXT_CHARACTERS_MAX
 from shardyard.ground.optimizers import KINDS, make_group, setting_names
-from shardyard.ground.types import ConsistencyMode, Incarnation, OptimizerSpec, Stop, UpdateMode, VariableKind
+from shardyard.ground.types import (
+    ConsistencyMode,
+    Incarnation,
+    NonFinite,
+    OptimizerSpec,
+    Stop,
+    UpdateMode,
+    VariableKind,
+)
 from shardyard.runtime.settings import Settings
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.transport.memory import tune_malloc
@@ -40,13 +49,16 @@ from shardyard_worker.buckets import spec_of
 from shardyard_worker.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, OnStop
 from shardyard_worker.dataset import Reader
 from shardyard_worker.event_files import EventFiles
-from shardyard_worker.feeds import Feed, FeedSettings, open_feed
+from shardyard_worker.feeds import Feed, FeedSettings, LocalFeed, open_feed
+from shardyard_worker.local import Inner, Local, LocalOptimizer, outer_optimizer, refuse_without_optimizer
 from shardyard_worker.notebook import table
-from shardyard_worker.optimizer import ServerOptimizer, translate
+from shardyard_worker.optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.randomness import seed_everything
+from shardyard_worker.scaling import SCALER_COUNTS, JobScaler, unscaler
 from shardyard_worker.schedule import JobScheduler
 from shardyard_worker.session import Place, Session
 from shardyard_worker.strategies import AsyncStrategy, LostWork, Strategy, SyncStrategy
+from shardyard_worker.table import Table
 from shardyard_worker.training import BufferPlace, Sending, Training, Variable
 
 log = logging.getLogger("shardyard.worker")
@@ -77,8 +89,8 @@ def connect(settings: Settings, *, network: Network | None = None, on_close: Cal
             device = pick_device(settings.worker.device, place.local_index)
             session.join()
             if settings.metrics.tensorboard:
-                worker = str(session.caller.incarnation)
-                files = EventFiles(Path(settings.metrics.tensorboard), job=settings.job.name, worker=worker)
+                who = f"worker-{session.caller.incarnation}"
+                files = EventFiles(Path(settings.metrics.tensorboard), job=settings.job.name, who=who)
     except BaseException:
         if files is not None:
             files.close()
@@ -110,6 +122,9 @@ def pick_device(wanted: str, local_index: int) -> torch.device:
     return device
 
 
+JobOptimizer = ServerOptimizer | LocalOptimizer
+
+
 class Job:
     """A training run, from one worker's side. Use it as a context manager; leaving it leaves the job.
 
@@ -128,10 +143,13 @@ class Job:
         self._on_close = on_close
         self._training: Training | None = None
         self._strategy: Strategy | None = None
+        self._local: Local | None = None
         self._feed: Feed | None = None
         self._feeds = 0
         self._names: dict[str, int] = {}
         self._own_steps = 0
+        self._scaler: JobScaler | None = None
+        self._told_of_scaler = False
         self._settings_now: Callable[[], tuple[tuple[float, ...], ...]] = tuple
         self._metrics: dict[str, Any] = {}
         self._shown: dict[str, float | torch.Tensor] = {}
@@ -164,8 +182,23 @@ class Job:
 
     @property
     def step(self) -> int:
-        """The job's step: the number of updates applied, as far as this worker has seen."""
+        """The job's step: the number of updates applied, as far as this worker has seen. In local mode: the steps that
+        a logical rank has taken by itself, up to where this worker stands."""
+        if self._local is not None:
+            return self._local.step
         return 0 if self._strategy is None else self._strategy.step
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Where the job clips by norm (job.clip.norm): the 2-norm of the last gradient, over all parameters, before it
+        was scaled down; in a synchronous job, of the last step's mean. None without, and before the first."""
+        return None if self._training is None else self._training.gradient_norm
+
+    @property
+    def step_due(self) -> bool:
+        """Whether `optimizer.step()` is to be called after the batch at hand: it is the last of those whose gradients
+        are accumulated (job.batches, `accumulate`). True without that."""
+        return self._feed is None or self._feed.work is None or self._feed.work.due
 
     @property
     def chief(self) -> bool:
@@ -182,7 +215,7 @@ class Job:
         if self.mode is UpdateMode.ASYNC:
             return self.stopping is not None
         end = self._session.brake.end
-        return self.stopping is not None if self._strategy is None else end is not None and self.step >= end
+        return self.stopping is not None if self._strategy is None else end is not None and self._strategy.step >= end
 
     @property
     def stopping(self) -> Stop | None:
@@ -239,7 +272,7 @@ class Job:
         Tensors are kept as they are and read when the next heartbeat is due, so a GPU is not waited for here.
         Raises InvalidRequest for what is not one real number, and for a name that is too long.
         """
-        taken = {name: _metric(name, value) for name, value in metrics.items()}
+        taken = {name: checked_metric(name, value) for name, value in metrics.items()}
         with self._metrics_lock:
             for name, value in taken.items():
                 if len(self._metrics) < METRICS_MAX or name in self._metrics:
@@ -258,37 +291,121 @@ class Job:
     # ---- training a model
 
     @overload
-    def prepare(self, model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, ServerOptimizer]: ...
+    def prepare(self, model: Model, optimizer: torch.optim.Optimizer) -> tuple[Model, JobOptimizer]: ...
     @overload
     def prepare(
         self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler
-    ) -> tuple[Model, ServerOptimizer, JobScheduler]: ...
+    ) -> tuple[Model, JobOptimizer, JobScheduler]: ...
     def prepare(
         self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None
-    ) -> tuple[Model, ServerOptimizer] | tuple[Model, ServerOptimizer, JobScheduler]:
+    ) -> tuple[Model, JobOptimizer] | tuple[Model, JobOptimizer, JobScheduler]:
         """Moves the optimizer, and the parameters that it has, to the servers.
 
         Gives back the same model, whose parameters and persistent buffers now hold the job's values, an optimizer whose
         `step()` pushes the gradients and pulls the parameters, and, if one was given, the scheduler as a function of
         the job's step: it stands where it would after one call of its `step()` for each step of the job.
 
+        In local mode the optimizer stays here, whatever its kind: `step()` is its own, and the servers hear once a
+        round of `job.consistency.steps` what these have come to.
+
         Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, InvalidRequest.
         """
+        _refuse_tables(model)
+        if self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL:
+            return self._prepare_local(model, optimizer, scheduler)
         spec = translate(optimizer)
         schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: self.step)
         parameters, buffers = _parameters(model, optimizer), _buffers(model)
-        self._register([*parameters, *buffers], spec, model)
+        counts = [] if self._scaler is None else [Variable(SCALER_COUNTS, self._scaler.state)]
+        self._register([*parameters, *buffers, *counts], spec, model)
         if schedule is not None:
             schedule.follow()
 
-        def contribute(server_optimizer: ServerOptimizer) -> None:
+        def contribute(server_optimizer: ServerOptimizer, scaled: Scaled | None) -> None:
             if schedule is not None:
                 schedule.follow()
-            sent = [*(parameter.target.grad for parameter in parameters), *(buffer.found for buffer in buffers)]
-            self._contribute(Sending(sent, 1.0, server_optimizer.settings()))
+            gradients, overflow = self._unscaled([parameter.target.grad for parameter in parameters], scaled)
+            sent = [*gradients, *(buffer.found for buffer in buffers)]
+            if self._scaler is not None:
+                sent.append(self._scaler.proposal(None if scaled is None else overflow))
+            self._contribute(Sending(sent, 1.0, server_optimizer.settings(), overflow=overflow))
 
         moved = ServerOptimizer(optimizer, spec.kind, contribute)
         self._settings_now = moved.settings
+        return (model, moved) if schedule is None else (model, moved, schedule)
+
+    def scaler(
+        self,
+        init_scale: float = 65_536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2_000,
+        *,
+        enabled: bool = True,
+    ) -> JobScaler:
+        """Before `prepare`: a torch.amp.GradScaler, with its methods, whose scale is that of the job: one for all
+        workers, in its checkpoints, and given to those that join. All workers make the same call.
+
+        In a synchronous job a step that overflows in one logical rank is skipped for all. Raises InvalidRequest.
+        """
+        self._session.check()
+        if self._training is not None or self._scaler is not None:
+            raise InvalidRequest(
+                "job.scaler " + ("after job.prepare" if self._scaler is None else "a second time"),
+                why="the scale is one of the job's variables",
+                todo="call it once, before job.prepare",
+            )
+        if self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL:
+            raise InvalidRequest(
+                "job.scaler in a job of local steps",
+                why="each worker takes its steps by itself, with an optimizer of its own",
+                todo="use torch.amp.GradScaler",
+            )
+        made = JobScaler(
+            self._device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+            by_steps=self.mode is UpdateMode.SYNC,
+        )
+        if made.is_enabled():
+            self._scaler = made
+        return made
+
+    def _unscaled(
+        self, gradients: list[torch.Tensor | None], scaled: Scaled | None
+    ) -> tuple[list[torch.Tensor | None], bool]:
+        """Gradients as they are sent, and whether they are beyond their format, and so not sent."""
+        if scaled is None:
+            return gradients, False
+        if self._scaler is None and not self._told_of_scaler:
+            self._told_of_scaler = True
+            log.warning("a GradScaler of this worker's own: each worker has another scale; job.scaler() is one for all")
+        if scaled.overflow:
+            return [None] * len(gradients), True
+        return [*map(unscaler(scaled.scale, gradients), gradients)], False
+
+    def _prepare_local(
+        self, model: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
+    ) -> tuple[Model, LocalOptimizer] | tuple[Model, LocalOptimizer, JobScheduler]:
+        consistency = self._session.job_settings.consistency
+        schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: self.step)
+        parameters, buffers = [each.in_group(0) for each in _parameters(model, optimizer)], _buffers(model)
+        spec = outer_optimizer(consistency)
+        self._register([*parameters, *buffers], spec, model)
+        assert self._training is not None
+        assert isinstance(self._strategy, SyncStrategy)
+        inner = Inner(optimizer)
+        self._local = Local(
+            self._training, self._strategy, inner, schedule, parameters=len(parameters), steps=consistency.steps
+        )
+        self._step_told = self.step
+        if schedule is not None:
+            schedule.follow()
+        self._settings_now = lambda: spec.groups
+        moved = LocalOptimizer(optimizer, self._step_locally)
         return (model, moved) if schedule is None else (model, moved, schedule)
 
     def batches(
@@ -300,32 +417,44 @@ class Job:
         shuffle: bool = True,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Batches of the dataset such that over all workers each sample counts once an epoch, whoever dies.
 
         Tensors come on `job.device`. `batch_size` is for one worker (asynchronous) or one logical rank (synchronous).
-        Call `optimizer.step()` once for each batch; batches without one are accumulated into the next (asynchronous,
-        within a data shard). Ends when all samples are counted. All workers must make the same calls in the same order.
-        Raises UnseekableDataset, FeedConflict, JobFailed.
+        Call `optimizer.step()` once for each batch, or with `accumulate` after so many, whose gradients together are
+        one push: where `job.step_due`. Ends when all samples are counted. All workers must make the same calls in the
+        same order. Raises UnseekableDataset, FeedConflict, JobFailed.
         """
         self._session.check()
         if self._training is None or self._strategy is None:
             raise InvalidRequest("job.batches before job.prepare", todo="call job.prepare first")
         self._refuse_nesting()
-        if self._own_steps and self.mode is UpdateMode.SYNC:
+        own_steps = self._own_steps or (0 if self._local is None else self._local.taken)
+        if own_steps and self.mode is UpdateMode.SYNC:
             raise InvalidRequest(
                 "job.batches after steps without it, in a synchronous job",
                 why="the step says which samples are due, so all steps must come from job.batches, or none",
                 todo="use job.batches for all steps, or a DataLoader of your own for all",
             )
-        if batch_size < 1 or epochs < 0:
-            raise InvalidRequest(f"batch_size {batch_size}, epochs {epochs}; expected at least 1 and at least 0")
+        if batch_size < 1 or epochs < 0 or accumulate < 1:
+            raise InvalidRequest(
+                f"batch_size {batch_size}, epochs {epochs}, accumulate {accumulate}; expected at least 1, 0 and 1"
+            )
         reader = Reader(dataset, self._device, collate_fn)
         if epochs == 0:
             return iter(())
-        settings = FeedSettings(batch_size, epochs, shuffle, drop_last)
+        settings = FeedSettings(batch_size, epochs, shuffle, drop_last, accumulate)
         with self._session.interrupts:
-            feed = open_feed(self._training, self._strategy, reader, number=self._feeds, settings=settings)
+            feed = open_feed(
+                self._training,
+                self._strategy,
+                reader,
+                number=self._feeds,
+                settings=settings,
+                local=self._local,
+                end_round=self._end_round,
+            )
             self._feeds += 1
         return self._iterate(feed)
 
@@ -346,7 +475,22 @@ class Job:
                     yield batch
         finally:
             self._feed = None
+            if self._training is not None:
+                self._training.accumulates = False
+            if self._local is not None and not self._closed:
+                self._local.abandon()
         self._look_around()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients are accumulated: none is sent while backward computes (worker.overlap), since another
+        backward adds to them before `optimizer.step()`. job.batches' `accumulate` does so by itself."""
+        training = self._need_training()
+        before, training.accumulates_by_hand = training.accumulates_by_hand, True
+        try:
+            yield
+        finally:
+            training.accumulates_by_hand = before
 
     # ---- variables without a model
 
@@ -356,6 +500,8 @@ class Job:
         `optimizer` and `settings` as in docs/optimizers.md, for example `optimizer="adam", lr=1e-3`. The first worker's
         values win. Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, InvalidRequest.
         """
+        if self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL:
+            refuse_without_optimizer("job.register")
         if optimizer not in KINDS:
             raise UnsupportedOptimizer(f"optimizer {optimizer!r}", todo=f"use one of {', '.join(sorted(KINDS))}")
         specs = [spec_of(name, tensor, VariableKind.PARAMETER) for name, tensor in variables.items()]
@@ -374,6 +520,8 @@ class Job:
         Raises UnknownVariable, ShapeMismatch, DTypeMismatch, JobFailed.
         """
         training = self._need_training()
+        if self._local is not None:
+            refuse_without_optimizer("job.push")
         for name in gradients:
             if name not in self._names:
                 known = ", ".join(sorted(self._names)[:8])
@@ -384,6 +532,8 @@ class Job:
             first = dict(zip(setting_names(kind), groups[0], strict=True))
             groups = (make_group(kind, first | settings),)
         sent = [gradients.get(variable.spec.name) for variable in training.variables]
+        if training.clipper is not None:  # in place, and these are the script's
+            sent = [tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor for tensor in sent]
         self._contribute(Sending(sent, samples, groups))
 
     def pull(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -453,6 +603,8 @@ class Job:
             if error:
                 self._training.router.close()
             else:
+                if self._local is not None and self._local.owes:
+                    self._end_round()  # of a script's own data, whose last round may be a shorter one
                 self._strategy.leave(self._settings_now())
                 self._training.complete()
         except LostWork:
@@ -518,7 +670,7 @@ class Job:
 
     def _make_strategy(self, training: Training) -> Strategy:
         match self._session.job_settings.consistency.mode:
-            case ConsistencyMode.SYNC:
+            case ConsistencyMode.SYNC | ConsistencyMode.LOCAL:
                 return SyncStrategy(training)
             case ConsistencyMode.BOUNDED:
                 return BoundedStrategy(training)
@@ -528,6 +680,7 @@ class Job:
 
     def _contribute(self, sending: Sending) -> None:
         self._session.check()
+        sending = replace(sending, bases=self._need_training().bases)
         with self._session.interrupts:
             counted = self._count(sending)
         if counted and (self.mode is UpdateMode.ASYNC or self.step != self._step_told):
@@ -535,7 +688,47 @@ class Job:
             self._callbacks.stepped()
         self._look_around()
 
-    def _count(self, sending: Sending) -> bool:
+    def _step_locally(self, closure: Callable[[], float] | None) -> float | None:
+        """`optimizer.step()` in local mode."""
+        local = self._local
+        assert local is not None
+        self._session.check()
+        with self._session.interrupts:
+            if isinstance(self._feed, LocalFeed):
+                is_last = self._feed.enter()
+                loss = local.run(closure)
+            else:
+                local.enter_own()
+                loss = local.run(closure)
+                is_last = local.taken == local.steps
+            if is_last:
+                self._end_round()
+        self._tell_local_step()
+        self._look_around()
+        return loss
+
+    def _end_round(self) -> None:
+        """Contributes what this worker's steps have come to."""
+        local = self._local
+        assert local is not None
+        sending = local.outer(self._settings_now())
+        looked_at = self._session.job_settings.nonfinite is not NonFinite.ALLOW  # on the way, and told
+        try:
+            self._count(sending if local.finite or looked_at else None)
+        finally:
+            local.leave(keeps=local.finite)
+        with self._metrics_lock:
+            for name, count in ("rounds_dropped", local.dropped), ("inner_states_lost", local.lost):
+                if count:
+                    self._metrics[name] = count
+
+    def _tell_local_step(self) -> None:
+        # a worker with several ranks takes a step of the same number for each
+        if self.step > self._step_told:
+            self._step_told = self.step
+            self._callbacks.stepped()
+
+    def _count(self, sending: Sending | None) -> bool:
         """Whether the work is this worker's."""
         if self._feed is not None:
             self._feed.push(sending)
@@ -577,8 +770,18 @@ class Job:
         return self._training
 
 
+def _refuse_tables(model: torch.nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, Table):
+            raise UnsupportedModel(
+                f"the embedding table {path!r} of dim {module.dim}",
+                why="a job does not train embedding tables yet: their rows are in one process",
+                todo="train it without a job, with sy.tables.Optimizer(model); or use a torch.nn.Embedding",
+            )
+
+
 def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Variable]:
-    names = {parameter: _as_written(name) for name, parameter in model.named_parameters()}
+    names = {parameter: as_written(name) for name, parameter in model.named_parameters()}
     found = []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
@@ -596,16 +799,17 @@ def _buffers(model: torch.nn.Module) -> list[Variable]:
         if name in persistent:
             owner, _, key = name.rpartition(".")
             place = BufferPlace(model.get_submodule(owner), key)
-            found.append(Variable(spec_of(_as_written(name), buffer, VariableKind.BUFFER), buffer, place))
+            found.append(Variable(spec_of(as_written(name), buffer, VariableKind.BUFFER), buffer, place))
     return found
 
 
-def _as_written(name: str) -> str:
+def as_written(name: str) -> str:
     """Without what torch.compile puts between: a model has the same names compiled and not."""
     return name.replace("_orig_mod.", "")
 
 
-def _metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
+def checked_metric(name: str, value: float | torch.Tensor) -> float | torch.Tensor:
+    """As it can be logged. Raises InvalidRequest."""
     if len(name) > METRIC_NAME_CHARACTERS_MAX:
         raise InvalidRequest(f"a metric's name of {len(name)} characters; at most {METRIC_NAME_CHARACTERS_MAX}")
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():

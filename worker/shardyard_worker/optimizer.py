@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
 
@@ -114,6 +115,18 @@ def _global_hooks() -> bool:
     return bool(_TORCH_OPTIMIZER._global_optimizer_pre_hooks or _TORCH_OPTIMIZER._global_optimizer_post_hooks)
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """What a GradScaler says of gradients: whether they are beyond their format, and the scale that is still to be
+    taken from them, if any."""
+
+    overflow: bool
+    scale: torch.Tensor | None
+
+
+Contribute = Callable[["ServerOptimizer", Scaled | None], None]
+
+
 class ServerOptimizer(torch.optim.Optimizer):
     """The optimizer that `job.prepare` gives back: `step()` pushes the gradients and pulls the parameters.
 
@@ -121,7 +134,10 @@ class ServerOptimizer(torch.optim.Optimizer):
     either work. Its state lives on the servers; `state` here is empty.
     """
 
-    def __init__(self, original: torch.optim.Optimizer, kind: str, contribute: Callable[[ServerOptimizer], None]):
+    _step_supports_amp_scaling = True
+    """torch's GradScaler then calls `step` in any case, and says what it has found."""
+
+    def __init__(self, original: torch.optim.Optimizer, kind: str, contribute: Contribute):
         super().__init__(original.param_groups, dict(original.defaults))
         self.param_groups = original.param_groups
         self._kind = kind
@@ -151,7 +167,8 @@ class ServerOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._contribute(self)
+        found = getattr(self, "found_inf", None)
+        self._contribute(self, None if found is None else Scaled(bool(found), getattr(self, "grad_scale", None)))
         return loss
 
     def settings(self) -> tuple[tuple[float, ...], ...]:

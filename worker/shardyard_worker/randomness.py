@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -13,9 +14,20 @@ import torch
 def seed_everything(*key: int) -> None:
     """Seeds torch (all devices), numpy's legacy generator and random with numbers drawn from the key."""
     words = np.random.SeedSequence(list(key)).generate_state(3, np.uint64)
-    torch.manual_seed(int(words[0] >> np.uint64(1)))
+    seed = int(words[0] >> np.uint64(1))
+    if _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
     random.seed(int(words[2]))
+
+
+@cache
+def _has_accelerator() -> bool:
+    """Where there is none, torch keeps each seed for one that might come, with a trace of who gave it: three stack
+    traces for each batch."""
+    return torch.accelerator.is_available()
 
 
 @contextmanager

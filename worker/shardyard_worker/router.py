@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,14 +27,18 @@ from shardyard.ground.types import (
     PartitionId,
     PartitionMap,
     PartResult,
+    PulledPart,
     PullResult,
     PullWish,
     PushKind,
     PushName,
     PushOrder,
     SourceKey,
+    StepVerdict,
     Stride,
     Token,
+    UpdateMode,
+    Version,
     Watermark,
 )
 from shardyard.wire import convert, frames, methods
@@ -44,12 +48,15 @@ from shardyard_worker.buckets import Buckets, Codes
 from shardyard_worker.line import Line, LineSettings, Piece
 from shardyard_worker.patience import Patience
 from shardyard_worker.session import Session
+from shardyard_worker.verdicts import Verdicts
 
 log = logging.getLogger("shardyard.worker")
 
 _MOVED = (errors.StaleGeneration, errors.StaleIncarnation)
 _NOBODY: frozenset[PartitionId] = frozenset()
 R = TypeVar("R")
+Bases = Mapping[PartitionId, Version]
+"""The versions of the values that something was computed on."""
 Describe = Callable[[], str]
 Make = Callable[[Line], tuple[PushOrder, Sequence[Piece]] | None]
 """What to ask of a server, if anything; made when the line is open."""
@@ -72,6 +79,9 @@ class Shipment:
     codes: Codes | None = None
     slot: int = 0
     """Where its gradients lie in the buckets: others may be filled in while it is under way."""
+    bases: Bases | None = None
+    """What its gradients were computed on, where servers ask for that."""
+    overflow: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,10 +148,16 @@ class Router:
         self._owned = {server: tuple(o.partition for o in owners) for server, owners in map_.by_server().items()}
         self._landed: set[Incarnation] = set()
         self._versions: dict[Incarnation, int] = {}
+        self._coming: dict[Incarnation, tuple[PulledPart, ...]] = {}
+        self.current: tuple[tuple[PulledPart, ...], ...] = ()
+        """The versions that are current in the buckets, by server."""
         self._wishes: dict[Incarnation, tuple[Wish, bool, tuple[int, ...], PullWish]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
         self._vigil = session.vigil
+        waits = session.mode is UpdateMode.SYNC and bool(session.job_settings.clip.norm)
+        self._verdicts = Verdicts(len(map_.owners)) if waits else None
+        self._members: StepVerdict | None = None
         self._ahead: Ahead | None = None
         if settings.overlap == "always":
             self._ahead = Ahead(buckets, self._lines, self._vigil)
@@ -199,14 +215,23 @@ class Router:
     def pull(self, wish: Wish) -> Answer:
         """Asks the servers whose parts have not landed since the last complete pull. To begin a new one, or after a
         push_pull that is not complete, ask until `missing` is empty."""
+        verdict = self._verdict_for(wish)
 
         def ask(line: Line) -> tuple[PushOrder, Sequence[Piece]] | None:
             if line.server in self._landed:
                 return None
             order = self._order(line.server, PushKind.NOTHING)
-            return replace(order, pull=self._wish(line, wish), pace=wish.pace), ()
+            return replace(order, pull=self._wish(line, wish), pace=wish.pace, verdict=verdict), ()
 
         return self._answer(self._exchange(ask, lambda: f"version {wish.number} of the parameters", pushes=False))
+
+    def bring(self, verdict: StepVerdict | None) -> None:
+        """What is told to the servers with the next pull of the version that the step makes."""
+        self._members = verdict
+
+    def norm_of(self, step: int) -> float | None:
+        """Of a synchronous job that clips by norm: the 2-norm of the step's gradient, where all servers have told."""
+        return None if self._verdicts is None else self._verdicts.norm(step)
 
     def rest(self, turn: int) -> None:
         """Tells the servers that this worker takes no steps for now: the end of that turn."""
@@ -268,7 +293,7 @@ class Router:
 
     def _shipped(self, shipment: Shipment, wish: Wish | None, line: Line) -> tuple[PushOrder, Sequence[Piece]] | None:
         """A server's part of a shipment, and its payload unless that is read where it lies."""
-        server, shared_at, rest = line.server, None, None
+        server, shared_at, rest, bases = line.server, None, None, shipment.bases
         pieces: Sequence[Piece] = ()
         if shipment.kind is PushKind.EMPTY:
             parts = self._buckets.empty_parts(server)
@@ -302,6 +327,8 @@ class Router:
             shared_at,
             rest=None if rest is None else sum([len(piece) for _, piece in pieces]),
             pace=None if wish is None else wish.pace,
+            bases=() if bases is None else tuple([bases[part.partition] for part in parts]),
+            overflow=shipment.overflow,
         )
         return order, pieces
 
@@ -454,7 +481,11 @@ class Router:
     def _look_around(self, error: errors.ShardyardError) -> None:
         """The coordinator knows why a server does not do its part: the job has failed, or its partitions have moved, or
         will have in a moment."""
-        self._session.refresh()
+        if isinstance(error, errors.NotFound) and "newest" not in error.facts:
+            # no version that has passed: a job that has failed is dropped by servers before its workers hear of it
+            self._session.learn()
+        else:
+            self._session.refresh()
         self._check()
         # a server that was started again knows nothing of the job, and the coordinator may not know of it yet
         moved = isinstance(error, _MOVED)
@@ -486,15 +517,42 @@ class Router:
             wait(asked)
         return [future.result() for future in asked]
 
+    def _verdict_for(self, wish: Wish) -> StepVerdict | None:
+        """What the step that makes the version wished may wait for."""
+        if not wish.exactly or not wish.number:
+            return None
+        norm = None if self._verdicts is None else self._verdicts.on(wish.number - 1)
+        members = self._members
+        if members is None or members.step != wish.number - 1:
+            return norm
+        return members if norm is None else norm._replace(members=members.members)
+
+    def _explained(self, missing: tuple[Missing, ...], verdicts: Verdicts) -> tuple[Missing, ...]:
+        """Where a verdict waits for other servers' partitions, with those: a server knows its own alone."""
+        step = missing[0].want - 1  # of all of a pull
+        lacking = frozenset(verdicts.lacking(step))
+        if step < 0 or not lacking:
+            return missing
+        lack = [(server, [number for number in owned if number in lacking]) for server, owned in self._owned.items()]
+        told = [f"{', '.join(map(str, numbers[:8]))} (server {server})" for server, numbers in lack if numbers]
+        what = f"step {step}: the square norms of partitions {'; '.join(told)}"
+        return tuple([each if each.partition in lacking else replace(each, waiting_for=what) for each in missing])
+
     def _answer(self, results: Sequence[PullResult]) -> Answer:
         missing = _joined([result.missing for result in results])
+        if self._verdicts is not None:
+            for result in results:
+                self._verdicts.hear(result.gathered)
+            missing = self._explained(missing, self._verdicts) if missing else missing
         for server, result in zip(self._asked(), results, strict=True):
             if not result.missing:
                 self._landed.add(server)
                 self._versions[server] = max([part.version.number for part in result.parts], default=0)
+                self._coming[server] = result.parts
         if not missing:
             self._landed.clear()
             self._buckets.flip()
+            self.current = tuple(self._coming.values())
         return Answer(
             results=_joined([result.push for result in results]),
             missing=missing,

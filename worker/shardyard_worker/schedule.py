@@ -10,12 +10,22 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """After `at` steps: the scheduler's state, and what it has set in each parameter group."""
+
+    at: int
+    state: dict[str, Any]
+    rates: list[dict[str, Any]]
 
 
 class JobScheduler:
@@ -36,9 +46,9 @@ class JobScheduler:
             )
         self._scheduler = scheduler
         self._optimizer = optimizer
-        self._first = copy.deepcopy(scheduler.state_dict()), copy.deepcopy(_rates(optimizer))
         self._step = step
         self._at = 0
+        self._first = self._kept = self._standing()
         self.follow()
 
     def step(self) -> None:
@@ -48,17 +58,25 @@ class JobScheduler:
     def follow(self) -> None:
         """Brings the rates to the job's step, which may be an earlier one: a job can go back to a checkpoint."""
         if self._at > self._step():
-            state, rates = copy.deepcopy(self._first)
-            self._scheduler.load_state_dict(state)
-            for group, first in zip(self._optimizer.param_groups, rates, strict=True):
-                group.update(first)
-            self._at = 0
+            before = copy.deepcopy(self._kept if self._kept.at <= self._step() else self._first)
+            self._scheduler.load_state_dict(before.state)
+            for group, rates in zip(self._optimizer.param_groups, before.rates, strict=True):
+                group.update(rates)
+            self._at = before.at
         with warnings.catch_warnings():
             # the optimizer that steps is not the one that the scheduler was built on
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
             while self._at < self._step():
                 self._scheduler.step()
                 self._at += 1
+
+    def keep(self) -> None:
+        """Where it stands now is what it will go back to, more than once: another logical rank begins here too."""
+        if self._kept.at != self._at:
+            self._kept = self._standing()
+
+    def _standing(self) -> _Standing:
+        return _Standing(self._at, copy.deepcopy(self._scheduler.state_dict()), copy.deepcopy(_rates(self._optimizer)))
 
     def get_last_lr(self) -> list[Any]:
         return list(self._scheduler.get_last_lr())

@@ -187,6 +187,12 @@ class Session:
         except (errors.Unavailable, errors.NotReady):
             log.debug("the coordinator did not answer a heartbeat")
 
+    def learn(self) -> None:
+        """As `refresh`, again until the coordinator answers: what a server said makes sense to nobody else."""
+        patience = self._patience("the coordinator to say how the job stands", self.check)
+        with self.vigil.over(lambda: patience.explanation):
+            patience.call(self._enrolment.beat)
+
     def check(self) -> None:
         """Raises the job's failure, if it has failed, InvalidRequest once this worker has left, and KeyboardInterrupt
         where one was held back."""
@@ -246,12 +252,15 @@ class Session:
         """Calls the coordinator, again while it is not ready, or does not answer: it may be started again. The budget
         is longer than the grace after which the enrolment calls it lost, which `check` then says: the session's own, if
         none is given."""
-        budget_ms = self.settings.membership.coordinator_grace_ms + self.settings.worker.retry_budget_ms
-        patience = Patience(budget_ms, check or self.check, f"the coordinator to answer {method.name}")
+        patience = self._patience(f"the coordinator to answer {method.name}", check or self.check)
         with self.vigil.over(lambda: patience.explanation):
             return patience.call(
                 lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
             )
+
+    def _patience(self, waiting_for: str, check: Callable[[], None]) -> Patience:
+        budget_ms = self.settings.membership.coordinator_grace_ms + self.settings.worker.retry_budget_ms
+        return Patience(budget_ms, check, waiting_for)
 
     def take_checkpoint(self) -> int:
         """Waits until a checkpoint that begins after now is committed; its number. Raises what went wrong with it."""

@@ -22,6 +22,7 @@ from typing import NoReturn, TypeVar
 
 from shardyard.ground import errors
 from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
+from shardyard_worker.decisions import Decisions
 from shardyard_worker.router import Answer, MapChanged, Shipment, Wish
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
@@ -167,6 +168,7 @@ class AsyncStrategy(Strategy):
             name = PushName(source, Token(0), self._pushes, self._pushes)
         self._training.complete()
         self._open_again(name)
+        sending = self._judge(name, sending)
         if self._training.feedback is not None:
             self.drain()  # one push can be undone, so there is one at a time
         shipment = self._training.ship(name, sending)
@@ -182,6 +184,17 @@ class AsyncStrategy(Strategy):
         self._training.give_away()
         if isinstance(name.key.source, WorkerSource):
             self._pushes += 1
+
+    def _judge(self, name: PushName, sending: Sending | None) -> Sending | None:
+        """None where it shall not count. Raises LostWork."""
+        try:
+            counts = sending is None or self._training.may_count(name, sending, self._step)
+        except (errors.StaleToken, errors.StraddlingRange) as error:
+            log.info("%s does not count: %s", name, error.what)
+            self.drain()
+            self._take_newest()
+            raise LostWork from error
+        return sending if counts else None
 
     def drain(self) -> None:
         flight, self._flight = self._flight, None
@@ -292,6 +305,18 @@ class AsyncStrategy(Strategy):
         raise LostWork from error
 
 
+@dataclass(frozen=True)
+class _Told:
+    """A contribution that all servers have, of which it is not known yet whether it counts. `kept`: what compression
+    remembers is as if it did."""
+
+    rank: Rank
+    step: int
+    answer: Answer
+    sending: Sending | None
+    kept: bool
+
+
 @dataclass
 class _Held:
     """A logical rank that this worker computes. `next`: the next step of it; `highest`: the highest next step over all
@@ -311,6 +336,9 @@ class SyncStrategy(Strategy):
         self._version: int | None = None
         self._refused: dict[Rank, Token] = {}
         self._mixed = False
+        backups = self._session.job_settings.consistency.backup_workers
+        self._decisions = Decisions(self._session) if backups else None
+        self._told: list[_Told] = []
 
     @property
     def step(self) -> int:
@@ -433,6 +461,7 @@ class SyncStrategy(Strategy):
         except MapChanged:
             # counted or not: the servers' ledgers say so, and the next batch is what they wait for
             self._training.not_counted()
+            self._told.clear()
             self._go_over()
             self._following(self._prepare_work)
             raise LostWork from None
@@ -458,10 +487,12 @@ class SyncStrategy(Strategy):
             log.info("%s does not count: the job stops before step %d", name, self._version)
             self._training.load()  # buffers are those of the batch by now
             raise LostWork
-        shipment = self._training.ship(name, sending)
         others = any(held.next == self._version for other, held in self._held.items() if other != rank)
         try:
-            if others:
+            if sending is not None and not self._training.may_count(name, sending, self._version):
+                sending = None
+            shipment = self._training.ship(name, sending and self._training.of_rank(rank, sending))
+            if others or self._decisions is not None:
                 answer = self._training.router.push(shipment)
             else:
                 wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
@@ -475,6 +506,9 @@ class SyncStrategy(Strategy):
             self._session.refresh()
             self._wait_for_ranks() if not self._held else self._settle()
             raise LostWork from error
+        if self._decisions is not None:
+            self._hear_of(_Told(rank, self._version, answer, sending, kept=others))
+            return
         self._training.counted(answer)
         held = self._held[rank]
         held.next += 1
@@ -484,10 +518,13 @@ class SyncStrategy(Strategy):
         else:
             self._arrive()
 
-    def goes_on(self) -> bool:
-        """Whether the step of the version that the targets hold is computed; waits until that is settled."""
+    def goes_on(self, *, begins: bool = False) -> bool:
+        """Whether the step of the version that the targets hold is computed; waits until that is settled. `begins`:
+        where it is, it takes so long that the job stops behind it rather than without it."""
         assert self._version is not None
         try:
+            if begins:
+                return self._may_begin(self._version)
             self._await_stop(self._version)
         except MapChanged:
             self._go_over()
@@ -517,6 +554,7 @@ class SyncStrategy(Strategy):
 
     def _arrive(self) -> None:
         assert self._version is not None
+        self._training.took(self._version)
         self._version += 1
         self._training.load()
         self._session.reached(self._version)
@@ -527,24 +565,34 @@ class SyncStrategy(Strategy):
         answer = Answer()
 
         def waiting_for() -> str:
-            return f"step {self._version} to be complete: {explain(answer)}"
+            told = explain(answer) if answer.missing or self._decisions is None else "the coordinator says who counts"
+            return f"step {self._version} to be complete: {told}"
 
         with self._session.vigil.over(waiting_for):
             while True:
                 self._look_for_ranks()
                 if self._version is None or not self._held:
                     break
+                self._bring_verdict(self._version)
                 if self.due() is not None:
                     self._training.router.abandon_pull()
                     self._training.load()
                     return
                 wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
-                answer = self._training.router.pull(wish)
+                try:
+                    answer = self._training.router.pull(wish)
+                except errors.NotFound:
+                    if self._decisions is None:
+                        raise
+                    self._rejoin()
+                    return
                 if not answer.missing:
+                    self._judge()
                     self._arrive()
                     return
                 self._session.check()
         # all ranks were taken, or exchanged for others, which may stand at other steps
+        self._judge()
         self._wait_for_ranks()
 
     def _align(self) -> None:
@@ -555,27 +603,108 @@ class SyncStrategy(Strategy):
             return
         version = 0
         answer = Answer()
+        aim: int | None = None
 
         def waiting_for() -> str:
             return f"version {version} to begin with: {explain(answer)}"
 
         with self._session.vigil.over(waiting_for):
             while True:
-                version = min(held.next for held in self._held.values())
+                version = min(held.next for held in self._held.values()) if aim is None else aim
                 self._training.router.abandon_pull()
-                answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
+                try:
+                    answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
+                except errors.NotFound as error:
+                    if self._decisions is None or "newest" not in error.facts:
+                        raise
+                    aim = int(error.facts["newest"]) + 1  # others go on meanwhile: the next one is waited for
+                    continue
                 if not answer.missing:
                     break
                 self._session.check()
                 self._look_for_ranks()
                 if not self._held:
                     break
+                if aim is not None:
+                    aim = None
+                    self._reopen()
+                if version:
+                    self._bring_verdict(version - 1)
+        if self._held and aim is not None:
+            self._reopen()
         if not self._held:
             self._wait_for_ranks()
             return
         self._version = version
         self._training.load()
         self._session.reached(version)
+
+    # ---- backup workers
+
+    def _hear_of(self, told: _Told) -> None:
+        """All servers have a contribution, or have dropped it. Raises LostWork where it came late."""
+        if any(result.outcome is Outcome.DROPPED for result in told.answer.results):
+            self._leave_out(told)
+            self._rejoin()
+            raise LostWork
+        self._held[told.rank].next += 1
+        if told.kept:
+            self._training.counted(told.answer)
+        self._told.append(told)
+        self._settle()
+
+    def _bring_verdict(self, step: int) -> None:
+        """Asks who counts in a step, and says it to the servers with the next pull. It is over for the others."""
+        if self._decisions is None:
+            return
+        members = self._decisions.ask(step, [rank for rank, held in self._held.items() if held.next > step])
+        self._training.router.bring(self._decisions.verdict(step))
+        for rank, held in self._held.items():
+            if members and rank not in members and held.next == step:
+                log.debug("step %d is over for logical rank %d, before it was computed", step, rank)
+                held.next = step + 1
+
+    def _judge(self) -> None:
+        """The step of what was contributed last is taken, or others have its ranks: what counts is known."""
+        told, self._told = self._told, []
+        for each in told:
+            assert self._decisions is not None
+            members = self._decisions.ask(each.step, ())
+            if members and each.rank not in members:
+                self._leave_out(each)
+                continue
+            if not each.kept:
+                self._training.counted(each.answer)
+            self._note(each.answer, each.sending)
+
+    def _leave_out(self, told: _Told) -> None:
+        log.info(
+            "logical rank %d came late with step %d, taken without it; its samples are computed again at the end",
+            told.rank,
+            told.step,
+        )
+        if not told.kept:
+            self._training.not_counted()
+
+    def _rejoin(self) -> None:
+        """Others have gone on without this worker: where its ranks stand is what the servers say."""
+        self._judge()
+        self._reopen()
+        self._version = None
+        self._align()
+
+    def _reopen(self) -> None:
+        keys = {SourceKey(RankSource(rank)): rank for rank in sorted(self._held)}
+        for key, rank in keys.items():
+            held = self._held[rank]
+            try:
+                marks = self._training.router.open_sources([(key, held.token)])[key]
+            except errors.StaleToken:
+                self._refused[rank] = held.token
+                del self._held[rank]
+                continue
+            nexts = [mark.next for mark in marks]
+            held.next, held.highest = min(nexts), max(nexts)
 
     # ---- ranks
 

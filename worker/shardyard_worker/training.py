@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,30 +21,36 @@ import torch
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
+    NO_CLIPPING,
     Block,
+    BufferMode,
     DataShardSource,
     JobLayout,
     OptimizerSpec,
     PartitionMap,
     PushKind,
     PushName,
+    Rank,
     RankSource,
     SourceKey,
     Token,
+    UpdateMode,
     VariableKind,
     VariableSpec,
     WorkerSource,
 )
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.buckets import Buckets, Codes, Late, Version, check_tensor
+from shardyard_worker.buckets import Buckets, Codes, Late, Version, check_tensor, widened
+from shardyard_worker.clipping import Clipper
 from shardyard_worker.device import Copies, copies_for
 from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
+from shardyard_worker.finite import Finiteness
 from shardyard_worker.gradients import Gradients
 from shardyard_worker.prefetch import Prefetch
 from shardyard_worker.remembrance import Remembrance, refuse
-from shardyard_worker.router import Answer, MapChanged, Router, Shipment, Wish
+from shardyard_worker.router import Answer, Bases, MapChanged, Router, Shipment, Wish
 from shardyard_worker.session import Session
 
 log = logging.getLogger("shardyard.worker")
@@ -74,6 +80,10 @@ class Variable:
     target: torch.Tensor
     place: BufferPlace | None = None
 
+    def in_group(self, group: int) -> Variable:
+        """The same, of another parameter group."""
+        return replace(self, spec=replace(self.spec, group=group))
+
     @property
     def found(self) -> torch.Tensor | None:
         """What the model has now: the target, or the tensor that a module has put into its place."""
@@ -94,6 +104,12 @@ class Sending:
     groups: tuple[tuple[float, ...], ...]
     coded: bool = True
     """False: as it is, whatever job.compression says."""
+    bases: Bases | None = None
+    """What gradients were computed on, where the job asks for that."""
+    overflow: bool = False
+    """Loss scaling has found that the gradients, which are not carried, are beyond their format."""
+    highest: int = 0
+    """The highest next sequence of its data shard over all partitions, as of its lease: what is before was counted."""
 
 
 @dataclass(frozen=True)
@@ -127,17 +143,29 @@ class Training:
         )
         reply = session.ask(methods.REGISTER_VARIABLES, request)
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
-        self._view = session.settings.worker.pull == "view"
+        self._local = session.job_settings.consistency.local_steps is not None
+        # local steps are taken in place, and the round's first values are needed at its end
+        self._view = session.settings.worker.pull == "view" and not self._local
+        self.accumulates = False
+        """Whether gradients of the backward at hand are added to by another one before they are pushed."""
+        self.accumulates_by_hand = False
+        """As said by the script."""
         copies = copies_for(v.target for v in variables if v.spec.kind is VariableKind.PARAMETER)
         self._layout = layout
         self.feedback = self._make_feedback(copies)
+        self.clipper = self._make_clipper()
+        self._norm: float | None = None
         self._remembrance = self._make_remembrance()
+        self._finiteness = Finiteness(session, layout.variables, lambda pause_ms: self.router.pause(pause_ms))
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
         self._prefetch = self._make_prefetch(model)
         self._late: dict[int, list[Late]] = {}
         self._version: Version = {}
         self._stranded = False
         self._asking_again = False
+        self._says_bases = session.job_settings.consistency.stale is not None
+        self.bases: Bases | None = None
+        """The versions that the targets hold, where the job asks what gradients were computed on."""
         self._settle_in(map_, copies)
         try:
             self._follow(reply)
@@ -167,7 +195,10 @@ class Training:
         coded_there = isinstance(self.feedback, DeviceFeedback)
         overlaps = session.settings.worker.overlap == "always" and self.feedback is None
         self._gradients = Gradients(
-            self.buckets, {} if coded_there else self._targets, ready=self.router.ready if overlaps else None
+            self.buckets,
+            {} if coded_there or self._local else self._targets,
+            ready=self.router.ready if overlaps else None,
+            partial_now=lambda: self.accumulates or self.accumulates_by_hand,
         )
 
     def follow_map(self) -> None:
@@ -183,11 +214,12 @@ class Training:
         log.info("the job's partitions are at generation %d", map_.generation)
         self._gradients.close()
         self.router.close()
-        old = self.buckets
+        old, current = self.buckets, self.router.current
         self._stranded = bool(self._late)
         with torch._C.DisableTorchFunctionSubclass():  # looks at targets, not at what they hold
             copies = copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
             self._settle_in(map_, copies, old)
+            self.router.current = current
         if isinstance(self.feedback, DeviceFeedback) and copies is not None:
             with self.between_pushes():
                 self.feedback.use(copies)
@@ -253,6 +285,14 @@ class Training:
             compression, self._layout, seed=self.session.seed, worker=worker, devices=devices, copies=copies
         )
 
+    def _make_clipper(self) -> Clipper | None:
+        """Of gradients that are updates by themselves; those of a synchronous step are clipped as their mean, by the
+        servers."""
+        clipping = self.session.job_settings.clip.clipping
+        if clipping == NO_CLIPPING or self.session.mode is UpdateMode.SYNC:
+            return None
+        return Clipper(clipping, self._layout.variables)
+
     def _make_remembrance(self) -> Remembrance | None:
         rules = self.session.job_settings.compression.push_rules
         if self.feedback is None or not rules.keep_feedback(self._layout.variables):
@@ -274,20 +314,62 @@ class Training:
 
     # ---- pushes and pulls
 
+    def may_count(self, name: PushName, sending: Sending, step: int) -> bool:
+        """Whether gradients that were computed to that step are finite, or are to count all the same; else it is
+        written down that this work does not. Raises StaleToken, StraddlingRange, and what ends this worker
+        or its job."""
+        if sending.overflow or not sending.coded:
+            return True
+        return self._finiteness.counts(name, sending.tensors, step, sending.highest)
+
+    def of_rank(self, rank: Rank, sending: Sending) -> Sending:
+        """What that logical rank sends of it: where buffers are those of the first one, the others leave them out."""
+        if rank == 0 or self.session.job_settings.buffers is not BufferMode.FIRST:
+            return sending
+        kept = [
+            None if variable.place is not None else tensor
+            for variable, tensor in zip(self.variables, sending.tensors, strict=True)
+        ]
+        return replace(sending, tensors=kept)
+
     def ship(self, name: PushName, sending: Sending | None) -> Shipment:
         """Puts what is sent into the buckets. None: a named empty push."""
         if sending is None:
             return Shipment(name, PushKind.EMPTY, 0.0)
+        if self.clipper is not None and sending.coded:  # what is sent uncoded was clipped when it was first to be sent
+            for spec, tensor in zip(self._layout.variables, sending.tensors, strict=True):
+                if tensor is not None:
+                    check_tensor(spec, tensor)
+            self.clipper.clip(sending.tensors)
         if self._prefetch is not None:
             self._prefetch.settle_order()
             self.router.needed = self._prefetch.order
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
         if isinstance(self.feedback, DeviceFeedback) and sending.coded:
             made = self._encode_there(self.feedback, name, sending.tensors)
-            return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, made)
+            return Shipment(
+                name,
+                PushKind.GRADIENT,
+                sending.weight,
+                sending.groups,
+                absent,
+                made,
+                bases=sending.bases,
+                overflow=sending.overflow,
+            )
         self.buckets.fill(sending.tensors)
         codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
-        return Shipment(name, PushKind.GRADIENT, sending.weight, sending.groups, absent, codes, self.buckets.slot)
+        return Shipment(
+            name,
+            PushKind.GRADIENT,
+            sending.weight,
+            sending.groups,
+            absent,
+            codes,
+            self.buckets.slot,
+            bases=sending.bases,
+            overflow=sending.overflow,
+        )
 
     def _encode(self, feedback: Feedback, name: PushName, absent: frozenset[int]) -> Codes:
         gradients: list[npt.NDArray[Any]] = []
@@ -304,6 +386,8 @@ class Training:
                 check_tensor(spec, tensor)
                 if spec.kind is VariableKind.PARAMETER:
                     gradients.append(tensor)
+        tensors = [None if each is None else widened(each) for each in tensors]
+        gradients = [widened(each) for each in gradients]
         self._begin_push()
         feedback.begin(gradients if feedback.clips else (), work=_numbers(name))
         return self.buckets.encode_tensors(tensors, feedback.encode_all)
@@ -315,6 +399,16 @@ class Training:
     def _end_push(self) -> None:
         if self._remembrance is not None:
             self._remembrance.between.end()
+
+    def took(self, step: int) -> None:
+        """The targets hold what that step of a synchronous job has made."""
+        norm = self.router.norm_of(step)
+        self._norm = self._norm if norm is None else norm
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The 2-norm of the last gradient that was clipped by norm, before that."""
+        return self._norm if self.clipper is None else self.clipper.norm
 
     def counted(self, answer: Answer) -> None:
         """A push was answered: what other workers' pushes of the same work had brought is not taken as sent."""
@@ -367,9 +461,25 @@ class Training:
             target.grad = None
         self.buckets.next_slot()
 
+    def moved(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
+        """How far each of these targets is from the current version's value: that minus what the target holds. It lies
+        where the next push sends it from, where it can."""
+        found: dict[int, torch.Tensor] = {}
+        for index in indices:
+            target, view = self._targets[index], self.buckets.view(index)
+            fits = view is not None and (view.device, view.dtype) == (target.device, target.dtype)
+            found[index] = view if view is not None and fits else torch.empty_like(target)
+        self.buckets.load(found)
+        with torch.no_grad():
+            for index, values in found.items():
+                values.sub_(self._targets[index])
+        return found
+
     def load(self) -> None:
         """Puts the current version into the targets, and those into the model. What is still on its way follows when it
         is used."""
+        if self._says_bases and not self._asking_again:  # else some of what is computed on is older than what comes
+            self.bases = {part.partition: part.version for parts in self.router.current for part in parts}
         if self._prefetch is None:
             for variable in self.variables:
                 variable.put_back()

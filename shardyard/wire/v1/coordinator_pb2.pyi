@@ -319,7 +319,7 @@ class CommitVariablesReply(_message.Message):
     def __init__(self) -> None: ...
 
 class OpenFeedRequest(_message.Message):
-    __slots__ = ("caller", "feed", "samples", "fingerprint", "batch_size", "epochs", "shuffle", "drop_last")
+    __slots__ = ("caller", "feed", "samples", "fingerprint", "batch_size", "epochs", "shuffle", "drop_last", "accumulate")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     FEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +328,7 @@ class OpenFeedRequest(_message.Message):
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     SHUFFLE_FIELD_NUMBER: _ClassVar[int]
     DROP_LAST_FIELD_NUMBER: _ClassVar[int]
+    ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     feed: int
     samples: int
@@ -336,7 +337,8 @@ class OpenFeedRequest(_message.Message):
     epochs: int
     shuffle: bool
     drop_last: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., samples: _Optional[int] = ..., fingerprint: _Optional[str] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., shuffle: bool = ..., drop_last: bool = ...) -> None: ...
+    accumulate: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., samples: _Optional[int] = ..., fingerprint: _Optional[str] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., shuffle: bool = ..., drop_last: bool = ..., accumulate: _Optional[int] = ...) -> None: ...
 
 class OpenFeedReply(_message.Message):
     __slots__ = ("batches_per_data_shard", "units_per_epoch", "first_step", "done")
@@ -412,6 +414,52 @@ class CloseLeaseReply(_message.Message):
     done: bool
     def __init__(self, done: bool = ...) -> None: ...
 
+class DecideStepRequest(_message.Message):
+    __slots__ = ("caller", "step", "ranks")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    step: int
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DecideStepReply(_message.Message):
+    __slots__ = ("decided", "members")
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    decided: bool
+    members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, decided: bool = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadMakeUpRequest(_message.Message):
+    __slots__ = ("caller", "feed", "step")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    feed: int
+    step: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class MadeUpBatch(_message.Message):
+    __slots__ = ("rank", "dropped_rank", "dropped_step")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_RANK_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_STEP_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    dropped_rank: int
+    dropped_step: int
+    def __init__(self, rank: _Optional[int] = ..., dropped_rank: _Optional[int] = ..., dropped_step: _Optional[int] = ...) -> None: ...
+
+class ReadMakeUpReply(_message.Message):
+    __slots__ = ("end", "batches")
+    END_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    end: int
+    batches: _containers.RepeatedCompositeFieldContainer[MadeUpBatch]
+    def __init__(self, end: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[MadeUpBatch, _Mapping]]] = ...) -> None: ...
+
 class BeginBatchRequest(_message.Message):
     __slots__ = ("caller", "source", "token", "sequence", "highest")
     CALLER_FIELD_NUMBER: _ClassVar[int]
@@ -435,6 +483,38 @@ class BeginBatchReply(_message.Message):
     retry_ms: int
     careful_below: int
     def __init__(self, quarantined: bool = ..., retry_ms: _Optional[int] = ..., careful_below: _Optional[int] = ...) -> None: ...
+
+class ReportNotFiniteRequest(_message.Message):
+    __slots__ = ("caller", "source", "token", "first", "last", "parameter", "count", "in_a_row", "step", "highest")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    IN_A_ROW_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    source: _common_pb2.Source
+    token: int
+    first: int
+    last: int
+    parameter: str
+    count: int
+    in_a_row: int
+    step: int
+    highest: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., token: _Optional[int] = ..., first: _Optional[int] = ..., last: _Optional[int] = ..., parameter: _Optional[str] = ..., count: _Optional[int] = ..., in_a_row: _Optional[int] = ..., step: _Optional[int] = ..., highest: _Optional[int] = ...) -> None: ...
+
+class ReportNotFiniteReply(_message.Message):
+    __slots__ = ("retry_ms", "failure")
+    RETRY_MS_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    retry_ms: int
+    failure: _common_pb2.ErrorDetail
+    def __init__(self, retry_ms: _Optional[int] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class RebaseSourceRequest(_message.Message):
     __slots__ = ("caller", "next")
@@ -600,12 +680,88 @@ class RestoreCheckpointReply(_message.Message):
     damaged: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, number: _Optional[int] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., running: bool = ..., damaged: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class FollowJobRequest(_message.Message):
+    __slots__ = ("job", "job_name", "reader", "leaves", "layout")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    job_name: str
+    reader: bytes
+    leaves: bool
+    layout: bool
+    def __init__(self, job: _Optional[int] = ..., job_name: _Optional[str] = ..., reader: _Optional[bytes] = ..., leaves: bool = ..., layout: bool = ...) -> None: ...
+
+class FollowJobReply(_message.Message):
+    __slots__ = ("job", "job_name", "state", "failure", "mode", "map", "layout", "url")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    job_name: str
+    state: JobState
+    failure: _common_pb2.ErrorDetail
+    mode: _common_pb2.UpdateMode
+    map: _common_pb2.PartitionMap
+    layout: _common_pb2.JobLayout
+    url: str
+    def __init__(self, job: _Optional[int] = ..., job_name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., url: _Optional[str] = ...) -> None: ...
+
+class KeptBest(_message.Message):
+    __slots__ = ("metric", "lowest", "value", "step", "url", "reported_s")
+    METRIC_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_S_FIELD_NUMBER: _ClassVar[int]
+    metric: str
+    lowest: bool
+    value: float
+    step: int
+    url: str
+    reported_s: int
+    def __init__(self, metric: _Optional[str] = ..., lowest: bool = ..., value: _Optional[float] = ..., step: _Optional[int] = ..., url: _Optional[str] = ..., reported_s: _Optional[int] = ...) -> None: ...
+
+class ReportEvaluationRequest(_message.Message):
+    __slots__ = ("job", "step", "metrics", "best")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    step: int
+    metrics: _containers.RepeatedCompositeFieldContainer[Metric]
+    best: KeptBest
+    def __init__(self, job: _Optional[int] = ..., step: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ...) -> None: ...
+
+class ReportEvaluationReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EvaluationStatus(_message.Message):
+    __slots__ = ("step", "metrics", "reported_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    metrics: _containers.RepeatedCompositeFieldContainer[Metric]
+    reported_s: int
+    def __init__(self, step: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., reported_s: _Optional[int] = ...) -> None: ...
+
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks")
+    __slots__ = ("incarnation", "role", "address", "host", "pid", "release", "last_seen_ms_ago", "job", "step", "samples", "waiting_for", "ranks", "not_finite", "dropped")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -618,6 +774,8 @@ class MemberStatus(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     role: Role
     address: str
@@ -630,7 +788,9 @@ class MemberStatus(_message.Message):
     samples: int
     waiting_for: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    not_finite: int
+    dropped: int
+    def __init__(self, incarnation: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., release: _Optional[str] = ..., last_seen_ms_ago: _Optional[int] = ..., job: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., waiting_for: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., not_finite: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class FeedStatus(_message.Message):
     __slots__ = ("feed", "samples", "epochs", "free", "leased", "done", "finished", "quarantined")
@@ -675,7 +835,7 @@ class RestoredStatus(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., partitions: _Optional[int] = ..., leased_again: _Optional[int] = ..., logs: bool = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "stop")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "not_finite", "workers_quarantined", "stop", "local_steps", "evaluation", "best", "readers", "dropped")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -699,7 +859,14 @@ class JobStatus(_message.Message):
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     RECOVERING_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    NOT_FINITE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -723,8 +890,15 @@ class JobStatus(_message.Message):
     restored: RestoredStatus
     recovering: bool
     staleness: int
+    not_finite: int
+    workers_quarantined: int
     stop: Stop
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    local_steps: int
+    evaluation: EvaluationStatus
+    best: KeptBest
+    readers: int
+    dropped: int
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class StatusReply(_message.Message):
     __slots__ = ("term", "members", "jobs", "uptime_ms", "waiting_for", "time_ms", "protocol", "release")
@@ -753,7 +927,7 @@ class ListQuarantinedRequest(_message.Message):
     def __init__(self, job: _Optional[int] = ...) -> None: ...
 
 class QuarantinedBatch(_message.Message):
-    __slots__ = ("feed", "epoch", "source", "sequence", "begin", "end", "deaths")
+    __slots__ = ("feed", "epoch", "source", "sequence", "begin", "end", "deaths", "parameter", "worker")
     FEED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -761,6 +935,8 @@ class QuarantinedBatch(_message.Message):
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     DEATHS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     feed: int
     epoch: int
     source: _common_pb2.Source
@@ -768,7 +944,9 @@ class QuarantinedBatch(_message.Message):
     begin: int
     end: int
     deaths: int
-    def __init__(self, feed: _Optional[int] = ..., epoch: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., sequence: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., deaths: _Optional[int] = ...) -> None: ...
+    parameter: str
+    worker: int
+    def __init__(self, feed: _Optional[int] = ..., epoch: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.Source, _Mapping]] = ..., sequence: _Optional[int] = ..., begin: _Optional[int] = ..., end: _Optional[int] = ..., deaths: _Optional[int] = ..., parameter: _Optional[str] = ..., worker: _Optional[int] = ...) -> None: ...
 
 class FeedOrder(_message.Message):
     __slots__ = ("feed", "samples", "shuffle")

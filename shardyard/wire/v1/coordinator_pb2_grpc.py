@@ -89,6 +89,21 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.FromString,
                 _registered_method=True)
+        self.ReportNotFinite = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ReportNotFinite',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportNotFiniteRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportNotFiniteReply.FromString,
+                _registered_method=True)
+        self.DecideStep = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/DecideStep',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.DecideStepRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.DecideStepReply.FromString,
+                _registered_method=True)
+        self.ReadMakeUp = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ReadMakeUp',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadMakeUpRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadMakeUpReply.FromString,
+                _registered_method=True)
         self.RebaseSource = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/RebaseSource',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.SerializeToString,
@@ -123,6 +138,16 @@ class CoordinatorStub(object):
                 '/shardyard.wire.v1.Coordinator/RestoreCheckpoint',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointReply.FromString,
+                _registered_method=True)
+        self.FollowJob = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/FollowJob',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.FollowJobRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.FollowJobReply.FromString,
+                _registered_method=True)
+        self.ReportEvaluation = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/ReportEvaluation',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportEvaluationRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportEvaluationReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/Status',
@@ -222,6 +247,31 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportNotFinite(self, request, context):
+        """For a worker whose gradient is not finite (job.nonfinite): that work shall not count, or the job ends. The answer comes
+        once it is written down; then the work is pushed as kind EMPTY.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DecideStep(self, request, context):
+        """For a worker of a synchronous job with backup workers: these ranks' contributions to a step were acknowledged by all
+        servers, or the worker waits for the step's version. The answer names the ranks that count, once that is decided; it is
+        written down before, and is the same for ever. The worker brings it to the servers (StepVerdict).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadMakeUp(self, request, context):
+        """For a worker of such a job that stands behind a feed's last planned step: what was dropped there and is computed again
+        at this step. NOT_READY while the step before is not decided.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RebaseSource(self, request, context):
         """For a worker of an asynchronous job that pushes under its own incarnation, and is told of a gap since partitions were
         restored: what they lack is lost. The coordinator writes that down, has it passed over, and says what it was.
@@ -274,6 +324,22 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FollowJob(self, request, context):
+        """For a reader (an evaluator), who is no member: where a job stands, and who has its values. Nobody waits for a reader, but
+        that a finished job's values stay on the servers until the readers that were heard lately have left, for a minute at
+        most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportEvaluation(self, request, context):
+        """For an evaluator: what a version was found to be worth. Also of a job that has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """For a person or a launcher.
         """
@@ -282,7 +348,8 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListQuarantined(self, request, context):
-        """For a person: the batches of a job that do not count, since they have killed workers.
+        """For a person: the batches of a job that do not count, since they have killed workers, or their gradients were not
+        finite.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -353,6 +420,21 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.BeginBatchReply.SerializeToString,
             ),
+            'ReportNotFinite': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportNotFinite,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportNotFiniteRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportNotFiniteReply.SerializeToString,
+            ),
+            'DecideStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.DecideStep,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.DecideStepRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.DecideStepReply.SerializeToString,
+            ),
+            'ReadMakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadMakeUp,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadMakeUpRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadMakeUpReply.SerializeToString,
+            ),
             'RebaseSource': grpc.unary_unary_rpc_method_handler(
                     servicer.RebaseSource,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RebaseSourceRequest.FromString,
@@ -387,6 +469,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.RestoreCheckpoint,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointReply.SerializeToString,
+            ),
+            'FollowJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.FollowJob,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.FollowJobRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.FollowJobReply.SerializeToString,
+            ),
+            'ReportEvaluation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEvaluation,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportEvaluationRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportEvaluationReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -712,6 +804,87 @@ class Coordinator(object):
             _registered_method=True)
 
     @staticmethod
+    def ReportNotFinite(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ReportNotFinite',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportNotFiniteRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportNotFiniteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecideStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/DecideStep',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.DecideStepRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.DecideStepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadMakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ReadMakeUp',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadMakeUpRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReadMakeUpReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def RebaseSource(request,
             target,
             options=(),
@@ -890,6 +1063,60 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/RestoreCheckpoint',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.RestoreCheckpointReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FollowJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/FollowJob',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.FollowJobRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.FollowJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEvaluation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/ReportEvaluation',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportEvaluationRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportEvaluationReply.FromString,
             options,
             channel_credentials,
             insecure,

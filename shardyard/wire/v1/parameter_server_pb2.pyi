@@ -29,6 +29,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_APPLIED: _ClassVar[Outcome]
     OUTCOME_RECORDED: _ClassVar[Outcome]
     OUTCOME_DUPLICATE: _ClassVar[Outcome]
+    OUTCOME_DROPPED: _ClassVar[Outcome]
 PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_EMPTY: PushKind
@@ -42,9 +43,10 @@ OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_APPLIED: Outcome
 OUTCOME_RECORDED: Outcome
 OUTCOME_DUPLICATE: Outcome
+OUTCOME_DROPPED: Outcome
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +58,9 @@ class CreatePartitionsRequest(_message.Message):
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WORKING_FIELD_NUMBER: _ClassVar[int]
+    STALE_FIELD_NUMBER: _ClassVar[int]
+    CLIPPING_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -67,7 +72,28 @@ class CreatePartitionsRequest(_message.Message):
     durability: _common_pb2.Durability
     staleness: int
     working: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ...) -> None: ...
+    stale: StaleRule
+    clipping: Clipping
+    backup_workers: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ...) -> None: ...
+
+class StaleRule(_message.Message):
+    __slots__ = ("divides_rate", "compensation", "decay")
+    DIVIDES_RATE_FIELD_NUMBER: _ClassVar[int]
+    COMPENSATION_FIELD_NUMBER: _ClassVar[int]
+    DECAY_FIELD_NUMBER: _ClassVar[int]
+    divides_rate: bool
+    compensation: float
+    decay: float
+    def __init__(self, divides_rate: bool = ..., compensation: _Optional[float] = ..., decay: _Optional[float] = ...) -> None: ...
+
+class Clipping(_message.Message):
+    __slots__ = ("norm", "value")
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    norm: float
+    value: float
+    def __init__(self, norm: _Optional[float] = ..., value: _Optional[float] = ...) -> None: ...
 
 class CreatePartitionsReply(_message.Message):
     __slots__ = ()
@@ -345,8 +371,40 @@ class Pace(_message.Message):
     turn: int
     def __init__(self, stride: _Optional[_Union[Stride, str]] = ..., clock: _Optional[int] = ..., ahead: _Optional[int] = ..., turn: _Optional[int] = ...) -> None: ...
 
+class Base(_message.Message):
+    __slots__ = ("version", "alike")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ALIKE_FIELD_NUMBER: _ClassVar[int]
+    version: _common_pb2.Version
+    alike: int
+    def __init__(self, version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., alike: _Optional[int] = ...) -> None: ...
+
+class Bases(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[Base]
+    def __init__(self, parts: _Optional[_Iterable[_Union[Base, _Mapping]]] = ...) -> None: ...
+
+class StepVerdict(_message.Message):
+    __slots__ = ("step", "members", "square_norm")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    SQUARE_NORM_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    members: _containers.RepeatedScalarFieldContainer[int]
+    square_norm: float
+    def __init__(self, step: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., square_norm: _Optional[float] = ...) -> None: ...
+
+class VerdictGiven(_message.Message):
+    __slots__ = ("verdict", "partitions")
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    verdict: StepVerdict
+    partitions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "overflow")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +420,9 @@ class PushHeader(_message.Message):
     REST_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    BASES_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -377,7 +438,10 @@ class PushHeader(_message.Message):
     rest: int
     detach: bool
     pace: Pace
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+    bases: Bases
+    verdict: StepVerdict
+    overflow: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., overflow: bool = ...) -> None: ...
 
 class PushFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -410,7 +474,7 @@ class PushReply(_message.Message):
     def __init__(self, parts: _Optional[_Iterable[_Union[PartReply, _Mapping]]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partitions", "number", "exactly", "wait_ms", "coding", "shared", "order")
+    __slots__ = ("caller", "server", "generation", "partitions", "number", "exactly", "wait_ms", "coding", "shared", "order", "pin")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +485,7 @@ class PullRequest(_message.Message):
     CODING_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -431,7 +496,46 @@ class PullRequest(_message.Message):
     coding: str
     shared: bool
     order: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., exactly: bool = ..., wait_ms: _Optional[int] = ..., coding: _Optional[str] = ..., shared: bool = ..., order: _Optional[_Iterable[int]] = ...) -> None: ...
+    pin: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., exactly: bool = ..., wait_ms: _Optional[int] = ..., coding: _Optional[str] = ..., shared: bool = ..., order: _Optional[_Iterable[int]] = ..., pin: _Optional[bytes] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "pin", "number", "lease_ms", "wait_ms")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    pin: bytes
+    number: int
+    lease_ms: int
+    wait_ms: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., pin: _Optional[bytes] = ..., number: _Optional[int] = ..., lease_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ("parts", "not_yet")
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    NOT_YET_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
+    not_yet: NotYet
+    def __init__(self, parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("caller", "pin")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    pin: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., pin: _Optional[bytes] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PulledPart(_message.Message):
     __slots__ = ("partition", "version", "alike")
@@ -461,8 +565,18 @@ class NotYet(_message.Message):
     missing: _containers.RepeatedCompositeFieldContainer[Missing]
     def __init__(self, missing: _Optional[_Iterable[_Union[Missing, _Mapping]]] = ...) -> None: ...
 
+class Gathered(_message.Message):
+    __slots__ = ("partition", "step", "square_norm")
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SQUARE_NORM_FIELD_NUMBER: _ClassVar[int]
+    partition: int
+    step: int
+    square_norm: float
+    def __init__(self, partition: _Optional[int] = ..., step: _Optional[int] = ..., square_norm: _Optional[float] = ...) -> None: ...
+
 class PullHeader(_message.Message):
-    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock")
+    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock", "gathered")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     NOT_YET_FIELD_NUMBER: _ClassVar[int]
@@ -473,6 +587,7 @@ class PullHeader(_message.Message):
     PLACES_FIELD_NUMBER: _ClassVar[int]
     CODE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    GATHERED_FIELD_NUMBER: _ClassVar[int]
     push: PushReply
     parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
     not_yet: NotYet
@@ -483,7 +598,8 @@ class PullHeader(_message.Message):
     places: _containers.RepeatedScalarFieldContainer[int]
     code_bytes: _containers.RepeatedScalarFieldContainer[int]
     clock: int
-    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ...) -> None: ...
+    gathered: _containers.RepeatedCompositeFieldContainer[Gathered]
+    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ..., gathered: _Optional[_Iterable[_Union[Gathered, _Mapping]]] = ...) -> None: ...
 
 class PullFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -523,8 +639,22 @@ class DescribedStaleness(_message.Message):
     most: int
     def __init__(self, job: _Optional[int] = ..., most: _Optional[int] = ...) -> None: ...
 
+class DescribedLateness(_message.Message):
+    __slots__ = ("job", "gradients", "total", "most", "uncompensated")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    UNCOMPENSATED_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    gradients: int
+    total: int
+    most: int
+    uncompensated: int
+    def __init__(self, job: _Optional[int] = ..., gradients: _Optional[int] = ..., total: _Optional[int] = ..., most: _Optional[int] = ..., uncompensated: _Optional[int] = ...) -> None: ...
+
 class DescribeServerReply(_message.Message):
-    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness")
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness", "lateness", "pins")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -534,6 +664,8 @@ class DescribeServerReply(_message.Message):
     WORKERS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     WORKERS_STREAMING_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    LATENESS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     server: int
     partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
     pushes_applied: int
@@ -543,4 +675,6 @@ class DescribeServerReply(_message.Message):
     workers_attached: int
     workers_streaming: int
     staleness: _containers.RepeatedCompositeFieldContainer[DescribedStaleness]
-    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ...) -> None: ...
+    lateness: _containers.RepeatedCompositeFieldContainer[DescribedLateness]
+    pins: int
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ..., lateness: _Optional[_Iterable[_Union[DescribedLateness, _Mapping]]] = ..., pins: _Optional[int] = ...) -> None: ...

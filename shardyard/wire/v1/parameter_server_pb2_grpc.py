@@ -94,6 +94,16 @@ class ParameterServerStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullFrame.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/Pin',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PinRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/Unpin',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.UnpinReply.FromString,
+                _registered_method=True)
         self.PushPull = channel.stream_stream(
                 '/shardyard.wire.v1.ParameterServer/PushPull',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PushFrame.SerializeToString,
@@ -199,6 +209,21 @@ class ParameterServerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """For a reader, who need not be a member: a version of all partitions of a job that this server has stays as it is until
+        the lease runs out or Unpin; updates go on beside it. The same pin again renews the lease and says how far it is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """A pin is not needed any more. One that is not there is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushPull(self, request_iterator, context):
         """Exchanges, one or many: a push and a pull in one round trip; the request for values stands in the header
         (PushHeader.pull).
@@ -276,6 +301,16 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullFrame.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PinRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PinReply.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.UnpinRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.UnpinReply.SerializeToString,
             ),
             'PushPull': grpc.stream_stream_rpc_method_handler(
                     servicer.PushPull,
@@ -612,6 +647,60 @@ class ParameterServer(object):
             '/shardyard.wire.v1.ParameterServer/Pull',
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/Pin',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PinRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/Unpin',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.UnpinRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.UnpinReply.FromString,
             options,
             channel_credentials,
             insecure,

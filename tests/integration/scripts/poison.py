@@ -8,6 +8,8 @@ import argparse
 import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
@@ -33,19 +35,31 @@ class Poisoned(Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
+def meet(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    until = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2:
+        assert time.monotonic() < until, "nobody else has come"
+        time.sleep(0.01)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=99)
     parser.add_argument("--poison", type=int, default=41)
+    parser.add_argument("--factor", type=float, default=1.0, help="of all gradients")
+    parser.add_argument("--meet", help="a folder where two workers wait for each other before they train")
     options = parser.parse_args()
     with sy.connect() as job:
         counts = torch.nn.Parameter(torch.zeros(options.samples, dtype=torch.float64))
         model = torch.nn.ParameterList([counts])
         model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        if options.meet:
+            meet(Path(options.meet))
         for index in job.batches(Poisoned(options.samples, options.poison), batch_size=BATCH):
             optimizer.zero_grad()
-            (-counts[index].sum()).backward()
+            (-counts[index].sum() * options.factor).backward()
             optimizer.step()
             print("computed", flush=True)
         found = counts.detach().tolist()

@@ -63,6 +63,7 @@ def train_model(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         job.log(loss=loss)
         computed += 1
         announce(computed)
+        hold(options, computed)
         if computed == options.stop_at:
             job.stop(f"computed {computed}")
         if options.mode == "loader" and job.should_stop:
@@ -75,11 +76,13 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model = torch.nn.ParameterList([counts])
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     computed = 0
-    for (index,) in job.batches(TensorDataset(torch.arange(options.samples)), batch_size=4, epochs=options.epochs):
+    data, often = TensorDataset(torch.arange(options.samples)), {"accumulate": options.accumulate}
+    for (index,) in job.batches(data, batch_size=4, epochs=options.epochs, **often):
         time.sleep(options.pause_ms / 1000)
-        optimizer.zero_grad()
         (-counts[index].sum()).backward()
-        optimizer.step()
+        if job.step_due:
+            optimizer.step()
+            optimizer.zero_grad()
         computed += 1
         announce(computed)
         if computed == options.stop_at:
@@ -109,8 +112,7 @@ def train_sums(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
             with open(f"{options.out}.held", "w") as file:
                 json.dump(job.compression_state()["residual.0"].tolist(), file)
         announce(computed)
-        while computed == options.hold_at and not os.path.exists(options.hold):
-            time.sleep(0.01)
+        hold(options, computed)
         if computed == options.leave_at:
             break
     state = job.compression_state()
@@ -128,6 +130,11 @@ def train_own(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"values": {name: value.tolist() for name, value in job.pull().items()}}
 
 
+def hold(options: argparse.Namespace, computed: int) -> None:
+    while computed == options.hold_at and not os.path.exists(options.hold):
+        time.sleep(0.01)
+
+
 def announce(computed: int) -> None:
     print(f"computed {computed}", flush=True)
 
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--compile", default="", help="the backend of torch.compile")
     parser.add_argument("--stop-at", type=int, default=0)
     parser.add_argument("--checkpoint-at", type=int, default=0)

@@ -15,11 +15,13 @@ import pytest
 from shardyard.ground.errors import SequenceGap, StraddlingRange
 from shardyard.ground.types import Outcome, PartResult, PushName, Rank, SourceKey, Token
 from shardyard_coordinator import data_ledger, recovery, safekeeping
+from shardyard_coordinator.backups import MakeUp
 from shardyard_coordinator.checkpoints import CheckpointBook
-from shardyard_coordinator.effects import Base
+from shardyard_coordinator.effects import Base, Persist
+from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import Membership
 from shardyard_coordinator.ranks import RankBook
-from shardyard_ps_server import gate, partition
+from shardyard_ps_server import gate, partition, store
 from shardyard_ps_server.clocks import Clocks
 from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.ledger import Ledger
@@ -30,7 +32,9 @@ from shardyard_ps_server.wal import Wal
 from shardyard_ps_server.wal_files import END, LogFiles
 from shardyard_ps_server.wal_records import Mark
 from shardyard_worker import feeds
+from shardyard_worker.finite import Finiteness
 from shardyard_worker.strategies import SyncStrategy
+from shardyard_worker.verdicts import Verdicts
 
 from .disk import SimulatedOs
 from .world import SECOND, current_world
@@ -62,7 +66,7 @@ def mutation(rule: str, mode: str, *first: int) -> Callable[[Callable[[Patch], N
 # ---- A: names and ledgers
 
 
-@mutation("A1", "async", 1, 6)
+@mutation("A1", "async", 6)
 def named_by_the_lease(patch: Patch) -> None:
     """work is named by whose lease it is, not by what it is"""
     real = Ledger.open
@@ -84,13 +88,13 @@ def duplicates_count(patch: Patch) -> None:
     patch.setattr(Ledger, "advance", _to_the_last(advance))
 
 
-@mutation("A2", "async", 17, 44)
+@mutation("A2", "async", 17)
 def gaps_count(patch: Patch) -> None:
     """work is counted whose predecessors are not"""
     _instead_of(patch, SequenceGap)
 
 
-@mutation("A2", "async-checkpoint", 9, 17)
+@mutation("A2", "async-checkpoint", 17)
 def counted_in_one_is_counted_in_all(patch: Patch) -> None:
     """a push that was stopped between two partitions of a server counts as counted in both"""
     real = Store._apply
@@ -120,14 +124,20 @@ def what_shall_not_count_is_not_named(patch: Patch) -> None:
     patch.setattr(feeds.Feed, "_drop", drop)
 
 
-@mutation("A5", "async", 5, 6)
+@mutation("A4", "async-checkpoint-nan", 0, 1)
+def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
+    """work whose gradient is not finite is pushed empty without being written down"""
+    patch.setattr(Finiteness, "_report", lambda self, *said: None)
+
+
+@mutation("A5", "async", 68)
 def tokens_are_not_looked_at(patch: Patch) -> None:
     """a lease that was overtaken still counts, where its worker could not be fenced"""
     patch.setattr(Ledger, "is_duplicate", _whatever_its_token(Ledger.is_duplicate))
     _nobody_is_fenced(patch)
 
 
-@mutation("A8", "async-checkpoint", 10, 17)
+@mutation("A8", "async-checkpoint", 17)
 def single_partitions_go_back_further(patch: Patch) -> None:
     """single partitions go back to the checkpoint before the newest"""
     real_commit, real_bases = CheckpointBook.commit, safekeeping.Safekeeping._bases
@@ -147,7 +157,7 @@ def single_partitions_go_back_further(patch: Patch) -> None:
     patch.setattr(safekeeping.Safekeeping, "_bases", bases)
 
 
-@mutation("A9", "async-checkpoint", 19, 14)
+@mutation("A9", "async-checkpoint", 19)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
     """a checkpoint has the data ledger as it is when the partitions are written"""
     real = safekeeping.Safekeeping.end_checkpoint
@@ -162,7 +172,7 @@ def the_data_ledger_is_copied_last(patch: Patch) -> None:
     patch.setattr(safekeeping.Safekeeping, "end_checkpoint", end_checkpoint)
 
 
-@mutation("A10", "sync-checkpoint", 6, 10)
+@mutation("A10", "sync-checkpoint", 10)
 def lives_are_alike(patch: Patch) -> None:
     """a partition that is restored stays in its life"""
     real = recovery.Recovery.begin
@@ -177,25 +187,25 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint", 5, 14)
+@mutation("A11", "async-checkpoint", 9, 24)
 def closed_is_closed(patch: Patch) -> None:
     """data shards that a restore has taken back stay closed"""
     patch.setattr(data_ledger.DataLedger, "reopen", lambda self, kept: [])
 
 
-@mutation("A11", "async-checkpoint", 19, 1)
+@mutation("A11", "async-checkpoint", 19)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     """the end of the data is told while no checkpoint has all of it"""
     patch.setattr(safekeeping.Safekeeping, "has_all_data", property(lambda self: True))
 
 
-@mutation("A12", "async", 30)
+@mutation("A12", "async", 81, 131)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range counts of which a part was counted"""
     _instead_of(patch, StraddlingRange)
 
 
-@mutation("A11", "sync-checkpoint", 10, 32)
+@mutation("A11", "sync-checkpoint", 10)
 def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
     """who waits for the end of a synchronous job's data does not see that it went back"""
     patch.setattr(SyncStrategy, "has_moved", lambda self: False)
@@ -215,7 +225,7 @@ def ranks_are_alike(patch: Patch) -> None:
     patch.setattr(partition, "verdict", verdict)
 
 
-@mutation("B1", "sync")
+@mutation("B1", "sync", 0, 1)
 def ranks_are_counted_by_their_worker(patch: Patch) -> None:
     """which samples a rank has depends on which ranks its worker has beside it"""
     real = feeds.SyncFeed._samples
@@ -226,7 +236,7 @@ def ranks_are_counted_by_their_worker(patch: Patch) -> None:
     patch.setattr(feeds.SyncFeed, "_samples", samples)
 
 
-@mutation("B2", "sync")
+@mutation("B2", "sync", 7, 23)
 def applied_in_the_order_of_arrival(patch: Patch) -> None:
     """a step sums its ranks as they came"""
     real_record = gate.Gate.record
@@ -242,26 +252,26 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
     patch.setattr(gate.Gate, "with_last", with_last)
 
 
-@mutation("B3", "sync", 31, 10)
+@mutation("B3", "sync", 10)
 def one_version_is_kept(patch: Patch) -> None:
     """a partition keeps its newest version only"""
     real = Versions.find
     patch.setattr(Versions, "find", lambda self, number: real(self, number) if number == self.newest.number else None)
 
 
-@mutation("B4", "sync", 1, 3)
+@mutation("B4", "sync", 3)
 def ranks_of_the_dead_are_nobodys(patch: Patch) -> None:
     """a dead worker's ranks go to nobody"""
     patch.setattr(RankBook, "vacate", lambda self, worker, now_ms: self.suspend(worker))
 
 
-@mutation("B5", "sync")
+@mutation("B5", "sync", 1, 2)
 def random_numbers_are_nobodys(patch: Patch) -> None:
     """random numbers are not those of the rank and the step"""
     patch.setattr(feeds, "seed_everything", lambda *key: None)
 
 
-@mutation("B6", "sync")
+@mutation("B6", "sync", 0, 2)
 def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     """a partition leaves out of a step whose contribution came last"""
     real = gate.Gate.with_last
@@ -273,13 +283,88 @@ def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     patch.setattr(gate.Gate, "with_last", with_last)
 
 
-@mutation("B7", "sync-checkpoint", 10, 3)
+@mutation("B6", "sync-clip", 22)
+def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
+    """a verdict is made of what partitions have told last, of whichever step"""
+
+    def hear(self: Verdicts, gathered: Any) -> None:
+        for each in gathered:
+            self._step = max(self._step, each.step)
+            self._told[each.partition] = each.square_norm
+
+    patch.setattr(Verdicts, "hear", hear)
+
+
+@mutation("B6", "sync-clip", 650, 762, 1994)
+def a_verdict_of_another_step(patch: Patch) -> None:
+    """a step takes whichever verdict comes"""
+    patch.setattr(gate.Gate, "judges", lambda self, verdict: self.awaits_verdict)
+
+
+@mutation("B6", "sync-wal-clip", 154, 300)
+def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
+    """what a step that was taken was made of is not told any more, to who brings the verdict to other partitions"""
+    real = gate.Gate.gathered
+
+    def gathered(self: Any, step: int) -> Any:
+        return real(self, step) if step == self.step else None
+
+    patch.setattr(gate.Gate, "gathered", gathered)
+
+
+@mutation("C1", "sync-wal-clip", 1)
+def a_verdict_is_not_in_the_log(patch: Patch) -> None:
+    """a verdict takes effect and is not logged"""
+
+    def take_verdict(self: Any, hosted: Any, order: Any, verdict: Any) -> None:
+        for number in sorted(hosted.partitions):
+            if hosted.partitions[number].awaits(verdict):
+                hosted.partitions[number].take_verdict(verdict, lambda: self._check_current(hosted, order))
+
+    patch.setattr(Store, "take_verdict", take_verdict)
+
+
+@mutation("B6", "sync-backup", 3, 14)
+def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
+    """the coordinator tells who counts, and forgets it when it is started again"""
+    real = Job.decide_step
+
+    def decide_step(self: Any, step: int, ranks: Any) -> Any:
+        return [effect for effect in real(self, step, ranks) if not isinstance(effect, Persist)]
+
+    patch.setattr(Job, "decide_step", decide_step)
+
+
+@mutation("B6", "sync-backup", 0, 1)
+def what_came_late_counts_nowhere(patch: Patch) -> None:
+    """nothing is made up for"""
+    patch.setattr(MakeUp, "drop", lambda self, step, batch, samples: None)
+
+
+@mutation("B6", "sync-backup", 0)
+def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
+    """a partition takes a step with all that it has when the verdict comes"""
+
+    def present(self: Any, members: Any) -> Any:
+        found = [self._gathered[member] for member in members]
+        return None if None in found else tuple([each for each in self._gathered if each is not None])
+
+    patch.setattr(gate.Gate, "present", present)
+
+
+@mutation("B6", "sync-backup", 0, 1)
+def a_verdict_leaves_the_others_waiting(patch: Patch) -> None:
+    """the step is not over for the ranks that do not count"""
+    patch.setattr(Partition, "_close", lambda self, gate, members: gate.name_members(members))
+
+
+@mutation("B7", "sync-checkpoint", 3)
 def state_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step has optimizer state of the next"""
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 64, 32)
+@mutation("B7", "sync-checkpoint", 64)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step counts contributions to the next, which it does not have"""
     real = Partition._cut
@@ -294,7 +379,27 @@ def contributions_of_the_next_step(patch: Patch) -> None:
 # ---- C: owning, logging, fences
 
 
-@mutation("C1", "async-wal", 0, 6)
+@mutation("B6", "sync-overflow", 0, 5)
+def an_overflow_is_that_ranks_alone(patch: Patch) -> None:
+    """the ranks that have not overflowed count all the same"""
+    real = gate.verdict
+
+    def verdict(contributions: Any) -> Any:
+        found = real(contributions)
+        counted = [member for member in found.members if not member.overflow]
+        return real(counted) if counted else found
+
+    patch.setattr(partition, "verdict", verdict)
+
+
+@mutation("B6", "sync-wal-overflow", 3, 10)
+def an_overflow_is_not_in_the_log(patch: Patch) -> None:
+    """the log does not say what overflowed"""
+    real = store.push_head
+    patch.setattr(store, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
+
+
+@mutation("C1", "async-wal", 16)
 def acknowledged_before_durable(patch: Patch) -> None:
     """a push is acknowledged before it is in the log"""
 
@@ -314,13 +419,13 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("C2", "async-wal", 41)
+@mutation("C2", "async-wal", 99, 105)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """who was only asleep goes on with a log that was taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
 
 
-@mutation("C2", "async-wal", 16, 34)
+@mutation("C2", "async-wal", 105, 154)
 def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     """a log is read, which takes its time, before the fence beside it is raised"""
     real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end
@@ -339,13 +444,13 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     patch.setattr(LogFiles, "_find_end", find_end)
 
 
-@mutation("C3", "bounded", 0)
+@mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
     """values are given however far behind another worker is"""
     patch.setattr(Clocks, "behind", lambda self, worker, pace: None)
 
 
-@mutation("C3", "bounded-checkpoint", 0)
+@mutation("C3", "bounded-checkpoint", 83)
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for those of whom it has not heard"""
     patch.setattr(Clocks, "expect", lambda self, workers: None)
@@ -362,7 +467,7 @@ def a_restart_renews_no_lease(patch: Patch) -> None:
     patch.setattr(Membership, "restore", restore)
 
 
-@mutation("promise 4", "async", 5, 6)
+@mutation("promise 4", "async", 68)
 def the_dead_are_not_refused(patch: Patch) -> None:
     """a server does not refuse whom it was told to"""
     _nobody_is_fenced(patch)

@@ -42,7 +42,8 @@ class Paces:
 def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
     """Notes what workers do. Call what it returns to undo it."""
     real_resume, real_rest = BoundedStrategy.resume, BoundedStrategy.rest
-    real_contribute, real_fence, real_lease = BoundedStrategy.contribute, Store.fence, AsyncFeed._lease
+    real_contribute, real_fence = BoundedStrategy.contribute, Store.fence
+    real_lease, real_close = AsyncFeed._lease, AsyncFeed._close
 
     def note(strategy: Any) -> None:
         if not strategy._resting:
@@ -55,6 +56,11 @@ def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
     def lease(self: Any) -> Any:
         paces_now().rests(self._session.caller.incarnation)
         return real_lease(self)
+
+    def close(self: Any, lease: Any) -> None:
+        # from when it is closed, which the worker may hear much later, servers that are new do not expect it
+        paces_now().rests(self._session.caller.incarnation)
+        real_close(self, lease)
 
     def rest(self: Any) -> None:
         paces_now().rests(self._session.caller.incarnation)
@@ -72,10 +78,11 @@ def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
     BoundedStrategy.resume, BoundedStrategy.rest = resume, rest  # type: ignore[method-assign]
     BoundedStrategy.contribute, Store.fence = contribute, fence  # type: ignore[method-assign]
     AsyncFeed._lease = lease  # type: ignore[method-assign]
+    AsyncFeed._close = close  # type: ignore[method-assign]
 
     def undo() -> None:
         BoundedStrategy.resume, BoundedStrategy.rest = real_resume, real_rest  # type: ignore[method-assign]
         BoundedStrategy.contribute, Store.fence = real_contribute, real_fence  # type: ignore[method-assign]
-        AsyncFeed._lease = real_lease  # type: ignore[method-assign]
+        AsyncFeed._lease, AsyncFeed._close = real_lease, real_close  # type: ignore[method-assign]
 
     return undo

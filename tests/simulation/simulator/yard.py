@@ -37,9 +37,19 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.storage import LocalStorage
 from shardyard.ground import errors
 from shardyard.ground.orders import order
-from shardyard.ground.types import ConsistencyMode, DataShardSource, Durability, Incarnation, Outcome, Token
+from shardyard.ground.types import (
+    NO_CLIPPING,
+    Clipping,
+    ConsistencyMode,
+    DataShardSource,
+    Durability,
+    Incarnation,
+    Outcome,
+    Token,
+)
 from shardyard.runtime.settings import (
     CheckpointSettings,
+    ClipSettings,
     ConsistencySettings,
     DataSettings,
     JobSettings,
@@ -57,6 +67,7 @@ from shardyard_ps_server.wal import Wal
 from shardyard_ps_server.wal_files import END, LogFiles
 from shardyard_ps_server.wal_records import Mark, decode_mark
 from shardyard_worker import job as worker_job
+from shardyard_worker.training import Sending
 
 from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires
@@ -72,8 +83,13 @@ PATIENCE = 90 * SECOND
 STARTS_MAX = 60
 STOP_CHANCE = 0.1
 """After a batch, where a job is to be told to stop."""
+BACKUP_CHANCE = 0.25
+"""Of a synchronous job whose seed decides all, that its steps do not wait for the latest rank."""
+CLIP_CHANCE = 0.4
+"""Of kinds of synchronous work that clip by norm."""
 SYNC_WORKS = 16
 """Kinds of synchronous work, each of which is done undisturbed once."""
+WRONGS = ("nan", "overflow")
 SYNC_ELEMENTS = 5
 """Of each variable of a synchronous job."""
 
@@ -117,6 +133,18 @@ class Plan:
     """The bound of an asynchronous job that has one."""
     stops: bool
     """Workers tell the job to stop, at some batch."""
+    clipping: Clipping
+    """Of a synchronous job: with a norm, each step waits for a verdict."""
+    wrong: str = ""
+    """What is wrong with the gradients of some batches: "nan", or "overflow" under loss scaling."""
+    backups: int = 0
+    """Of a synchronous job: so many ranks are left out of a step. Its bits depend on who was late, so samples are
+    counted."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether values say how often each sample of each epoch has counted."""
+        return self.mode == "async" or bool(self.backups)
 
     @property
     def undisturbed(self) -> Plan:
@@ -155,10 +183,12 @@ FAULTS = (
 
 def make_plan(seed: int, kind: str = "") -> Plan:
     """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies;
-    "stop", by itself or behind: workers tell the job to stop. What it does not say is the seed's."""
+    by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong; "clip", behind
+    "sync": the job clips by norm; "backup": it has backup workers. What it does not say is the seed's."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
-    given = [word for word in kind.split("-") if word != "stop"] or [""]
+    words = kind.split("-")
+    given = [word for word in words if word not in ("stop", "clip", "backup", *WRONGS)] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
     bounded = mode == "bounded"
@@ -178,6 +208,9 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     faults = sorted((rng.randrange(span), kind) for kind in kinds)
     work = random.Random(f"work {seed % SYNC_WORKS}")
     sync = mode == "sync"
+    clip = random.Random(f"clip {seed % SYNC_WORKS}")
+    clips = sync and (clip.random() < CLIP_CHANCE or "clip" in kind.split("-"))
+    clipping = Clipping(clip.choice((0.5, 2.0, 3.0)), clip.choice((0.0, 0.0, 0.7)))
     plan = Plan(
         seed=seed,
         mode=mode,
@@ -201,8 +234,16 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         weather=weather,
         preempt=rng.choice((0.0, 0.02, 0.1)),
         staleness=None,
-        stops="stop" in kind.split("-"),
+        stops="stop" in words,
+        clipping=clipping if clips else NO_CLIPPING,
     )
+    late = random.Random(f"backup {seed}")
+    if sync and ("backup" in words or (not kind and late.random() < BACKUP_CHANCE)):
+        ranks = late.choice((2, 3, 3, 4))
+        clipping = clipping if late.random() < 0.3 and clips else NO_CLIPPING
+        return replace(plan, ranks=ranks, backups=late.randrange(1, ranks), clipping=clipping, optimizer="lion")
+    wrong = random.Random(f"wrong {seed % SYNC_WORKS if sync else seed}").choice(("", "", "", *WRONGS))
+    plan = replace(plan, wrong=next((word for word in words if word in WRONGS), "" if plan.drops else wrong))
     if bounded or (not sync and not kind and rng.random() < 0.25):
         return replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
     return plan
@@ -249,6 +290,8 @@ class Yard:
         self.jobs_finished = 0
         self._goodbyes = 0
         self.versions: dict[int, dict[str, bytes]] = {}
+        self.left_out: dict[object, set[int]] = {}
+        """By run of the job: the coordinates whose batches do not count, by the coordinator's word."""
         self.stops: dict[object, int | None] = {}
         """By run of the job: the step before which it was told to stop."""
         self.has_checkpoint = False
@@ -278,11 +321,14 @@ class Yard:
                     mode=ConsistencyMode(plan.mode if plan.staleness is None else "bounded"),
                     logical_ranks=plan.ranks if sync else "auto",
                     staleness=plan.staleness or 0,
+                    backup_workers=plan.backups,
                 ),
+                clip=ClipSettings(norm=plan.clipping.norm, value=plan.clipping.value),
                 workers_expected=plan.workers,
                 rank_grace_ms=500,
                 idle_ms=15_000,
                 data=DataSettings(batches_per_data_shard=plan.per_shard, poison_deaths=0),
+                nonfinite_max=0,
                 checkpoint=CheckpointSettings(url=str(self.checkpoints), every_s=plan.every_s, keep=2),
             ),
             worker=WorkerSettings(
@@ -355,7 +401,7 @@ class Yard:
     def _worker(self) -> None:
         plan = self.plan
         names = [f"v{p}" for p in range(plan.partitions)]
-        size = plan.samples * plan.epochs * plan.feeds if plan.mode == "async" else SYNC_ELEMENTS
+        size = plan.samples * plan.epochs * plan.feeds if plan.counts else SYNC_ELEMENTS
         with worker_job.connect(self.settings) as job:
             firsts = torch.zeros(size, dtype=torch.float64)
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
@@ -366,6 +412,8 @@ class Yard:
                 with contextlib.closing(batches):
                     if plan.mode == "async":
                         self._train_async(job, names, size, batches)
+                    elif plan.backups:
+                        self._train_late(job, names, size, batches)
                     else:
                         self._train_sync(job, names, batches)
             values = {name: value.numpy().tobytes() for name, value in job.pull().items()}
@@ -378,6 +426,8 @@ class Yard:
                 return {"optimizer": "sgd", "lr": 0.1, "momentum": 0.5}
             case "adam":
                 return {"optimizer": "adam", "lr": 0.1}
+            case "lion":  # each step adds 1 where a sample counts, whatever its share of the mean
+                return {"optimizer": "lion", "lr": 1.0, "beta1": 0.0, "beta2": 0.0}
             case _ if self.plan.mode == "sync":
                 return {"optimizer": "sgd", "lr": 0.1}
         return {"optimizer": "sgd", "lr": 1.0}
@@ -391,6 +441,8 @@ class Yard:
             if name.first == name.last:
                 gradient = torch.zeros(size, dtype=torch.float64)
             gradient[chosen + self._place(source.feed, source.epoch)] -= 1.0
+            if plan.wrong == "nan" and self._is_wrong(source, name.last):
+                gradient[chosen[0]] = float("nan")
             if plan.compute:
                 world.pause(world.rng.randrange(plan.compute))
             batches_there = self._batches_of(source)
@@ -398,8 +450,14 @@ class Yard:
             dropped = self._drops(source)
             if left == 0 and dropped:
                 continue
-            if left == 0 or (left == 1 and dropped) or world.rng.random() > 0.2:
-                job.push(dict.fromkeys(names, gradient))
+            overflows = plan.wrong == "overflow" and name.first == name.last and self._is_wrong(source, name.last)
+            # what is accumulated before a data shard's last batch does not count if that is listed (docs/training.md),
+            # be it for the batch before it
+            alone = overflows or (plan.wrong == "overflow" and self._is_wrong(source, name.last + 1))
+            if plan.wrong == "nan" and left == 1:
+                alone = self._is_wrong(source, name.last) or self._is_wrong(source, name.last + 1)
+            if left == 0 or (left == 1 and dropped) or alone or world.rng.random() > 0.2:
+                self._push(job, dict.fromkeys(names, gradient), overflow=overflows)
                 gradient = torch.zeros(size, dtype=torch.float64)
             self._stop_by_chance(job)
 
@@ -414,7 +472,35 @@ class Yard:
             sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
-            job.push(sent)
+            wrong = (job.step + int(chosen[0])) % 4 == 1 and self.plan.wrong
+            if wrong == "nan":
+                sent[names[-1]][0] = float("nan")
+            self._push(job, sent, overflow=wrong == "overflow")
+            self._stop_by_chance(job)
+
+    def _push(self, job: Any, gradients: dict[str, torch.Tensor], *, overflow: bool) -> None:
+        """Also of an overflow the gradients are sent, so that it shows if they count."""
+        if not overflow:
+            job.push(gradients)
+            return
+        settings = job._settings_now()
+        sent = [gradients[variable.spec.name] for variable in job._training.variables]
+        job._contribute(Sending(sent, 1.0, settings, overflow=True))
+
+    def _is_wrong(self, source: DataShardSource, batch: int) -> bool:
+        return (source.feed + source.epoch + source.index + batch) % 4 == 1 and batch < self._batches_of(source)
+
+    def _train_late(self, job: Any, names: list[str], size: int, batches: Iterable[Any]) -> None:
+        world = self.world
+        for (chosen,) in batches:
+            feed, name = job._feed, job._feed.work.name
+            planned = feed._make_up.batch(name.key.source.rank, name.first).step
+            epoch = (planned - feed._opened.first_step) // feed._opened.units_per_epoch
+            gradient = torch.zeros(size, dtype=torch.float64)
+            gradient[chosen + self._place(feed._number, epoch)] = -1.0
+            if self.plan.compute:
+                world.pause(world.rng.randrange(self.plan.compute))
+            job.push(dict.fromkeys(names, gradient))
             self._stop_by_chance(job)
 
     def _stop_by_chance(self, job: Any) -> None:
@@ -501,6 +587,11 @@ class Yard:
         if kind == "job_started":
             self.unfinished[body["job"]] = None
             self.stops[body["job"]] = None
+            self.left_out[body["job"]] = set()
+        elif kind == "batch_quarantined" and self.plan.mode == "async":
+            source = DataShardSource(body["feed"], body["epoch"], body["index"])
+            self.left_out[body["job"]].update(self._coordinates(source, body["sequence"]))
+            self.happened.append("not finite")
         elif kind == "job_ended":
             self.unfinished.pop(body["job"], None)
             code = "" if body["failure"] is None else body["failure"]["code"]
@@ -571,17 +662,36 @@ class Yard:
         self._compare(f"checkpoint {manifest.number}", saved, wanted)
 
     def _compare(self, whose: str, values: dict[str, bytes], wanted: dict[str, bytes]) -> None:
-        if self.plan.mode == "async" and any(step is not None for step in self.stops.values()):
+        if self.plan.counts and any(step is not None for step in self.stops.values()):
             self._look_at_counts(whose, values)
             return
-        if self.plan.stops and self.plan.mode == "sync":
+        if self.plan.stops and not self.plan.counts:
             wanted = self._wanted_at({name: values[name] for name in wanted})
+        if self.plan.wrong == "nan" and self.plan.mode == "async":
+            wanted = self._without_left_out({name: values[name] for name in wanted}, wanted)
         for name in sorted(wanted):
             if values[name] != wanted[name]:
                 got = np.frombuffer(values[name], np.float64)
                 want = np.frombuffer(wanted[name], np.float64)
                 bad = [(i, float(got[i]), float(want[i])) for i in np.flatnonzero(got != want)[:4]]
                 self.world.violations.append(f"{whose}: {name} has (place, got, wanted) {bad}")
+
+    def _without_left_out(self, values: dict[str, bytes], wanted: dict[str, bytes]) -> dict[str, bytes]:
+        """What the coordinator lists as not finite has not counted; of several runs, what is the values."""
+        ends = []
+        for left_out in self.left_out.values():
+            counted = {name: np.frombuffer(array, np.float64).copy() for name, array in wanted.items()}
+            for array in counted.values():
+                array[sorted(left_out)] = 0.0
+            ends.append({name: array.tobytes() for name, array in counted.items()})
+        return values if values in ends else ends[-1]
+
+    def _coordinates(self, source: DataShardSource, batch: int) -> list[int]:
+        """Of a batch's samples."""
+        plan = self.plan
+        indices = order(seed=7, feed=source.feed, epoch=source.epoch, samples=plan.samples, shuffle=True)
+        at = (source.index * plan.per_shard + batch) * plan.batch
+        return (indices[at : at + plan.batch] + self._place(source.feed, source.epoch)).tolist()
 
     def _wanted_at(self, values: dict[str, bytes]) -> dict[str, bytes]:
         """What a synchronous job has that was told to stop; of several runs, what is nearest to the values."""
@@ -600,17 +710,17 @@ class Yard:
 
     def _wanted(self) -> dict[str, bytes]:
         plan = self.plan
-        if plan.mode == "sync":
+        if not plan.counts:
             return _undisturbed(plan.undisturbed).values
         counted = np.ones(plan.samples * plan.epochs * plan.feeds)
         for feed, epoch in itertools.product(range(plan.feeds), range(plan.epochs)):
-            indices = order(seed=7, feed=feed, epoch=epoch, samples=plan.samples, shuffle=True)
             for shard in range(-(-plan.samples // (plan.batch * plan.per_shard))):
                 source = DataShardSource(feed, epoch, shard)
                 if self._drops(source):
-                    last = shard * plan.per_shard + self._batches_of(source) - 1
-                    dropped = indices[last * plan.batch : (last + 1) * plan.batch]
-                    counted[dropped + self._place(feed, epoch)] = 0.0
+                    counted[self._coordinates(source, self._batches_of(source) - 1)] = 0.0
+                for batch in range(self._batches_of(source) if plan.wrong == "overflow" else 0):
+                    if self._is_wrong(source, batch):
+                        counted[self._coordinates(source, batch)] = 0.0
         return {f"v{p}": counted.tobytes() for p in range(plan.partitions)}
 
 
@@ -624,7 +734,8 @@ def _undisturbed(plan: Plan) -> Ending:
 def warm_up() -> None:
     """Does all synchronous work undisturbed, as it is shipped, before anything is switched off."""
     for seed in range(SYNC_WORKS):
-        _undisturbed(make_plan(seed, "sync").undisturbed)
+        for kind in ("sync", "sync-clip"):
+            _undisturbed(make_plan(seed, kind).undisturbed)
 
 
 # ---- in one process
@@ -723,7 +834,7 @@ def _watch_ledgers() -> Callable[[], None]:
     def push(self: Any, hosted: Any, push_order: Any, payload: Any) -> Any:
         told = push_order.caller.incarnation in self.__dict__.get("told", ())
         results = real_push(self, hosted, push_order, payload)
-        if told and any(result.outcome is not Outcome.DUPLICATE for result in results):
+        if told and any(result.outcome not in (Outcome.DUPLICATE, Outcome.DROPPED) for result in results):
             _yard().world.violations.append(f"{push_order.name} of a fenced worker was counted")
         return results
 
@@ -822,7 +933,7 @@ PREFIX = folder_name(os.getpid())
 def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: bool = True) -> Ending:
     """One run, within `simulation`."""
     os_ = _os[-1]
-    if judged and plan.mode == "sync":
+    if judged and not plan.counts:
         _undisturbed(plan.undisturbed)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM if SHM.is_dir() else None))
     was = gc.isenabled()

@@ -1,0 +1,181 @@
+"""The best version that an evaluator has found of a job: its values in one file, and a manifest that names it.
+
+    <URL>/<job>/best/step-000000001350-5f0c9a77d2e14b60.safetensors   variables by name, parameters and buffers
+    <URL>/<job>/best/manifest.json                                    {"best":{...},"sha256":"..."}, written last
+
+Owns: that folder. Invariants: the values that the manifest names are there whole when it is written, and its digest
+covers each bit of it; so whatever moment a writer dies in, either the former best is there or the new one; the former
+one's file is deleted after that. One evaluator at a time keeps the best of a job at a URL; any may read. Must not know:
+how a version is judged, checkpoints.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.checkpoints import tensors
+from shardyard.checkpoints.documents import Node, canonical
+from shardyard.checkpoints.manifest import JOB_NAME
+from shardyard.checkpoints.storage import Storage, Written
+from shardyard.checkpoints.tensors import Array, Contents, TensorSource
+from shardyard.ground import limits
+from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from shardyard.ground.types import DType, JobId
+
+FOLDER: Final = "best"
+NAME: Final = "manifest.json"
+FORMAT: Final = "shardyard-best"
+FORMAT_VERSION: Final = 1
+MANIFEST_BYTES_MAX: Final = limits.MIB
+
+_FILE: Final = re.compile(r"step-[0-9]{12,19}-[0-9a-f]{16}\.safetensors")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_TEXT: Final = re.compile(rf"[^\x00-\x1f]{{1,{limits.METRIC_NAME_CHARACTERS_MAX}}}")
+_MODE: Final = re.compile("max|min")
+_NAMES: Final = ("format", "version", "job", "metric", "mode", "value", "step", "created", "path", "nbytes", "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class BestManifest:
+    """`job`: the run that it is of; `mode`: whether a larger or a smaller value is better, "max" or "min"; `created`:
+    ISO 8601 with a zone; `path`: of the values, from the folder."""
+
+    job: JobId
+    metric: str
+    mode: str
+    value: float
+    step: int
+    created: str
+    path: str
+    written: Written
+
+    def is_beaten_by(self, value: float) -> bool:
+        """A value that is no number beats nothing."""
+        return value > self.value if self.mode == "max" else value < self.value
+
+
+class BestFolder:
+    """Of one job. All methods raise StorageUnavailable. Raises InvalidRequest for a name that no job can have."""
+
+    def __init__(self, storage: Storage, job: str) -> None:
+        if not JOB_NAME.fullmatch(job):
+            raise InvalidRequest(f"{job[:200]!r} is no job's name; expected {JOB_NAME.pattern}")
+        self.storage = storage
+        self._folder = f"{job}/{FOLDER}"
+
+    @property
+    def url(self) -> str:
+        return self.storage.locate(self._folder)
+
+    # ---- reading
+
+    def load(self) -> BestManifest | None:
+        """What is kept; None: nothing. Raises CheckpointDamaged where the manifest is not what was written, or the file
+        that it names is not there in its length."""
+        path = f"{self._folder}/{NAME}"
+        where = self.storage.locate(path)
+        try:
+            nbytes = self.storage.size(path)
+        except CheckpointNotFound:
+            return None
+        if nbytes > MANIFEST_BYTES_MAX:
+            raise CheckpointDamaged(f"{where} has {nbytes} bytes; at most {MANIFEST_BYTES_MAX}")
+        found = decode(self.storage.read(path, 0, nbytes), where)
+        try:
+            size = self.storage.size(f"{self._folder}/{found.path}")
+        except CheckpointNotFound as error:
+            raise CheckpointDamaged(f"{error.what}, and {where} names it") from error
+        if size != found.written.nbytes:
+            raise CheckpointDamaged(
+                f"{self.storage.locate(self._folder)}/{found.path} has {size} bytes; expected {found.written.nbytes}"
+            )
+        return found
+
+    def contents(self, best: BestManifest) -> Contents:
+        """Names, dtypes and shapes of the values. Raises CheckpointDamaged, CheckpointNotFound."""
+        return tensors.read_contents(self.storage, f"{self._folder}/{best.path}")
+
+    def read(self, best: BestManifest) -> dict[str, Array]:
+        """The values by name, read-only, every byte of the file held against its digest. Raises CheckpointDamaged,
+        CheckpointNotFound."""
+        path = f"{self._folder}/{best.path}"
+        _, found = tensors.read_file(self.storage, path, best.written, lambda _: True)
+        return found
+
+    # ---- writing
+
+    def keep(self, *, job: JobId, metric: str, mode: str, value: float, step: int, values: Mapping[str, Array]) -> None:
+        """From here on this version is the one that is kept. Raises InvalidRequest, TooLarge."""
+        if not math.isfinite(value) or not _TEXT.fullmatch(metric) or not _MODE.fullmatch(mode):
+            raise InvalidRequest(f"to keep the {mode} of {metric[:100]!r}, which is {value}")
+        path = f"step-{step:012d}-{secrets.token_hex(8)}.safetensors"
+        text = {"step": str(step), "metric": metric, "value": repr(value)}
+        pieces = tensors.pieces(text, [_source(name, array) for name, array in values.items()])
+        written = self.storage.write(f"{self._folder}/{path}", pieces)
+        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        kept = BestManifest(job, metric, mode, value, step, created, path, written)
+        self.storage.write(f"{self._folder}/{NAME}", [encode(kept)])
+        for name in self._others(path):  # the former best, and what was begun and never finished
+            self.storage.delete_file(f"{self._folder}/{name}")
+
+    def _others(self, path: str) -> Iterator[str]:
+        return (name for name in self.storage.list_files(self._folder) if name != path and _FILE.fullmatch(name))
+
+
+def _source(name: str, array: Array) -> TensorSource:
+    return TensorSource(name, DType(array.dtype.name), array.shape, lambda: tensors.bytes_of(array))
+
+
+def encode(best: BestManifest) -> bytes:
+    inner = canonical(
+        {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "job": int(best.job),
+            "metric": best.metric,
+            "mode": best.mode,
+            "value": float(best.value),
+            "step": best.step,
+            "created": best.created,
+            "path": best.path,
+            "nbytes": best.written.nbytes,
+            "sha256": best.written.sha256,
+        }
+    )
+    return b'{"best":' + inner + b',"sha256":"' + hashlib.sha256(inner).hexdigest().encode() + b'"}\n'
+
+
+def decode(text: bytes, where: str) -> BestManifest:
+    """Raises CheckpointDamaged."""
+    outer = Node.parse(text, where, at=0).fields(("best", "sha256"))
+    digest = outer["sha256"].text(_DIGEST, "a digest")
+    if hashlib.sha256(canonical(outer["best"].value)).hexdigest() != digest:
+        raise CheckpointDamaged(f"{where} is not what was written: its digest is another")
+    found = outer["best"].fields(_NAMES)
+    if (found["format"].value, found["version"].value) != (FORMAT, FORMAT_VERSION):
+        raise CheckpointDamaged(f"{where} is of a format that this release does not know")
+    (value,) = Node([found["value"].value], where, "value").reals(1)
+    created = found["created"].text(_TEXT, "a time")
+    try:
+        zoned = datetime.datetime.fromisoformat(created).tzinfo is not None
+    except ValueError:
+        zoned = False
+    if not zoned:
+        found["created"].refuse("ISO 8601 with a zone")
+    return BestManifest(
+        job=JobId(found["job"].number((1 << 64) - 1)),
+        metric=found["metric"].text(_TEXT, "a metric's name"),
+        mode=found["mode"].text(_MODE, "max or min"),
+        value=value,
+        step=found["step"].number(),
+        created=created,
+        path=found["path"].text(_FILE, "the name of a file of values"),
+        written=Written(found["nbytes"].number(limits.JOB_BYTES_MAX), found["sha256"].text(_DIGEST, "a digest")),
+    )

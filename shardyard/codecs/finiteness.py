@@ -1,0 +1,78 @@
+"""Whether numbers are finite, at the speed at which they can be read.
+
+Owns: the loop. Invariant: a NaN or an infinity is found wherever it stands, and nothing else is. Must not know: what
+the numbers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar, cast
+
+import numba
+import numba.extending
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+from numba.np.numpy_support import carray
+
+Array = npt.NDArray[np.floating[Any]]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+PIECE: Final = 1 << 16
+"""Elements between two looks at what was found."""
+
+
+def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+_pointer: Any = numba.extending.intrinsic(_make_pointer)
+_array_at: Any = carray
+
+
+def _compiled(function: _F) -> _F:
+    """Sums may be taken in any order: only whether they are numbers matters."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc"}}
+    try:
+        return cast(_F, numba.njit(cache=True, **options)(function))
+    except RuntimeError:  # no directory is writable
+        return cast(_F, numba.njit(cache=False, **options)(function))
+
+
+@_compiled
+def _first(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], zero: Array) -> int:
+    """Times zero, what is finite is zero, and all else NaN."""
+    for index in range(addresses.size):
+        values = _array_at(_pointer(addresses[index]), (lengths[index],), zero.dtype)
+        for begin in range(0, values.size, PIECE):
+            found = zero[0]
+            for each in values[begin : begin + PIECE]:
+                found += each * zero[0]
+            if found != zero[0]:
+                return index
+    return -1
+
+
+_ZEROS: Final[dict[str, Array]] = {"float32": np.zeros(1, np.float32), "float64": np.zeros(1, np.float64)}
+
+
+def first_not_finite(places: Sequence[tuple[int, int]], dtype: str) -> int | None:
+    """Of numbers at these (address, number of elements), all contiguous, of that dtype, float32 or float64, and kept
+    alive by the caller: the index of the first place with a NaN or an infinity."""
+    found = _first(
+        np.array([address for address, _ in places], np.int64),
+        np.array([length for _, length in places], np.int64),
+        _ZEROS[dtype],
+    )
+    return None if found < 0 else found
+
+
+def warm() -> None:
+    """Compiles the loop, so that no first push waits for a compiler."""
+    for dtype in _ZEROS:
+        first_not_finite([], dtype)

@@ -1,0 +1,72 @@
+"""A job that has failed is dropped by its servers, maybe before its workers hear of it: they say why it failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardyard.ground import errors
+from shardyard.runtime import configuration
+from shardyard_launcher.local import COORDINATOR, LocalYard
+from shardyard_worker import job as worker
+
+
+@pytest.fixture(autouse=True)
+def watched(alone: None) -> None:
+    """Nothing is left behind."""
+
+
+def test_promise_7_worker_whose_servers_dropped_the_job_says_why_though_a_heartbeat_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # no heartbeat of its own accord comes in between
+    settings = {"membership.heartbeat_ms": 60_000, "membership.lease_ms": 400_000, "log.level": "error"}
+    found = configuration.load(None, {}, settings).settings
+    yard = LocalYard(found)
+    try:
+        inside = found.model_copy(update={"coordinator": COORDINATOR})
+        job = worker.connect(inside, network=yard.network)
+        value = torch.nn.Parameter(torch.zeros(3))
+        _, optimizer = job.prepare(torch.nn.ParameterList([value]), torch.optim.SGD([value], lr=1.0))
+        asked: list[None] = []
+
+        def beat() -> None:
+            asked.append(None)
+            if len(asked) < 3:
+                raise errors.CoordinatorUnavailable("the coordinator does not answer")
+            job._session.fail(errors.ServerLost("server 1.3 was silent"))
+
+        monkeypatch.setattr(job._session._enrolment, "beat", beat)
+        for server in yard._servers:
+            server.store.drop(job._session.caller.job)
+        value.grad = torch.ones(3)
+        with pytest.raises(errors.ServerLost, match=r"server 1\.3 was silent"):
+            optimizer.step()
+        assert len(asked) == 3
+        job.close("it has failed")
+    finally:
+        yard.close()
+
+
+def test_version_that_has_passed_waits_for_no_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = configuration.load(None, {}, {"log.level": "error"}).settings
+    yard = LocalYard(found)
+    try:
+        inside = found.model_copy(update={"coordinator": COORDINATOR})
+        with worker.connect(inside, network=yard.network) as job:
+            value = torch.nn.Parameter(torch.zeros(3))
+            job.prepare(torch.nn.ParameterList([value]), torch.optim.SGD([value], lr=1.0))
+            asked: list[None] = []
+
+            def beat() -> None:
+                asked.append(None)
+                if len(asked) > 1:
+                    raise AssertionError("asked again")
+                raise errors.CoordinatorUnavailable("the coordinator does not answer")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(job._session._enrolment, "beat", beat)
+                assert job._training is not None
+                job._training.router._look_around(errors.NotFound("version 3", facts={"newest": "5"}))
+    finally:
+        yard.close()

@@ -1,0 +1,277 @@
+"""One consistent version of a job's values, read from its servers while training goes on.
+
+Owns: the pins under which it reads, and the memory that it reads into. Invariants: of a synchronous job a snapshot is
+one step on all partitions; of any other the newest of each partition, each whole, pinned on all servers at one moment;
+the pins are released however the reading ends, by their lease where this process dies. Must not know: torch, what
+values are for, when they are wanted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.ground import errors
+from shardyard.ground.types import (
+    Caller,
+    Incarnation,
+    JobId,
+    JobLayout,
+    Missing,
+    PartitionId,
+    PartitionMap,
+    PinWish,
+    PulledPart,
+    PullWish,
+    Term,
+    UpdateMode,
+    Version,
+)
+from shardyard.runtime.waiting import Vigil
+from shardyard.transport.peers import Network, Peer
+from shardyard.wire import convert, methods
+from shardyard.wire.frames import Assembler
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+
+R = TypeVar("R")
+Array = npt.NDArray[Any]
+
+LEASE_MS: Final = 30_000
+"""Of a pin: for so long a server holds a version for a reader that has died."""
+CALL_TIMEOUT_MS: Final = 5_000
+PULL_TIMEOUT_MS: Final = 600_000
+SLICE_MS: Final = 250
+"""How long a server holds the question whether a step has come."""
+STEP_WAIT_MS: Final = 2_000
+"""How long a step that was named ahead is waited for, before the one that stands is taken."""
+STEPS_AHEAD: Final = 2
+STEPS_AHEAD_MAX: Final = 1 << 20
+TRIES: Final = 12
+CALLERS_MAX: Final = 16
+
+AGAIN: Final = (errors.Refused, errors.NotFound, errors.NotReady, errors.Unavailable, errors.TooLarge)
+"""What is worth another try, with what is known of the job by then: partitions move, servers die and come back, steps
+pass, and other readers' pins run out."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a reader must know of a job. `ended`: its values do not change any more."""
+
+    job: JobId
+    mode: UpdateMode
+    map: PartitionMap
+    layout: JobLayout
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Values:
+    """`versions`: of all partitions. `arrays`: one for each variable of the layout, in its shape; they are the reader's
+    until its next snapshot."""
+
+    step: int
+    versions: tuple[Version, ...]
+    arrays: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class _Server:
+    incarnation: Incarnation
+    peer: Peer
+    partitions: tuple[PartitionId, ...]
+    """Ascending."""
+
+
+class Snapshots:
+    """For one thread, which is not the last to use it: `close`."""
+
+    def __init__(self, network: Network, vigil: Vigil) -> None:
+        self._network = network
+        self._vigil = vigil
+        self._peers: dict[str, Peer] = {}
+        self._threads = ThreadPoolExecutor(CALLERS_MAX, thread_name_prefix="read-snapshot")
+        self._received: dict[tuple[PartitionId, ...], npt.NDArray[np.uint8]] = {}
+        self._arrays: tuple[JobLayout, tuple[Array, ...]] | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for peer in self._peers.values():
+            peer.close()
+
+    def read(self, view: View, former: tuple[Version, ...] = ()) -> Values | None:
+        """A snapshot; None where that is of the versions `former`. Raises errors of AGAIN: try again with a newer view;
+        and InvalidRequest, MalformedPayload."""
+        servers = self._servers(view.map)
+        pin, versions = self._pin(view, servers)
+        try:
+            if versions == former:
+                return None
+            arrays = self._memory(view.layout)
+
+            def pull(server: _Server) -> None:
+                self._pull(view, server, pin, versions, arrays)
+
+            with self._vigil.over(lambda: f"{len(servers)} servers to send a snapshot of job {view.job}"):
+                self._everywhere(servers, pull)
+        except BaseException:
+            self._received, self._arrays = {}, None  # a pull that was left behind may still write there
+            raise
+        finally:
+            self._release(view, servers, pin)
+        return Values(min((version.number for version in versions), default=0), versions, arrays)
+
+    # ---- pins
+
+    def _pin(self, view: View, servers: Sequence[_Server]) -> tuple[bytes, tuple[Version, ...]]:
+        if view.mode is UpdateMode.ASYNC:
+            pin = secrets.token_bytes(16)
+            return pin, self._complete(view, servers, pin, None)
+        number: int | None = None  # servers answer with where they stand
+        ahead = STEPS_AHEAD
+        for _ in range(TRIES):
+            pin = secrets.token_bytes(16)
+            try:
+                return pin, self._complete(view, servers, pin, number)
+            except _NotReached as standing:  # training stands, or its steps are long
+                number = standing.step
+            except errors.InvalidRequest as passed:
+                if "newest" not in passed.facts:
+                    raise
+                number = int(passed.facts["newest"]) + (0 if view.ended else ahead)
+                ahead = min(2 * ahead, STEPS_AHEAD_MAX)
+        raise errors.NotReady(f"a step of job {view.job} to be read: steps pass faster than they can be named")
+
+    def _complete(self, view: View, servers: Sequence[_Server], pin: bytes, number: int | None) -> tuple[Version, ...]:
+        """Pins everywhere, and waits for the version; leaves nothing pinned where it raises."""
+        until = time.monotonic() + STEP_WAIT_MS / 1000
+        try:
+            # named on all servers before it is waited for on one
+            said = self._everywhere(servers, lambda server: self._ask(view, server, pin, number, wait_ms=0))
+            with self._vigil.over(lambda: f"step {number} of job {view.job}, to be read"):
+                while any(missing for _, missing in said):
+                    if time.monotonic() >= until:
+                        raise _NotReached(_standing(said))
+                    said = self._everywhere(
+                        servers, lambda server: self._ask(view, server, pin, number, wait_ms=SLICE_MS)
+                    )
+        except BaseException:
+            self._release(view, servers, pin)
+            raise
+        found = {part.partition: part.version for parts, _ in said for part in parts}
+        return tuple(found[PartitionId(partition)] for partition in range(len(view.layout.partitions)))
+
+    def _ask(
+        self, view: View, server: _Server, pin: bytes, number: int | None, *, wait_ms: int
+    ) -> tuple[tuple[PulledPart, ...], tuple[Missing, ...]]:
+        wish = PinWish(
+            _reader(view), server.incarnation, view.map.generation, pin, number, lease_ms=LEASE_MS, wait_ms=wait_ms
+        )
+        with self._vigil.over(lambda: f"{server.peer.name} to hold a version of job {view.job}"):
+            reply = server.peer.call(methods.PIN, convert.pin_to_wire(wish), timeout_ms=CALL_TIMEOUT_MS)
+        return convert.pinned_from_wire(reply, server.partitions)
+
+    def _release(self, view: View, servers: Sequence[_Server], pin: bytes) -> None:
+        request = wire.UnpinRequest(caller=convert.caller_to_wire(_reader(view)), pin=pin)
+
+        def release(server: _Server) -> None:
+            with suppress(errors.ShardyardError):  # the lease runs out
+                server.peer.call(methods.UNPIN, request, timeout_ms=CALL_TIMEOUT_MS)
+
+        with self._vigil.over(lambda: f"{len(servers)} servers to let a version of job {view.job} go"):
+            self._everywhere(servers, release)
+
+    # ---- values
+
+    def _pull(
+        self, view: View, server: _Server, pin: bytes, versions: Sequence[Version], arrays: Sequence[Array]
+    ) -> None:
+        layout = view.layout
+        payload = self._buffer(server.partitions, layout)
+        wish = PullWish(
+            _reader(view), server.incarnation, view.map.generation, server.partitions, 0, exactly=False, pin=pin
+        )
+        assembler = Assembler(payload.data)
+        frames = server.peer.receive(methods.PULL, convert.pull_to_wire(wish), timeout_ms=PULL_TIMEOUT_MS)
+        for count, frame in enumerate(frames):
+            if count == 0:
+                said = convert.pulled_from_header(frame.header, server.partitions)
+                if [part.version for part in said.parts] != [versions[number] for number in server.partitions]:
+                    raise errors.MalformedPayload(f"{server.peer.name} sends other versions than it has pinned")
+            assembler.add(frame)
+        assembler.finish()
+        begin = 0
+        for number in server.partitions:
+            part = layout.partitions[number]
+            for block in part.blocks:
+                flat = arrays[block.variable].reshape(-1)
+                nbytes = block.length * flat.itemsize
+                found = payload[begin + block.position : begin + block.position + nbytes]
+                flat[block.offset : block.offset + block.length] = found.view(flat.dtype)
+            begin += part.payload_bytes
+
+    def _buffer(self, partitions: tuple[PartitionId, ...], layout: JobLayout) -> npt.NDArray[np.uint8]:
+        nbytes = sum(layout.partitions[number].payload_bytes for number in partitions)
+        kept = self._received.get(partitions)
+        if kept is None or len(kept) != nbytes:
+            kept = self._received[partitions] = np.empty(nbytes, np.uint8)
+        return kept
+
+    def _memory(self, layout: JobLayout) -> tuple[Array, ...]:
+        if self._arrays is None or self._arrays[0] is not layout:
+            self._arrays = layout, tuple(np.zeros(spec.shape, spec.dtype.value) for spec in layout.variables)
+        return self._arrays[1]
+
+    # ---- servers
+
+    def _servers(self, map_: PartitionMap) -> list[_Server]:
+        found = []
+        for incarnation, owned in map_.by_server().items():
+            address = owned[0].address
+            if address not in self._peers:
+                self._peers[address] = self._network.connect(address, name=f"server {incarnation} at {address}")
+            partitions = tuple(sorted(owner.partition for owner in owned))
+            found.append(_Server(incarnation, self._peers[address], partitions))
+        held = {server.partitions for server in found}
+        self._received = {partitions: kept for partitions, kept in self._received.items() if partitions in held}
+        return found
+
+    def _everywhere(self, servers: Sequence[_Server], work: Callable[[_Server], R]) -> list[R]:
+        """At one time. Raises the error of the first server that has one, of those whose steps have passed the highest,
+        once all have answered."""
+        calls = [self._threads.submit(work, server) for server in servers]
+        failed = [error for error in (call.exception() for call in calls) if error is not None]
+        if failed:
+            raise max(failed, key=_newest)
+        return [call.result() for call in calls]
+
+
+class _NotReached(Exception):
+    """A step that was named has not come in time. `step`: the one that partitions stand at, or come to."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+def _standing(said: Iterable[tuple[Sequence[PulledPart], Sequence[Missing]]]) -> int:
+    return max(
+        [part.version.number for parts, _ in said for part in parts]
+        + [each.have.number for _, missing in said for each in missing]
+    )
+
+
+def _newest(error: BaseException) -> int:
+    return int(error.facts.get("newest", -1)) if isinstance(error, errors.InvalidRequest) else -1
+
+
+def _reader(view: View) -> Caller:
+    return Caller(view.job, Incarnation(0), Term(0))
