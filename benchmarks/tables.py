@@ -26,7 +26,7 @@ from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel, options_of, report
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.row_values import InitialKind, InitialValues
-from shardyard_ps_server.tables.settings import TableSettings
+from shardyard.ground.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table, warm
 
 BATCH_IDS = 65_536

@@ -52,6 +52,12 @@ BLOCK_ALIGN_BYTES: Final = 64
 
 TABLE_DIM_MAX: Final = 65_536
 """Elements of one row of a table."""
+TABLE_ROWS_MAX: Final = (1 << 30) - 1
+"""Rows of a table in one partition."""
+FREQUENCY_MAX: Final = 0xFFFF
+"""A row that was pushed more often counts as pushed so often."""
+TABLES_MAX: Final = 1_024
+"""Tables of a job."""
 LOOK_UP_IDS_MAX: Final = 1 << 26
 """Ids of one look-up, repeated ones among them."""
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, NewType
+from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
+
+if TYPE_CHECKING:
+    from shardyard.ground.table_settings import TableSettings
 
 
 class _TermedNumber(int):
@@ -295,6 +298,8 @@ class JobLayout:
     variables: tuple[VariableSpec, ...]
     optimizer: OptimizerSpec
     partitions: tuple[PartitionLayout, ...]
+    tables: tuple[TableSettings, ...] = ()
+    """Each partition has, of each table, the ids that are its own (shardyard.ground.row_ids.partition_of)."""
 
 
 @dataclass(frozen=True, slots=True)

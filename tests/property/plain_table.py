@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardyard.ground.row_values import initial_rows, row_key
-from shardyard_ps_server.tables.settings import Admission, TableSettings
+from shardyard.ground.table_settings import Admission, TableSettings
 
 F = np.float32
 Row = np.ndarray

@@ -19,9 +19,9 @@ from plain_table import Entry, PlainTable
 
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables import cuts, expiry, stripes
 from shardyard_ps_server.tables.cuts import Chunk
-from shardyard_ps_server.tables.settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
 
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63)]

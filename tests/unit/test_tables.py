@@ -11,10 +11,10 @@ import pytest
 from shardyard.ground.errors import DTypeMismatch, ShapeMismatch, ShardyardError, TableError, TableFull, TooLarge
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.row_values import InitialKind, InitialValues, initial_rows, row_key
+from shardyard.ground.table_settings import AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.layout import WINDOW_UNITS
-from shardyard_ps_server.tables.settings import AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
 
 DIM = 4

@@ -10,7 +10,7 @@ import pytest
 from shardyard.ground.errors import TableError
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.row_values import InitialKind, InitialValues
-from shardyard_ps_server.tables.settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
 
 DIM = 4

@@ -10,8 +10,8 @@ import torch
 from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
 from shardyard.ground.row_optimizers import KINDS, make_group
 from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard.ground.table_settings import TableSettings
 from shardyard_ps_server import optimizers
-from shardyard_ps_server.tables.settings import TableSettings
 from shardyard_ps_server.tables.table import Table
 
 ROWS, DIM, STEPS = 37, 19, 60

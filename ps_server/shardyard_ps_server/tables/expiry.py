@@ -12,9 +12,10 @@ from typing import Final
 
 import numpy as np
 
+from shardyard.ground.limits import FREQUENCY_MAX
+from shardyard.ground.table_settings import ExpirySettings
 from shardyard_ps_server.tables import walks
-from shardyard_ps_server.tables.layout import FREQUENCY_MAX, Memory, Numbers
-from shardyard_ps_server.tables.settings import ExpirySettings
+from shardyard_ps_server.tables.layout import Memory, Numbers
 
 HOMES_PER_STEP: Final = 512
 _GONE: Final = 2 * HOMES_PER_STEP

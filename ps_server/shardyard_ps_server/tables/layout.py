@@ -29,8 +29,6 @@ Floats = npt.NDArray[np.float32]
 SLOT_BITS: Final = 12
 SLOTS: Final = 1 << SLOT_BITS
 """The most stripes that a table can have."""
-ROWS_MAX: Final = (1 << 30) - 1
-FREQUENCY_MAX: Final = 0xFFFF
 WINDOW_UNITS: Final = 1 << 15
 """So far back the step of an id's last push is told exactly."""
 

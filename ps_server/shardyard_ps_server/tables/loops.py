@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardyard.ground.compiling import compiled
+from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.row_values import fill_row
 from shardyard.ground.splitmix import drawn, mixed
 from shardyard_ps_server.tables import rules
@@ -43,7 +44,6 @@ from shardyard_ps_server.tables.layout import (
     FREE_ROW,
     FREED,
     FREQUENCY,
-    FREQUENCY_MAX,
     FREQUENCY_SHIFT,
     HEAP_LOCK,
     HOMES,

@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 from shardyard.ground import optimizers, row_optimizers
 from shardyard.ground.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
+from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.row_values import row_key
+from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
 from shardyard.ground.types import OptimizerSpec
 from shardyard_ps_server.tables import loops, rules
 from shardyard_ps_server.tables.batches import Batches
@@ -33,7 +35,6 @@ from shardyard_ps_server.tables.gate import Gate
 from shardyard_ps_server.tables.layout import (
     FIELDS,
     FREED,
-    FREQUENCY_MAX,
     LOGGED,
     MARK,
     NEXT_ROW,
@@ -47,7 +48,6 @@ from shardyard_ps_server.tables.layout import (
 )
 from shardyard_ps_server.tables.memory import reserve
 from shardyard_ps_server.tables.retirement import Retirement
-from shardyard_ps_server.tables.settings import Admission, AdmissionSettings, TableSettings
 from shardyard_ps_server.tables.stripes import Stripes
 
 BATCH_IDS_MAX: Final = 1 << 24

@@ -12,9 +12,8 @@ from typing import Final
 
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import TableError
-from shardyard.ground.limits import TABLE_DIM_MAX
+from shardyard.ground.limits import FREQUENCY_MAX, TABLE_DIM_MAX, TABLE_ROWS_MAX
 from shardyard.ground.row_values import InitialValues
-from shardyard_ps_server.tables.layout import FREQUENCY_MAX, ROWS_MAX
 
 AGE_UNITS: Final = 1 << 14
 """An age that expires is cut into at least so many units."""
@@ -99,8 +98,8 @@ class TableSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.dim <= TABLE_DIM_MAX:
             raise TableError(f"table {self.name!r} with rows of {self.dim} values; expected 1 to {TABLE_DIM_MAX:,}")
-        if not 1 <= self.rows_max <= ROWS_MAX:
-            raise TableError(f"table {self.name!r} with at most {self.rows_max} rows; expected 1 to {ROWS_MAX:,}")
+        if not 1 <= self.rows_max <= TABLE_ROWS_MAX:
+            raise TableError(f"table {self.name!r} with at most {self.rows_max} rows; expected 1 to {TABLE_ROWS_MAX:,}")
         if not self.group:
             object.__setattr__(self, "group", row_optimizers.make_group(self.optimizer, {}))
         row_optimizers.check_settings(self.optimizer, self.group)
