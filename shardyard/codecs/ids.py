@@ -28,7 +28,10 @@ from shardyard.ground.errors import MalformedPayload, TooLarge
 FORM: Final = 1
 GAPS_EACH: Final = 64
 """Gaps that have one width."""
+_WIDTH_MAX: Final = 64
+"""Bits of a gap."""
 _ID_BYTES: Final = 8
+_NOT_ASCENDING: Final = -1
 _CUT_SHORT: Final = -1
 _TOO_WIDE: Final = -2
 _TOO_FAR: Final = -3
@@ -51,7 +54,7 @@ def encode_ids(ids: Int64s) -> memoryview:
     made[len(head) : len(head) + _ID_BYTES] = ids[:1].view(np.uint8)
     body = made[len(head) + _ID_BYTES :]
     length = _pack(ids, body)
-    assert length >= 0, "ids that do not ascend"
+    assert length != _NOT_ASCENDING, "ids that do not ascend"
     return made[: len(head) + _ID_BYTES + length].data
 
 
@@ -99,18 +102,18 @@ def _body_bytes_max(ids: int) -> int:
 
 @compiled
 def _pack(ids: Int64s, body: Uint8s) -> int:
-    """How many bytes of `body` it has filled; -1 for ids that do not ascend."""
+    """How many bytes of `body` it has filled; _NOT_ASCENDING for ids that do not."""
     one = np.uint64(1)
     at = 0
-    for begin in range(1, ids.size, 64):
-        end = min(begin + 64, ids.size)
+    for begin in range(1, ids.size, GAPS_EACH):
+        end = min(begin + GAPS_EACH, ids.size)
         every = np.uint64(0)
         for i in range(begin, end):
             if ids[i] <= ids[i - 1]:
-                return -1
+                return _NOT_ASCENDING
             every |= np.uint64(ids[i]) - np.uint64(ids[i - 1]) - one
         width = 0
-        while width < 64 and every >> np.uint64(width):
+        while width < _WIDTH_MAX and every >> np.uint64(width):
             width += 1
         body[at] = width
         at += 1
@@ -142,16 +145,16 @@ def _unpack(first: np.int64, body: Uint8s, ids: Int64s) -> int:
     # in this order unsigned numbers ascend as ids do
     former = np.uint64(first) ^ sign
     at = 0
-    for begin in range(1, ids.size, 64):
-        end = min(begin + 64, ids.size)
+    for begin in range(1, ids.size, GAPS_EACH):
+        end = min(begin + GAPS_EACH, ids.size)
         if at == body.size:
-            return -1
+            return _CUT_SHORT
         width = int(body[at])
         at += 1
-        if width > 64:
-            return -2
+        if width > _WIDTH_MAX:
+            return _TOO_WIDE
         if ((end - begin) * width + 7) // 8 > body.size - at:
-            return -1
+            return _CUT_SHORT
         held, bits = np.uint64(0), 0
         for i in range(begin, end):
             gap = np.uint64(0)
@@ -167,9 +170,9 @@ def _unpack(first: np.int64, body: Uint8s, ids: Int64s) -> int:
                 got += taken
             next_ = former + gap + one
             if next_ <= former:
-                return -3
+                return _TOO_FAR
             former = next_
             ids[i] = np.int64(former ^ sign)
         if held:
-            return -4
+            return _FILLING
     return at
