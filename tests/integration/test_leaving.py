@@ -45,7 +45,8 @@ sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 
 from probe import whole_numbers
 
-QUICK = {"membership.heartbeat_ms": 20, "membership.lease_ms": 600_000, "log.level": "error"}
+HEARTBEAT_MS = 20
+QUICK = {"membership.heartbeat_ms": HEARTBEAT_MS, "membership.lease_ms": 600_000, "log.level": "error"}
 CODED = {"job.compression.push": "topk:0.01", "job.compression.whole_elements_max": 0}
 SHAPE = (20, 30)
 GRADIENT = whole_numbers(1)[0]
@@ -183,6 +184,28 @@ def test_late_joiner_takes_up_what_the_only_worker_had_not_sent(yards: Callable[
     assert np.array_equal(has(late), sum_of(late))
     yard.train(late, 3)
     assert np.array_equal(has(late), sum_of(late))
+
+
+def test_promise_1_what_a_heartbeat_names_while_it_is_taken_up_is_taken_up_once(
+    yards: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = Remembrance._read
+    readers: list[str] = []
+
+    def read(self: Remembrance, handed: wire.HandOver) -> Any:
+        readers.append(threading.current_thread().name)
+        time.sleep(20 * HEARTBEAT_MS / 1000)
+        return shipped(self, handed)
+
+    yard = yards()
+    first = yard.connect()
+    yard.train(first, 5)
+    first.close()
+    monkeypatch.setattr(Remembrance, "_read", read)
+    late = yard.connect()
+    yard.train(late, 1)
+    assert np.array_equal(has(late), sum_of(late))
+    assert len(readers) == 1
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves", "leaves by an error"])

@@ -40,9 +40,10 @@ def begin(yard: RoleYard, probes: Probes, mode: str, **settings: Any) -> list[tu
 
 
 def wait_for_more(started: list[tuple[Script, Path]]) -> None:
+    """Batches that are computed, or the end of the data."""
     before = [computed(script) for script, _ in started]
     for (script, _), count in zip(started, before, strict=True):
-        script.wait_for(f"computed {count + 3}")
+        script.wait_for(f"computed {count + 3}", or_end=True)
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])

@@ -23,6 +23,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_launcher.cluster import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
+LOOK_AGAIN_S = 0.5
 
 
 @contextmanager
@@ -73,13 +74,17 @@ class Script:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for(self, text: str, *, timeout_s: float = 60) -> None:
-        """Until a line contains the text."""
+    def wait_for(self, text: str, *, timeout_s: float = 60, or_end: bool = False) -> None:
+        """Until a line contains the text; with `or_end`, or the process has ended."""
         until = time.monotonic() + timeout_s
         with self._changed:
             while not any(text in line for line in self.lines):
-                assert self.process.poll() is None or any(text in line for line in self.lines), self.output
-                assert self._changed.wait(max(0.0, until - time.monotonic())), (text, self.output)
+                ended = self.process.poll() is not None
+                if ended and or_end:
+                    return
+                assert not ended or any(text in line for line in self.lines), self.output
+                assert time.monotonic() < until, (text, self.output)
+                self._changed.wait(LOOK_AGAIN_S)
 
     def wait(self, *, timeout_s: float = 90) -> int:
         try:

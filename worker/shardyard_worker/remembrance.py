@@ -75,6 +75,7 @@ class Remembrance:
         self._copied = 0
         self._gone_back = 0
         self._added: set[tuple[int, str]] = set()
+        self._taking_up = threading.Lock()
 
     # ---- from heartbeats
 
@@ -195,9 +196,13 @@ class Remembrance:
         log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
 
     def _add(self, handed: wire.HandOver) -> None:
-        """What a worker that is gone has not sent. A heartbeat that was under way meanwhile may name it again."""
-        if (handed.generation, handed.worker) in self._added:
-            return
+        """What a worker that is gone has not sent. A heartbeat may name it while the map's reply, which does too, is
+        followed by another thread."""
+        with self._taking_up:
+            if (handed.generation, handed.worker) not in self._added:
+                self._take_up(handed)
+
+    def _take_up(self, handed: wire.HandOver) -> None:
         state, failure = self._read(handed)
         found: dict[int, Array] = {}
         try:
