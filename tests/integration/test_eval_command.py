@@ -44,7 +44,8 @@ class Training:
         """In good order. Its last step."""
         self._end.touch()
         assert self.script.wait() == 0, self.script.output
-        return int(self.script.lines[-1].rpartition(" ")[2])
+        (step,) = re.findall(r"^pushed \d+, step (\d+)$", self.script.output, re.MULTILINE)
+        return int(step)
 
     def __enter__(self) -> Training:
         return self
