@@ -7,6 +7,7 @@ were.
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -29,14 +30,18 @@ COUNTS = "counts"
 ALONE_S_MAX = 120
 BATCHES_PER_EPOCH = SAMPLES // BATCH
 
-EXPECTED_ENDINGS = (
-    f"exit code {EXIT_CODE}:",
-    "is no member of this yard",
-    "does not answer",
-    "did not answer",
+EXPECTED_ENDINGS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        f"exit code {EXIT_CODE}:",
+        "is no member of this yard",
+        "does not answer",
+        "did not answer",
+        r"^server-\d+, .*/wal/.*: No space left on device$",
+    )
 )
 """How a process may end that nobody killed: at a failpoint; since it was declared dead; since a peer was stopped or cut
-off for longer than its patience."""
+off for longer than its patience; a server, since its log's disk was full."""
 
 
 def check(plan: Plan, outcome: Outcome, undisturbed: str | None) -> None:
@@ -68,7 +73,7 @@ def check_processes(outcome: Outcome) -> None:
     # a place to die at may be passed as late as this
     off = {name: code for name, code in outcome.codes.items() if code not in (None, 0, EXIT_CODE)}
     assert off == {}, "services that did not end well"
-    strange = [ending for ending in outcome.endings if not any(each in ending for each in EXPECTED_ENDINGS)]
+    strange = [ending for ending in outcome.endings if not any(each.search(ending) for each in EXPECTED_ENDINGS)]
     assert not strange, strange
 
 

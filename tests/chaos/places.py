@@ -209,5 +209,8 @@ def tail(log: Path) -> str:
 
 def last_error(text: str) -> str:
     """The line that says why a process has ended."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "\t"))]
-    return lines[-1] if lines else ""
+    every = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in every if not line.startswith((" ", "\t"))]
+    if not lines:
+        return ""
+    return f"{lines[-1]} {every[-1].strip()}" if lines[-1].endswith(":") else lines[-1]
