@@ -146,11 +146,10 @@ class Partition:
             if self._open:
                 raise InvalidRequest(f"first values for partition {self.id}, which is open")
             self._versions.values[:] = payload
-            self._tables.clear()
 
     def set_rows(self, rows: Sequence[Rows], check_current: Callable[[], None]) -> None:
-        """First values of rows, over what is there since `set_values`. Raises InvalidRequest where the partition is
-        open, TableFull."""
+        """First values of rows, over those that are there. Raises InvalidRequest where the partition is open,
+        TableFull."""
         with self._turn:
             check_current()
             if self._open:

@@ -8,13 +8,14 @@ and says so. Whoever changes them has the partition's turn. Must not know: names
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.codecs.ids import decode_ids
+from shardyard.codecs.ids import decode_ids, encode_ids
 from shardyard.codecs.rows import decode_rows
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShapeMismatch
@@ -22,6 +23,7 @@ from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES
 from shardyard.ground.row_ids import Ids, partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, PushedRows, WantedRows
+from shardyard_ps_server.tables import table
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes
 
@@ -61,10 +63,10 @@ class PartitionTables:
     def push(self, rows: Sequence[Rows], groups: Groups, step: int) -> None:
         """Update number `step` of the partition. What raises here has torn the tables."""
         for each in rows:
-            table = self._of(each)
-            table.push(each.ids, each.values, step, group=groups[each.table], counts=each.counts)
-            if table.settings.expiry != _STAYS:
-                table.expire(step, HOMES_PER_ROW * each.ids.size)
+            into = self._of(each)
+            into.push(each.ids, each.values, step, group=groups[each.table], counts=each.counts)
+            if into.settings.expiry != _STAYS:
+                into.expire(step, HOMES_PER_ROW * each.ids.size)
 
     def load(self, rows: Sequence[Rows]) -> None:
         """First values, over what is there. Raises TableFull."""
@@ -72,19 +74,24 @@ class PartitionTables:
         for each in rows:
             self._of(each).load(each.ids, each.values)
 
-    def clear(self) -> None:
-        """No table has a row from now on. Nobody reads them yet."""
-        self._tables.update({name: Table(table.settings) for name, table in self._tables.items() if table.entries})
-
-    def look_up(self, table: int, ids: Ids, out: Floats) -> None:
-        """out[i] becomes the row of ids[i]. Changes nothing."""
-        self._tables[self._settings[table].name].look_up(ids, out)
+    def look_up(self, number: int, ids: Ids, out: Floats) -> None:
+        """out[i] becomes the row of ids[i] of a table. Changes nothing."""
+        self._tables[self._settings[number].name].look_up(ids, out)
 
     def _of(self, rows: Rows) -> Table:
         return self._tables[self._settings[rows.table].name]
 
 
 _STAYS: Final = ExpirySettings()
+
+
+@functools.cache
+def warm() -> None:
+    """Compiles the loops of tables, or loads them from disk: half a minute, or a second, once in a process."""
+    table.warm()
+    ids = np.arange(2, dtype=np.int64)
+    decode_ids(encode_ids(ids), ids.size)
+    partition_of(ids, 2)
 
 
 def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], groups: Groups | None) -> None:

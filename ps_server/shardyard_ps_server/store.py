@@ -87,6 +87,7 @@ from shardyard_ps_server.partition_tables import (
     read_ids,
     table_at,
     unpack_pushed,
+    warm,
 )
 from shardyard_ps_server.pins import Pins, await_pin
 from shardyard_ps_server.regions import Regions
@@ -421,6 +422,8 @@ class Store:
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
             _check_tables(job, mode, durability, restore, stale)
+            with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
+                warm()
         logs = self._logs
         if durability is Durability.WAL and logs is None:
             raise InvalidRequest(
@@ -775,8 +778,8 @@ class Store:
                 raise ShapeMismatch(f"partition {part.partition} with {part.payload_bytes} bytes; expected {expected}")
 
     def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
-        """Takes admitted first values whose payload is complete: each partition the whole of its values, and no rows;
-        or rows, over those that it was given since."""
+        """Takes admitted first values whose payload is complete: each partition the whole of its values or nothing; or
+        rows, over those that it has."""
         if order.rows:
             for partition, given in _by_partition(hosted.layout, order, rows).items():
                 hosted.find(partition).set_rows(given, lambda: self._check_current(hosted, order))
