@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from shardyard.ground import optimizers
 from shardyard.ground.errors import InvalidRequest, NotReady, StaleGeneration, VariableConflict
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     Generation,
     Incarnation,
@@ -28,6 +29,7 @@ from shardyard_coordinator import layouts, placement
 from shardyard_coordinator.effects import CreatePartitions, OpenPartitions, Placed
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
+from shardyard_coordinator.tables import check_same
 
 OPEN_RETRY_MS = 1_000
 
@@ -84,12 +86,20 @@ class Deployment:
         """The living ones whose model is the job's, the first one first."""
         return tuple(self._registered)
 
-    def check(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec) -> None:
+    def check(
+        self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, tables: Sequence[TableSettings] = ()
+    ) -> None:
         """Raises VariableConflict unless the registration is equal to the first one."""
         assert self.layout is not None
-        check_registration(self.layout, variables, optimizer)
+        check_registration(self.layout, variables, optimizer, tables)
 
-    def place(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, servers: Sequence[Server]) -> None:
+    def place(
+        self,
+        variables: Sequence[VariableSpec],
+        optimizer: OptimizerSpec,
+        servers: Sequence[Server],
+        tables: Sequence[TableSettings] = (),
+    ) -> None:
         """Takes the first registration. Raises what placement raises, NotReady without a server."""
         assert self.stage is Stage.EMPTY
         if not servers:
@@ -102,9 +112,9 @@ class Deployment:
         block_bytes = placement.fitting_block_bytes(variables, partitions=partitions) if wanted == "auto" else wanted
         if optimizer.kind in optimizers.WHOLE_VARIABLES:
             block_bytes = max(block_bytes, placement.whole_block_bytes(variables))
-        if self._settings.partitions == "auto":
+        if self._settings.partitions == "auto" and not tables:  # rows fill any number
             partitions = placement.fitting_partitions(variables, block_bytes=block_bytes, partitions_max=partitions)
-        layout = placement.plan(variables, optimizer, partitions=partitions, block_bytes=block_bytes)
+        layout = placement.plan(variables, optimizer, tables, partitions=partitions, block_bytes=block_bytes)
         sizes = [part.payload_bytes for part in layout.partitions]
         self.map = placement.assign(sizes, servers, generation=Generation(1))
         self.layout = layout
@@ -351,12 +361,17 @@ def _initializer_chosen(worker: Incarnation) -> Entry:
 
 
 def check_registration(
-    layout: JobLayout, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, whose: str = "the job"
+    layout: JobLayout,
+    variables: Sequence[VariableSpec],
+    optimizer: OptimizerSpec,
+    tables: Sequence[TableSettings] = (),
+    whose: str = "the job",
 ) -> None:
     """Raises VariableConflict unless a registration is equal to the one that made the layout, which is `whose`."""
     try:
         _check_variables(layout.variables, variables)
         _check_optimizer(layout.optimizer, optimizer)
+        check_same(layout.tables, tables)
     except VariableConflict as error:
         raise VariableConflict(f"{error.what} (as {whose} has it)", facts=error.facts) from error
 

@@ -33,7 +33,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.settings import MembershipSettings
 from shardyard.transport.status import to_detail
-from shardyard.wire import convert
+from shardyard.wire import convert, tables
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
@@ -129,13 +129,19 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
     logs = tuple((JobId(each.job), each.length) for each in request.logs)
-    return events.HeartbeatReceived(Incarnation(request.caller.incarnation), report, logs)
+    return events.HeartbeatReceived(Incarnation(request.caller.incarnation), report, logs, _rows(request))
 
 
 def left(request: wire.LeaveRequest) -> events.MemberLeft:
     error = convert.text(request.error, "an error")
     lost = _residual(request.residual_lost)
     return events.MemberLeft(Incarnation(request.caller.incarnation), error, _pushed(request.pushed), lost)
+
+
+def _rows(request: wire.HeartbeatRequest) -> tuple[tuple[JobId, tuple[int, ...]], ...]:
+    if len(request.tables) > limits.JOBS_MAX or any(len(each.rows) > limits.TABLES_MAX for each in request.tables):
+        raise TooLarge(f"a heartbeat with the rows of {len(request.tables)} jobs; more than there can be")
+    return tuple((JobId(each.job), tuple(each.rows)) for each in request.tables)
 
 
 def _residual(norm: float) -> float:
@@ -168,7 +174,8 @@ def joined(request: wire.JoinJobRequest) -> events.JobJoined:
 def variables_registered(request: wire.RegisterVariablesRequest) -> events.VariablesRegistered:
     optimizer = convert.optimizer_from_wire(request.optimizer)
     variables = convert.variables_from_wire(request.variables, len(optimizer.groups))
-    return events.VariablesRegistered(convert.caller_from_wire(request.caller), variables, optimizer)
+    found = tables.tables_from_wire(request.tables)
+    return events.VariablesRegistered(convert.caller_from_wire(request.caller), variables, optimizer, found)
 
 
 def variables_committed(request: wire.CommitVariablesRequest) -> events.VariablesCommitted:
@@ -665,6 +672,10 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         best=None if job.best is None else _kept_best(job.best),
         readers=job.readers,
         dropped=min(job.dropped, (1 << 64) - 1),
+        tables=[
+            wire.TableStatus(name=table.name, dim=table.dim, optimizer=table.optimizer, rows=min(rows, (1 << 64) - 1))
+            for table, rows in job.tables
+        ],
     )
 
 

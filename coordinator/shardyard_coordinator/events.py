@@ -11,6 +11,7 @@ from typing import Final
 
 from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ShardyardError
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     Caller,
     DataShardSource,
@@ -49,11 +50,13 @@ class MemberRegistered:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReceived:
-    """`logs`: of a server, how many bytes its log of a job has since the last checkpoint was begun."""
+    """`logs`: of a server, how many bytes its log of a job has since the last checkpoint was begun; `rows`: how many
+    rows it has of each table of a job."""
 
     incarnation: Incarnation
     report: Report
     logs: tuple[tuple[JobId, int], ...] = ()
+    rows: tuple[tuple[JobId, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class VariablesRegistered:
     caller: Caller
     variables: tuple[VariableSpec, ...]
     optimizer: OptimizerSpec
+    tables: tuple[TableSettings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

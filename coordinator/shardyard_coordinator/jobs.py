@@ -26,7 +26,6 @@ from shardyard.ground.types import (
     JobId,
     LeasedSource,
     NonFinite,
-    OptimizerSpec,
     PartitionId,
     Rank,
     RankLease,
@@ -34,11 +33,10 @@ from shardyard.ground.types import (
     SourceKey,
     Token,
     UpdateMode,
-    VariableSpec,
     WorkerSource,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import backups, data_ledger, deployment, losses
+from shardyard_coordinator import backups, data_ledger, deployment, losses, tables
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
 from shardyard_coordinator.departed import Departed, Nexts
@@ -84,6 +82,7 @@ from shardyard_coordinator.events import (
     NotFiniteReported,
     ReaderHeard,
     RebaseAsked,
+    VariablesRegistered,
     WatermarksRead,
 )
 from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
@@ -151,6 +150,7 @@ class Job:
         self._finish_at_ms: int | None = None
         self._ends_with: errors.ShardyardError | None = None
         self._last_ticket = 0
+        self._rows_seen: dict[Incarnation, tuple[int, ...]] = {}
         self.last_failure = ""
         """Of its last checkpoint, for behind what is said of it."""
         if settings.consistency.mode.updates is UpdateMode.SYNC:
@@ -576,24 +576,20 @@ class Job:
 
     # ---- variables
 
-    def register_variables(
-        self,
-        worker: Incarnation,
-        variables: tuple[VariableSpec, ...],
-        optimizer: OptimizerSpec,
-        servers: Sequence[Server],
-    ) -> list[Effect]:
+    def register_variables(self, registered: VariablesRegistered, servers: Sequence[Server]) -> list[Effect]:
         """Replies, or creates partitions: then ask again."""
+        worker, variables, optimizer = registered.caller.incarnation, registered.variables, registered.optimizer
+        tables.check_settings(registered.tables, self.settings, has_storage=self.keeping.book.url is not None)
         effects: list[Effect] = []
         if self.keeping.origin is not None:
-            self.keeping.check_fits(variables, optimizer)
+            self.keeping.check_fits(variables, optimizer, registered.tables)
         if not self.deployment.is_for(worker):
             self._check_begun()
         if self.deployment.stage is Stage.EMPTY:
-            self.deployment.place(variables, optimizer, servers)
+            self.deployment.place(variables, optimizer, servers, registered.tables)
             effects += self._records([self.deployment.registered, *self.keeping.begin(servers)])
         else:
-            self.deployment.check(variables, optimizer)
+            self.deployment.check(variables, optimizer, registered.tables)
         effects += self.deployment.create()
         effects += self._records(self.deployment.admit(worker))
         if self.deployment.stage is not Stage.CREATING:
@@ -637,12 +633,27 @@ class Job:
             return records
         return [*records, *self._begin_running()]
 
+    def note_rows(self, server: Incarnation, rows: tuple[int, ...]) -> None:
+        """How many rows a server has of each table."""
+        layout = self.deployment.layout
+        if layout is not None and len(rows) == len(layout.tables):
+            self._rows_seen[server] = rows
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of each table, as the servers that have its partitions have said last."""
+        layout = self.deployment.layout
+        owners = {server.incarnation for server in self.deployment.servers}
+        said = [rows for server, rows in sorted(self._rows_seen.items()) if server in owners]
+        return tuple([sum([rows[at] for rows in said]) for at in range(0 if layout is None else len(layout.tables))])
+
     def _begin_running(self) -> list[Effect]:
         if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
             return []
         self.state = JobState.RUNNING
         assert self.deployment.layout is not None
-        return [Tell(f"{self.title} runs: {len(self.deployment.layout.variables)} variables on the servers")]
+        tables = f" and {len(self.deployment.layout.tables)} tables" if self.deployment.layout.tables else ""
+        return [Tell(f"{self.title} runs: {len(self.deployment.layout.variables)} variables{tables} on the servers")]
 
     def begin_with(self, origin: Origin) -> list[Effect]:
         """Before anybody joins: the job goes on from a checkpoint of another run."""

@@ -23,6 +23,7 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
 )
+from shardyard_coordinator import tables
 from shardyard_coordinator.records import (
     Body,
     DamagedRecord,
@@ -42,6 +43,7 @@ def to_record(layout: JobLayout) -> dict[str, object]:
             [part.payload_bytes, [[b.variable, b.offset, b.length, b.position] for b in part.blocks]]
             for part in layout.partitions
         ],
+        **({"tables": tables.to_record(layout.tables)} if layout.tables else {}),
     }
 
 
@@ -64,7 +66,8 @@ def of_record(body: Body) -> JobLayout:
     require(len(variables) <= limits.VARIABLES_MAX, f"{len(variables)} variables")
     parts = body.items("partitions")
     require(1 <= len(parts) <= limits.PARTITIONS_MAX, f"{len(parts)} partitions")
-    layout = JobLayout(variables, optimizer, tuple(_partition_of(at, each) for at, each in enumerate(parts)))
+    partitions = tuple(_partition_of(at, each) for at, each in enumerate(parts))
+    layout = JobLayout(variables, optimizer, partitions, tables.of_record(body))
     try:
         check_layout(layout)
     except InvalidRequest as error:

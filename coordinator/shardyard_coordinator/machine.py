@@ -125,9 +125,9 @@ class Machine:
                 return self._tick(now_ms)
             case events.JobJoined():
                 return self._join(event, now_ms)
-            case events.VariablesRegistered(caller, variables, optimizer):
+            case events.VariablesRegistered(caller):
                 servers = [_server(member) for member in self._members.servers()]
-                return self._require_job(caller).register_variables(caller.incarnation, variables, optimizer, servers)
+                return self._require_job(caller).register_variables(event, servers)
             case events.VariablesCommitted(caller, generation):
                 return self._require_job(caller).commit_variables(caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):
@@ -232,6 +232,10 @@ class Machine:
                 writing = self._jobs.get(number)
                 if writing is not None:
                     writing.keeping.note_log(nbytes)
+            for number, rows in event.rows:
+                having = self._jobs.get(number)
+                if having is not None:
+                    having.note_rows(member.incarnation, rows)
             return [Reply(Standing(fenced=self._fenced_on(member.incarnation)))]
         job = self._jobs.get(member.job) if member.job is not None else None
         if job is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, TooLarge
 from shardyard.ground.limits import BLOCK_ALIGN_BYTES
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     Block,
     DType,
@@ -31,6 +32,7 @@ from shardyard.ground.types import (
     VariableSpec,
     aligned_bytes,
 )
+from shardyard_coordinator.tables import fitted
 
 BLOCK_BYTES_FITTING_MIN = limits.MIB
 PARTITION_BYTES_FITTING_MIN = 256 * limits.KIB
@@ -84,18 +86,23 @@ def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, p
 
 
 def plan(
-    variables: Sequence[VariableSpec], optimizer: OptimizerSpec, *, partitions: int, block_bytes: int
+    variables: Sequence[VariableSpec],
+    optimizer: OptimizerSpec,
+    tables: Sequence[TableSettings] = (),
+    *,
+    partitions: int,
+    block_bytes: int,
 ) -> JobLayout:
     """Cuts variables of more than `block_bytes` into blocks of that size and spreads them over the partitions, the
     largest first, each to the partition with the fewest bytes (R. L. Graham, "Bounds on multiprocessing timing
     anomalies", 1969: at most 4/3 of the best). A variable without elements has no block.
 
-    Raises InvalidRequest without variables, TooLarge for too many blocks.
+    Raises InvalidRequest without variables and tables, TooLarge for too many blocks.
     """
     assert partitions >= 1, partitions
     assert block_bytes >= BLOCK_ALIGN_BYTES, block_bytes
     assert block_bytes % BLOCK_ALIGN_BYTES == 0, block_bytes
-    if not variables:
+    if not variables and not tables:
         raise InvalidRequest(
             "a job without variables",
             why="there is nothing to train",
@@ -116,7 +123,7 @@ def plan(
         held[index].append(piece)
         heapq.heapreplace(loads, (load + aligned_bytes(piece.payload_bytes), index))
     layouts = tuple(_lay_out(index, parts, variables) for index, parts in enumerate(held))
-    return JobLayout(tuple(variables), optimizer, layouts)
+    return JobLayout(tuple(variables), optimizer, layouts, fitted(tables, partitions=partitions))
 
 
 def assign(payload_bytes: Sequence[int], servers: Sequence[Server], *, generation: Generation) -> PartitionMap:

@@ -31,6 +31,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Job.last_failure": "told by the tries of this life",
     "Job.progress": "workers report step, samples and metrics again with the next heartbeat; recorded when a job ends",
     "Job._step_seen": "as `progress`",
+    "Job._rows_seen": "servers say it again with the next heartbeat",
     "Job._reads_steps": "servers are asked again",
     "Job.readers": "readers say it again every second",
     "Job._kept_for_readers": "servers are told again to drop a job that has ended",

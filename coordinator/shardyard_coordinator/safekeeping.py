@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground import errors
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     DataShardSource,
     Durability,
@@ -112,11 +113,14 @@ class Safekeeping:
         given: Entry = ("token_given", {"token": self._tokens.latest})
         return [begun, *self._feeds.entries(), self.book.go_back(_committed(origin)), given]
 
-    def check_fits(self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec) -> None:
+    def check_fits(
+        self, variables: Sequence[VariableSpec], optimizer: OptimizerSpec, tables: Sequence[TableSettings] = ()
+    ) -> None:
         """Raises VariableConflict where they are not those of the checkpoint with which the job is to begin, and
         NotReady, for as long as its partitions are not there."""
         assert self.origin is not None
-        check_registration(self.origin.layout, variables, optimizer, f"{self.origin}, with which it is to begin,")
+        whose = f"{self.origin}, with which it is to begin,"
+        check_registration(self.origin.layout, variables, optimizer, tables, whose)
         if self._deployment.stage is not Stage.OPEN or self.recovery.needed:
             raise errors.NotReady(
                 f"{self._title} begins with {self.origin}: its partitions are being restored",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardyard.ground.errors import NotFound, ShardyardError
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     Incarnation,
     JobId,
@@ -88,6 +89,8 @@ class JobStanding:
     best: Best | None
     readers: int
     dropped: int
+    tables: tuple[tuple[TableSettings, int], ...] = ()
+    """Each with the rows that servers have said last that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +187,5 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         best=job.evaluations.best,
         readers=len(job.readers),
         dropped=job.dropped,
+        tables=() if layout is None else tuple(zip(layout.tables, job.rows, strict=True)),
     )

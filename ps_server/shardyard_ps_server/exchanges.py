@@ -31,7 +31,7 @@ from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
 from shardyard_ps_server.runs import Run, runs_in_order
-from shardyard_ps_server.store import Held, HostedJob, Store
+from shardyard_ps_server.store import NO_BYTES, Held, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 log = logging.getLogger("shardyard.server")
@@ -97,7 +97,7 @@ class Exchanges:
         if order.verdict is not None:
             self._store.take_verdict(hosted, order, order.verdict)
         if order.kind is not PushKind.NOTHING:
-            results = self._store.push(hosted, order, self._payload(order, first, rest))
+            results = self._store.push(hosted, order, *self._payload(order, first, rest))
             said = PullResult(push=results, attached=said.attached, not_attached=said.not_attached)
         elif len(first.data):
             raise MalformedPayload(f"{len(first.data)} bytes of payload in an exchange without a push")
@@ -156,15 +156,21 @@ class Exchanges:
 
     # ---- payloads
 
-    def _payload(self, order: PushOrder, first: Frame, rest: Iterator[Frame]) -> Bytes:
-        """The whole payload, to be read until the next exchange."""
-        nbytes = order.payload_bytes
+    def _payload(self, order: PushOrder, first: Frame, rest: Iterator[Frame]) -> tuple[Bytes, Bytes]:
+        """The whole payload, and the bytes of rows that follow it, to be read until the next exchange."""
+        nbytes, rows_bytes = order.payload_bytes, order.rows_bytes
         if order.shared_at is not None:
-            if len(first.data):
+            if len(first.data) and not rows_bytes:
                 raise MalformedPayload(f"{len(first.data)} bytes of payload beside a place in shared memory")
-            return self._shared(order.shared_at, nbytes)
+            shared = self._shared(order.shared_at, nbytes)
+            return shared, self._assembled(rows_bytes, first, rest) if rows_bytes else NO_BYTES
         if order.rest is not None:
-            return self._complete_ahead(order, first, rest)
+            return self._complete_ahead(order, first, rest), NO_BYTES
+        whole = self._assembled(nbytes + rows_bytes, first, rest)
+        return whole[:nbytes], whole[nbytes:]
+
+    def _assembled(self, nbytes: int, first: Frame, rest: Iterator[Frame]) -> Bytes:
+        """So many bytes of data, all that come with this exchange."""
         if self._received is None or len(self._received) < nbytes:
             self._received = aligned_empty(nbytes)
         payload = self._received[:nbytes]
@@ -284,6 +290,7 @@ def takes_a_moment(order: PushOrder, hosted: HostedJob) -> bool:
         and hosted.nbytes <= AT_ONCE_BYTES_MAX
         and order.rest is None
         and order.pace is None
+        and not order.rows
         and (pull is None or not (pull.number or pull.coding))
     )
 

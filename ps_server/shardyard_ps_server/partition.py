@@ -12,23 +12,33 @@ checkpoints that copy, wait for nobody's arithmetic.
 
 Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all, so memory is asked for
 before anything changes; the generation is checked within the turn (rule A3), and who raises it takes the turn after;
-first values are written only before the partition is opened. Must not know: other partitions, sockets.
+first values are written only before the partition is opened; a partition whose tables were torn, since memory was
+refused in the middle of a push, takes and gives nothing any more. Must not know: other partitions, sockets.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardyard.checkpoints.partition_file import PartitionState
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, NotFound, NotReady, ShapeMismatch, TooLarge
+from shardyard.ground.errors import (
+    CheckpointDamaged,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    ShapeMismatch,
+    TooLarge,
+)
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.optimizers import check_update
+from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
     NO_CLIPPING,
     Clipping,
@@ -57,7 +67,9 @@ from shardyard_ps_server.blocks import Blocks, Contribution
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
 from shardyard_ps_server.ledger import Ledger
+from shardyard_ps_server.partition_tables import Floats, PartitionTables, Rows
 from shardyard_ps_server.stale import Stale, Tally
+from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
 
 
@@ -88,6 +100,9 @@ class Partition:
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
+        self._tables = PartitionTables(layout)
+        self.torn: Internal | None = None
+        """Why nothing is taken or given any more, if so."""
         self._versions = Versions(self._layout.payload_bytes, memory)
         self._ledger = Ledger(partition)
         self._stale: Stale | None = None
@@ -113,6 +128,10 @@ class Partition:
     def payload_bytes(self) -> int:
         return self._layout.payload_bytes
 
+    @property
+    def tables(self) -> Mapping[str, Table]:
+        return self._tables.by_name
+
     def describe(self) -> tuple[Version, int]:
         """The newest version and the number of sources in the ledger."""
         with self._changed:
@@ -127,6 +146,20 @@ class Partition:
             if self._open:
                 raise InvalidRequest(f"first values for partition {self.id}, which is open")
             self._versions.values[:] = payload
+
+    def set_rows(self, rows: Sequence[Rows], check_current: Callable[[], None]) -> None:
+        """First values of rows, over those that are there. Raises InvalidRequest where the partition is open,
+        TableFull."""
+        with self._turn:
+            check_current()
+            if self._open:
+                raise InvalidRequest(f"first rows for partition {self.id}, which is open")
+            self._tables.load(rows)
+
+    def look_up(self, table: int, ids: Ids, out: Floats) -> None:
+        """out[i] becomes the row of ids[i] of a table as it is at this moment. Changes nothing."""
+        self._check_whole()
+        self._tables.look_up(table, ids, out)
 
     def open(self) -> None:
         """The first values are final from here on."""
@@ -301,7 +334,9 @@ class Partition:
     def check_push(self, name: PushName, contribution: Contribution) -> None:
         """Raises what `push` would refuse; changes nothing. A server asks all its partitions before any applies."""
         with self._changed:
-            self._judge(name, contribution)
+            duplicate = self._judge(name, contribution)
+        if not duplicate:
+            self._tables.check_room(contribution.rows)
 
     def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
         """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having
@@ -310,6 +345,8 @@ class Partition:
             with self._changed:
                 check_current()
                 duplicate = self._judge(name, contribution)
+            if not duplicate:
+                self._tables.check_room(contribution.rows)
             if duplicate:
                 outcome = self._repeated(name)
             elif self._gate is None:
@@ -321,6 +358,7 @@ class Partition:
                 return PartResult(self.id, outcome, self._ledger.next(name.key), self._versions.newest)
 
     def _judge(self, name: PushName, contribution: Contribution) -> bool:
+        self._check_whole()
         duplicate = self._ledger.is_duplicate(name)
         if not duplicate and self._stale is not None:
             self._stale.check(contribution.base, self._versions.newest)
@@ -349,6 +387,7 @@ class Partition:
         if stale is not None:
             applied, staleness, compensated = self._amend(stale, contribution)
         new = self._next(Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
+        self._push_rows(contribution)
         with self._changed:
             self._ledger.advance(name)
             if new is not None:
@@ -357,6 +396,27 @@ class Partition:
                 stale.count(contribution.base, staleness, compensated=compensated)
                 stale.passed(contribution.base)
         return Outcome.APPLIED
+
+    def _push_rows(self, contribution: Contribution) -> None:
+        """In place: look-ups see them before the push is acknowledged, as nobody can tell."""
+        if not contribution.rows:
+            return
+        step, done = self._versions.newest.number + 1, False
+        try:
+            failpoint("push.before_rows")
+            self._tables.push(contribution.rows, contribution.table_groups, step)
+            done = True
+        finally:
+            if not done:
+                self.torn = Internal(
+                    f"rows of update {step} of partition {self.id} are applied in part",
+                    why="memory was refused in the middle of them, and what is half done cannot be taken back",
+                    todo="give the server more memory; its partitions come back without that push",
+                )
+
+    def _check_whole(self) -> None:
+        if self.torn is not None:
+            raise self.torn.anew()
 
     def _amend(self, stale: Stale, contribution: Contribution) -> tuple[Contribution, int, bool]:
         """A gradient as it is to be applied, its staleness, and whether nothing is left to compensate. Raises

@@ -32,7 +32,8 @@ log = logging.getLogger("shardyard.server")
 class Server:
     """A server's role without a process: used by `serve` and by the in-process yard.
 
-    `on_lost` is told when the coordinator is gone or has declared this server dead, or when a log cannot be written.
+    `on_lost` is told when the coordinator is gone or has declared this server dead, when a log cannot be written,
+    or a push was applied in part.
     `logs`: the folder of logs; None: it takes no jobs that need one.
     """
 
@@ -47,7 +48,7 @@ class Server:
     ) -> None:
         self._grace_ms = coordinator_grace_ms
         self._logs = logs
-        self.store = Store(logs=logs, on_log_failure=on_lost)
+        self.store = Store(logs=logs, on_failure=on_lost)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost = on_lost
         self._enrolment: Enrolment | None = None
@@ -89,6 +90,8 @@ class Server:
         for hosted in self.store.hosted():
             if hosted.wal is not None:
                 request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
+            if hosted.layout.tables:
+                request.tables.add(job=hosted.job, rows=[table.rows for table in hosted.describe_tables()])
         request.waiting_for = self.store.vigil.waiting_for
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
+import numpy as np
+
 from shardyard.checkpoints.convert import entry_from_wire, file_to_wire
 from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX
 from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, TooLarge
+from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import Generation, Incarnation, JobId, PartitionId, PushKind, PushOrder, Token
 from shardyard.transport.peers import Context, Service
-from shardyard.wire import convert, methods
+from shardyard.wire import convert, methods, tables
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.exchanges import Exchanges, answer, refuse_values
+from shardyard_ps_server.partition_tables import Floats
 from shardyard_ps_server.runs import runs_in_order
 from shardyard_ps_server.store import HostedJob, Restore, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -49,6 +53,8 @@ class Servicer:
         service.on(methods.PIN, self.pin)
         service.on(methods.UNPIN, self.unpin)
         service.on(methods.PUSH_PULL, self.push_pull)
+        service.on(methods.LOOK_UP, self.look_up)
+        service.on(methods.READ_ROWS, self.read_rows)
         service.on(methods.DESCRIBE_SERVER, self.describe)
         return service
 
@@ -169,16 +175,16 @@ class Servicer:
         return wire.ReadLedgerReply(sources=convert.watermarks_to_wire(found))
 
     def initialize(self, stream: Iterator[Frame], _: Context) -> wire.InitializeReply:
-        hosted, order, payload = self._take(stream)
+        hosted, order, payload, rows = self._take(stream)
         if order.kind is not PushKind.VALUES:
             raise InvalidRequest(f"a push of kind {order.kind.value} to Initialize; expected values")
-        self._store.initialize(hosted, order, payload)
+        self._store.initialize(hosted, order, payload, rows)
         return wire.InitializeReply()
 
     def push(self, stream: Iterator[Frame], _: Context) -> wire.PushReply:
-        hosted, order, payload = self._take(stream)
+        hosted, order, payload, rows = self._take(stream)
         refuse_values(order)
-        return convert.results_to_wire(self._store.push(hosted, order, payload))
+        return convert.results_to_wire(self._store.push(hosted, order, payload, rows))
 
     def pull(self, request: wire.PullRequest, _: Context) -> Iterator[Frame]:
         wish = convert.pull_from_wire(request)
@@ -205,6 +211,29 @@ class Servicer:
         context.offer(exchanges.at_once)
         return exchanges.run(stream)
 
+    # ---- rows
+
+    def look_up(self, frame: Frame, _: Context) -> Frame:
+        if frame.offset:
+            raise MalformedPayload(f"a look-up whose ids begin at byte {frame.offset}; they come in one message")
+        asked = tables.look_up_from_header(frame.header)
+        return Frame(b"", 0, self._store.look_up(asked, np.frombuffer(frame.data, np.uint8)).data)
+
+    def read_rows(self, request: wire.ReadRowsRequest, _: Context) -> Iterator[Frame]:
+        found = self._store.read_rows(
+            convert.caller_from_wire(request.caller),
+            Incarnation(request.server),
+            Generation(request.generation),
+            PartitionId(request.partition),
+            request.table,
+        )
+        before = 0
+        for ids, values in gathered(found):
+            data = b"".join([ids.data, np.ascontiguousarray(values).data])
+            self._store.note_sent(len(data))
+            yield Frame(b"", before, data)
+            before += ids.size
+
     def describe(self, _request: wire.DescribeServerRequest, _: Context) -> wire.DescribeServerReply:
         counters = self._store.counters
         reply = wire.DescribeServerReply(
@@ -218,6 +247,8 @@ class Servicer:
         )
         for hosted in self._store.hosted():
             reply.pins += len(hosted.pins)
+            for table in hosted.describe_tables():
+                reply.tables.add(job=hosted.job, name=table.name, rows=table.rows, bytes=table.nbytes)
             if hosted.pacing is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
             if hosted.stale is not None:
@@ -243,20 +274,42 @@ class Servicer:
             reads=reads,
         )
 
-    def _take(self, stream: Iterator[Frame]) -> tuple[HostedJob, PushOrder, Bytes]:
-        """The whole of a push, checked before memory is asked for."""
+    def _take(self, stream: Iterator[Frame]) -> tuple[HostedJob, PushOrder, Bytes, Bytes]:
+        """The whole of a push, and the bytes of its rows, checked before memory is asked for."""
         first = next(stream, None)
         if first is None:
             raise MalformedPayload("a push without a frame")
         order = convert.push_from_header(first.header)
         hosted = self._store.admit_push(order)
-        payload = aligned_empty(order.payload_bytes)
+        if order.rows and order.shared_at is not None:
+            raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
+        payload = aligned_empty(order.payload_bytes + order.rows_bytes)
         assembler = Assembler(payload.data)
         assembler.add(first)
         for frame in stream:
             assembler.add(frame)
         assembler.finish()
-        return hosted, order, payload
+        return hosted, order, payload[: order.payload_bytes], payload[order.payload_bytes :]
+
+
+def gathered(found: Iterator[tuple[Ids, Floats]]) -> Iterator[tuple[Ids, Floats]]:
+    """The same rows in pieces worth a frame each, as far as there are so many."""
+    ids: list[Ids] = []
+    values: list[Floats] = []
+    nbytes = 0
+    for some, rows in found:
+        each = max(1, limits.FRAME_BYTES // (some.itemsize + rows.itemsize * rows.shape[1]))
+        for begin in range(0, some.size, each):
+            part = slice(begin, begin + each)
+            more = some[part].nbytes + rows[part].nbytes
+            if nbytes and nbytes + more > limits.FRAME_BYTES:
+                yield np.concatenate(ids), np.concatenate(values)
+                ids, values, nbytes = [], [], 0
+            ids.append(some[part])
+            values.append(rows[part])
+            nbytes += more
+    if nbytes:
+        yield np.concatenate(ids), np.concatenate(values)
 
 
 def _describe_lateness(message: wire.DescribedLateness, hosted: HostedJob) -> None:

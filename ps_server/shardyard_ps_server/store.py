@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from shardyard.checkpoints.library import read_partition
 from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.checkpoints.partition_file import PartitionState
@@ -23,6 +25,7 @@ from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import (
     InvalidRequest,
+    MalformedPayload,
     NotFound,
     NotReady,
     ShapeMismatch,
@@ -34,6 +37,7 @@ from shardyard.ground.errors import (
     TooLarge,
 )
 from shardyard.ground.failpoints import failpoint
+from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
     NO_CLIPPING,
     Caller,
@@ -46,6 +50,7 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     JobLayout,
+    LookUp,
     Missing,
     Outcome,
     Pace,
@@ -74,6 +79,16 @@ from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.partition_tables import (
+    Floats,
+    Rows,
+    check_pushed,
+    check_wanted,
+    read_ids,
+    table_at,
+    unpack_pushed,
+    warm,
+)
 from shardyard_ps_server.pins import Pins, await_pin
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import (
@@ -142,6 +157,15 @@ class Held:
     @property
     def nbytes(self) -> int:
         return sum(len(buffer) for _, buffer in self.buffers)
+
+
+@dataclass(frozen=True)
+class TableCount:
+    """All rows of a table at this server, and the memory that they take."""
+
+    name: str
+    rows: int
+    nbytes: int
 
 
 @dataclass
@@ -241,6 +265,18 @@ class HostedJob:
                 todo="open data shards in an asynchronous job, logical ranks in a synchronous one, lane 0",
             )
 
+    def describe_tables(self) -> list[TableCount]:
+        """What is here of each table."""
+        held = [self.partitions[number].tables for number in sorted(self.partitions)]
+        return [
+            TableCount(
+                settings.name,
+                sum([tables[settings.name].rows for tables in held]),
+                sum([tables[settings.name].nbytes for tables in held]),
+            )
+            for settings in self.layout.tables
+        ]
+
     def find(self, partition: PartitionId) -> Partition:
         found = self.partitions.get(partition)
         if found is None:
@@ -272,17 +308,17 @@ class Store:
     """Safe for several threads. Every method raises ShardyardErrors for what it refuses, having changed nothing."""
 
     def __init__(
-        self, *, shareable: bool = True, logs: LogRoot | None = None, on_log_failure: OnFailure | None = None
+        self, *, shareable: bool = True, logs: LogRoot | None = None, on_failure: OnFailure | None = None
     ) -> None:
-        """`logs`: where logs are kept; None: jobs that need one are refused. `on_log_failure`: is told when one cannot
-        be written, after which this server must stop."""
+        """`logs`: where logs are kept; None: jobs that need one are refused. `on_failure`: is told when one cannot be
+        written, or a push was applied in part for want of memory, after which this server must stop."""
         self._lock = threading.Lock()
         self._jobs: dict[JobId, HostedJob] = {}
         self._standing = _Standing()
         self._creating = threading.Lock()
         self._shareable = shareable
         self._logs = logs
-        self._on_log_failure = on_log_failure or _tell_failure
+        self._on_failure = on_failure or _tell_failure
         self._crew = Crew()
         self.counters = Counters()
         self.vigil = Vigil(logger=log)
@@ -384,6 +420,10 @@ class Store:
             )
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
+        if layout.tables:
+            _check_tables(job, mode, durability, restore, stale)
+            with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
+                warm()
         logs = self._logs
         if durability is Durability.WAL and logs is None:
             raise InvalidRequest(
@@ -421,7 +461,7 @@ class Store:
                     assert logs is not None
                     files = logs.log(job, self.incarnation)
                     first = restore.segment_of(job)
-                    hosted.wal = Wal(files, segment=first, on_failure=self._on_log_failure, vigil=self.vigil)
+                    hosted.wal = Wal(files, segment=first, on_failure=self._on_failure, vigil=self.vigil)
                 self._give(hosted, generation, owned, states, restore)
             except ShardyardError:
                 regions.close()
@@ -707,6 +747,8 @@ class Store:
                 raise InvalidRequest(f"{order.name}: a gradient of weight 0", todo="send an empty push instead")
             if before is None or order.groups is not before.groups:
                 optimizers.check_update(hosted.layout.optimizer, order.groups)
+        if order.rows:
+            check_pushed(hosted.layout.tables, order.rows, None if wants_values else order.table_groups)
         if order.bases and hosted.stale is None:
             raise InvalidRequest(
                 f"{order.name} says what it was computed on, in job {hosted.job}, which has no rule for that"
@@ -730,19 +772,27 @@ class Store:
             whole = order.shared_at is not None or order.rest is not None
             if whole and part.payload_bytes and order.kind is not PushKind.EMPTY:
                 expected = partition.payload_bytes  # read where it lies, whatever is absent
-            if part.payload_bytes != expected or (wants_values and part.payload_bytes != partition.payload_bytes):
-                raise ShapeMismatch(
-                    f"partition {part.partition} with {part.payload_bytes} bytes; expected "
-                    f"{partition.payload_bytes if wants_values else expected}"
-                )
+            if wants_values:  # first rows come in pushes of their own
+                expected = 0 if order.rows else partition.payload_bytes
+            if part.payload_bytes != expected:
+                raise ShapeMismatch(f"partition {part.partition} with {part.payload_bytes} bytes; expected {expected}")
 
-    def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> None:
-        """Takes admitted first values whose payload is complete: each partition the whole of its values or nothing."""
+    def initialize(self, hosted: HostedJob, order: PushOrder, payload: Bytes, rows: Bytes = NO_BYTES) -> None:
+        """Takes admitted first values whose payload is complete: each partition the whole of its values or nothing; or
+        rows, over those that it has."""
+        if order.rows:
+            for partition, given in _by_partition(hosted.layout, order, rows).items():
+                hosted.find(partition).set_rows(given, lambda: self._check_current(hosted, order))
+            return
         for part, piece in pieces_of(order, payload):
             hosted.find(part).set_values(piece, lambda: self._check_current(hosted, order))
 
-    def push(self, hosted: HostedJob, order: PushOrder, payload: Bytes) -> tuple[PartResult, ...]:
-        """Applies an admitted push whose payload is complete: each part once, in its partition's turn."""
+    def push(
+        self, hosted: HostedJob, order: PushOrder, payload: Bytes, rows: Bytes = NO_BYTES
+    ) -> tuple[PartResult, ...]:
+        """Applies an admitted push whose payload is complete: each part once, in its partition's turn. `rows`: the
+        bytes of its rows."""
+        brought = _by_partition(hosted.layout, order, rows) if order.rows else {}
         if hosted.wal is not None and order.shared_at is not None:
             payload = _aligned(payload)  # the log and the update must read the same (rule C5)
         counted = order.kind is PushKind.GRADIENT
@@ -754,7 +804,13 @@ class Store:
                 piece = _aligned(piece)  # behind codes, which end anywhere
             full, present = target.unpack(part, piece)
             groups = order.groups if counted else None
-            work.append((target, Contribution(order.weight, groups, full, present, base, order.overflow)))
+            mine = brought.get(partition, ())
+            work.append(
+                (
+                    target,
+                    Contribution(order.weight, groups, full, present, base, order.overflow, mine, order.table_groups),
+                )
+            )
         failpoint("push.before_apply")
         results = (
             self._apply(hosted, order, work)
@@ -762,7 +818,7 @@ class Store:
             else self._record(hosted.wal, hosted, order, payload, work)
         )
         failpoint("push.before_reply")
-        self._count(results, len(payload) if order.shared_at is None else 0)
+        self._count(results, len(rows) + (len(payload) if order.shared_at is None else 0))
         return results
 
     def _apply(self, hosted: HostedJob, order: PushOrder, work: Sequence[Work]) -> tuple[PartResult, ...]:
@@ -773,9 +829,14 @@ class Store:
         def check_current() -> None:
             self._check_current(hosted, order)
 
-        if order.payload_bytes >= CREW_BYTES_MIN:
-            return tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
-        return tuple([p.push(order.name, c, check_current) for p, c in work])
+        try:
+            if order.payload_bytes + order.rows_bytes >= CREW_BYTES_MIN:
+                return tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
+            return tuple([p.push(order.name, c, check_current) for p, c in work])
+        finally:
+            torn = next((each.torn for each, _ in work if each.torn is not None), None)
+            if torn is not None:
+                self._on_failure(torn)
 
     def _record(
         self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work]
@@ -821,6 +882,50 @@ class Store:
             return
         for work in works:
             work()
+
+    # ---- rows
+
+    def look_up(self, asked: LookUp, codes: Bytes) -> Bytes:
+        """The rows that are asked for, one after the other, float32. `codes`: of their ids. Changes nothing. Raises
+        InvalidRequest, MalformedPayload, TooLarge, NotReady where there are no first values."""
+        hosted = self.admit(asked.caller, asked.server, asked.generation, reads=True)
+        if not hosted.open:
+            raise NotReady(f"job {hosted.job} has no first values yet")
+        tables = hosted.layout.tables
+        nbytes = check_wanted(tables, asked.wanted)
+        if nbytes > limits.ROWS_ANSWERED_BYTES_MAX:
+            raise TooLarge(
+                f"a look-up of {nbytes} bytes of rows; at most {limits.ROWS_ANSWERED_BYTES_MAX} are given at a time",
+                todo="ask for fewer at a time",
+            )
+        announced = sum([sum(each.id_bytes) for each in asked.wanted])
+        if announced != len(codes):
+            raise MalformedPayload(f"{len(codes)} bytes of ids; announced {announced}")
+        found, out = aligned_empty(nbytes), 0
+        at = 0
+        for each in asked.wanted:
+            dim, name = tables[each.table].dim, tables[each.table].name
+            for number, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
+                ids = read_ids(hosted.layout, name, number, n, codes[at : at + length])
+                at += length
+                rows = found[out : out + 4 * dim * n].view(np.float32).reshape(n, dim)
+                hosted.find(number).look_up(each.table, ids, rows)
+                out += rows.nbytes
+        hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
+        self.note_sent(nbytes)
+        return found
+
+    def read_rows(
+        self, caller: Caller, server: Incarnation, generation: Generation, number: PartitionId, table: int
+    ) -> Iterator[tuple[Ids, Floats]]:
+        """All rows of a table that a partition has, as they are at one moment, in pieces. Raises NotReady while they
+        are read for somebody else."""
+        hosted = self.admit(caller, server, generation, reads=True)
+        if not hosted.open:
+            raise NotReady(f"job {hosted.job} has no first values yet")
+        name = table_at(hosted.layout.tables, table).name
+        for chunk in hosted.find(number).tables[name].items():
+            yield chunk.ids[: chunk.values.shape[0]], chunk.values
 
     def admit_pull(self, wish: PullWish) -> HostedJob:
         hosted = self.admit(wish.caller, wish.server, wish.generation, reads=bool(wish.pin))
@@ -1062,7 +1167,29 @@ def _check_nothing() -> None:
 
 
 def _tell_failure(failure: ShardyardError) -> None:
-    log.error("a log cannot be written: %s", failure)
+    log.error("this server cannot go on: %s", failure)
+
+
+def _by_partition(layout: JobLayout, order: PushOrder, rows: Bytes) -> dict[PartitionId, list[Rows]]:
+    """What a push brings each partition, all of it checked."""
+    found: dict[PartitionId, list[Rows]] = {}
+    for partition, each in unpack_pushed(layout, order.rows, rows):
+        found.setdefault(partition, []).append(each)
+    return found
+
+
+def _check_tables(
+    job: JobId, mode: UpdateMode, durability: Durability, restore: Restore, stale: StaleRule | None
+) -> None:
+    """Raises InvalidRequest for what rows cannot be part of."""
+    for cannot, what in (
+        (mode is UpdateMode.SYNC, "which is synchronous"),
+        (durability is Durability.WAL, "which has a log"),
+        (bool(restore.entries), "which is to begin with a checkpoint"),
+        (stale is not None, "which has a rule for stale gradients"),
+    ):
+        if cannot:
+            raise InvalidRequest(f"tables of job {job}, {what}", why="rows are not part of that yet")
 
 
 def _aligned(piece: Bytes) -> Bytes:

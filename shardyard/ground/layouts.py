@@ -1,7 +1,8 @@
 """What a job's variables and layout must be, whoever reads them: from a message, a manifest, or a journal.
 
 Owns: these rules: blocks lie in their partitions one behind the other, as docs/protocol.md says; each element of each
-variable is in exactly one of them; parameters are whole where the optimizer needs them so. Must not know: how layouts
+variable is in exactly one of them; parameters are whole where the optimizer needs them so; tables have names of their
+own. Must not know: how layouts
 are planned, what they are read from.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import Block, JobLayout, PartitionLayout, VariableKind, VariableSpec, aligned_bytes
 
 
@@ -23,6 +25,7 @@ def check_layout(layout: JobLayout) -> None:
         if layout.optimizer.kind in optimizers.WHOLE_VARIABLES:
             _check_whole(layout.optimizer.kind, part.blocks, layout.variables)
     _check_cover([block for part in layout.partitions for block in part.blocks], layout.variables)
+    check_tables(layout.tables)
 
 
 def check_variables(variables: Sequence[VariableSpec], groups: int) -> None:
@@ -38,6 +41,25 @@ def check_variables(variables: Sequence[VariableSpec], groups: int) -> None:
     total = sum(spec.payload_bytes for spec in variables)
     if total > limits.JOB_BYTES_MAX:
         raise TooLarge(f"the variables have {total} bytes; at most {limits.JOB_BYTES_MAX}")
+
+
+def check_tables(tables: Sequence[TableSettings]) -> None:
+    """Raises InvalidRequest for a name that comes twice or is none, TooLarge."""
+    if len(tables) > limits.TABLES_MAX:
+        raise TooLarge(f"{len(tables)} tables; at most {limits.TABLES_MAX} are taken")
+    seen: set[str] = set()
+    for table in tables:
+        if not table.name:
+            raise InvalidRequest("a table without a name")
+        if len(table.name) > limits.VARIABLE_NAME_CHARACTERS_MAX:
+            raise TooLarge(
+                f"a table's name of {len(table.name)} characters; at most {limits.VARIABLE_NAME_CHARACTERS_MAX}"
+            )
+        if table.name in seen:
+            raise InvalidRequest(f"table {table.name!r} comes twice")
+        seen.add(table.name)
+        if not -limits.TABLE_SEED_MAX <= table.seed <= limits.TABLE_SEED_MAX:
+            raise InvalidRequest(f"table {table.name!r} with the seed {table.seed}; expected one of 64 bits")
 
 
 def check_variable(spec: VariableSpec) -> None:

@@ -60,6 +60,17 @@ TABLES_MAX: Final = 1_024
 """Tables of a job."""
 LOOK_UP_IDS_MAX: Final = 1 << 26
 """Ids of one look-up, repeated ones among them."""
+ROWS_PER_PART_MAX: Final = 1 << 24
+"""Rows of a table that one push has for one partition."""
+ROW_COUNT_BYTES: Final = 2
+"""How often an id occurred, where a push says so."""
+ROW_BYTES_MAX: Final = 4 * GIB
+"""Of the rows of one push to one server, with their ids."""
+ROWS_ANSWERED_BYTES_MAX: Final = FRAME_BYTES_MAX
+"""Of the answer to one look-up."""
+TABLE_ADDRESS_BYTES: Final = 1 << 45
+"""Of address space for the rows of all tables of a job at one server."""
+TABLE_SEED_MAX: Final = (1 << 63) - 1
 
 JOB_NAME_CHARACTERS_MAX: Final = 128
 JOBS_MAX: Final = 1_024

@@ -7,11 +7,13 @@ a row that is not pushed stays as it is. Must not know: how rows are kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from shardyard.ground import optimizers
 from shardyard.ground.errors import UnsupportedOptimizer
 from shardyard.ground.optimizers import Setting
+from shardyard.ground.types import OptimizerSpec
 
 KINDS: Final[dict[str, str]] = {
     "sgd": "sgd",
@@ -43,3 +45,9 @@ def check_settings(kind: str, values: tuple[float, ...]) -> None:
     """Raises InvalidRequest unless `values` are settings of the kind, each in its range."""
     settings_of(kind)
     optimizers.check_group(KINDS[kind], 0, values)
+
+
+def check_update(kind: str, registered: tuple[float, ...], values: Sequence[float]) -> None:
+    """Raises InvalidRequest unless `values` may replace the registered settings for one update."""
+    settings_of(kind)
+    optimizers.check_update(OptimizerSpec(KINDS[kind], (registered,)), [values])

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, NewType
 
-from shardyard.ground.limits import BLOCK_ALIGN_BYTES
+from shardyard.ground.limits import BLOCK_ALIGN_BYTES, ROW_COUNT_BYTES
 
 if TYPE_CHECKING:
     from shardyard.ground.table_settings import TableSettings
@@ -399,6 +399,45 @@ class PushPart:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedRows:
+    """Rows of one table that are asked for. `table`: index into JobLayout.tables; `rows`: for each of `partitions` how
+    many; `id_bytes`: the lengths of their ids' codes."""
+
+    table: int
+    partitions: tuple[PartitionId, ...]
+    rows: tuple[int, ...]
+    id_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushedRows:
+    """What a push has of one table: as WantedRows. `row_bytes`: the lengths of the gradients' codes. `counted`: it is
+    said how often each id occurred."""
+
+    table: int
+    partitions: tuple[PartitionId, ...]
+    rows: tuple[int, ...]
+    id_bytes: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    counted: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        counts = ROW_COUNT_BYTES * sum(self.rows) if self.counted else 0
+        return sum(self.id_bytes) + sum(self.row_bytes) + counts
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What is asked of one server."""
+
+    caller: Caller
+    server: Incarnation
+    generation: Generation
+    wanted: tuple[WantedRows, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """What another process on this machine must know to open shared memory."""
 
@@ -525,10 +564,19 @@ class PushOrder:
     verdict: StepVerdict | None = None
     overflow: bool = False
     """Loss scaling has found that the gradient is beyond its format."""
+    rows: tuple[PushedRows, ...] = ()
+    table_groups: tuple[tuple[float, ...], ...] = ()
+    """The settings of each table's optimizer, where there are rows."""
 
     @property
     def payload_bytes(self) -> int:
+        """Of the parts."""
         return sum([part.payload_bytes for part in self.parts])
+
+    @property
+    def rows_bytes(self) -> int:
+        """Of what follows them."""
+        return sum([each.payload_bytes for each in self.rows])
 
     def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
         """The same of other work."""
@@ -550,6 +598,8 @@ class PushOrder:
             bases,
             self.verdict,
             self.overflow,
+            self.rows,
+            self.table_groups,
         )
 
 

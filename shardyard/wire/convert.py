@@ -68,6 +68,7 @@ from shardyard.ground.types import (
     Watermark,
     WorkerSource,
 )
+from shardyard.wire import tables
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
@@ -321,6 +322,7 @@ def layout_to_wire(layout: JobLayout) -> common.JobLayout:
             )
             for part in layout.partitions
         ],
+        tables=tables.tables_to_wire(layout.tables),
     )
 
 
@@ -335,7 +337,7 @@ def layout_from_wire(message: common.JobLayout) -> JobLayout:
             raise MalformedPayload(f"partition {part.partition} at place {index} of a layout")
         blocks = tuple(Block(b.variable, b.offset, b.length, b.position) for b in part.blocks)
         partitions.append(PartitionLayout(PartitionId(index), part.payload_bytes, blocks))
-    layout = JobLayout(variables, optimizer, tuple(partitions))
+    layout = JobLayout(variables, optimizer, tuple(partitions), tables.tables_from_wire(message.tables))
     layouts.check_layout(layout)
     return layout
 
@@ -400,6 +402,9 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         header.verdict.CopyFrom(verdict_to_wire(order.verdict))
     if order.overflow:
         header.overflow = True
+    if order.rows:
+        header.rows.extend(tables.pushed_to_wire(order.rows))
+        header.table_groups.extend(groups_to_wire(order.table_groups))
     return header
 
 
@@ -472,7 +477,11 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
         pace=_pace_from_wire(message.pace) if message.HasField("pace") else None,
         verdict=verdict_from_wire(message.verdict) if message.HasField("verdict") else None,
         overflow=message.overflow,
+        rows=tables.pushed_from_wire(message.rows) if message.rows else (),
+        table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
     )
+    if order.rows:
+        _check_rows(order)
     if order.overflow and kind is not PushKind.GRADIENT:
         raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
     if message.HasField("bases"):
@@ -484,6 +493,24 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
     if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
         raise MalformedPayload(f"an empty push with {order.payload_bytes} bytes of payload")
     return order
+
+
+def _check_rows(order: PushOrder) -> None:
+    if order.kind not in (PushKind.GRADIENT, PushKind.VALUES):
+        raise MalformedPayload(f"a push of kind {order.kind.value} with rows")
+    if order.overflow:
+        raise InvalidRequest("rows of a gradient that is beyond its format", todo="leave them out")
+    if order.rest is not None:
+        raise InvalidRequest("rows of a push of which data came ahead of its header", todo="send the header first")
+    listed = {part.partition for part in order.parts}
+    for each in order.rows:
+        strange = [partition for partition in each.partitions if partition not in listed]
+        if strange:
+            raise MalformedPayload(
+                f"rows of table {each.table} in partition {strange[0]}, which the push does not list"
+            )
+    if order.rows_bytes > limits.ROW_BYTES_MAX:
+        raise TooLarge(f"rows of {order.rows_bytes} bytes in a push; at most {limits.ROW_BYTES_MAX} are taken")
 
 
 def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:

@@ -131,6 +131,8 @@ def _alike(order: PushOrder, before: PushOrder) -> bool:
         and order.verdict is None
         and before.verdict is None
         and order.overflow == before.overflow
+        and order.rows == before.rows
+        and order.table_groups == before.table_groups
         and order.attach is None
         and before.attach is None
         and not order.detach

@@ -139,6 +139,11 @@ PUSH_PULL: Method[frames.Frame, frames.Frame] = Method(
     f"{PACKAGE}.{_P}", "PushPull", _FRAME, _FRAME, streams_in=True, streams_out=True
 )
 
+LOOK_UP: Method[frames.Frame, frames.Frame] = Method(f"{PACKAGE}.{_P}", "LookUp", _FRAME, _FRAME)
+READ_ROWS: Method[server.ReadRowsRequest, frames.Frame] = Method(
+    f"{PACKAGE}.{_P}", "ReadRows", _message(server.ReadRowsRequest), _FRAME, streams_out=True
+)
+
 LAUNCH = _unary(_A, "Launch", agent.LaunchRequest, agent.LaunchReply)
 STOP = _unary(_A, "Stop", agent.StopRequest, agent.StopReply)
 DESCRIBE_AGENT = _unary(_A, "DescribeAgent", agent.DescribeAgentRequest, agent.DescribeAgentReply)

@@ -13,7 +13,7 @@ from shardyard.wire.methods import Method
 from shardyard.wire.v1 import agent_pb2, coordinator_pb2, parameter_server_pb2
 
 FILES = (agent_pb2, coordinator_pb2, parameter_server_pb2)
-FRAMES = {"PushFrame", "PullFrame"}
+FRAMES = {"PushFrame", "PullFrame", "LookUpFrame", "RowsFrame"}
 
 
 def declared() -> dict[str, MethodDescriptor]:

@@ -117,7 +117,7 @@ class Yard:
         self._stores: list[Store] = []
 
     def empty(self, incarnation: Incarnation) -> Store:
-        store = Store(logs=self.logs, on_log_failure=self.failures.append)
+        store = Store(logs=self.logs, on_failure=self.failures.append)
         self._stores.append(store)
         store.become(incarnation, Term(2))
         return store

@@ -31,13 +31,16 @@ class Clipper:
         return None if self._norm is None else float(self._norm)
 
     @torch.no_grad()
-    def clip(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """In place. NaN and infinity go as in torch: an infinite norm makes zeros, and of what is infinite NaN."""
+    def clip(self, tensors: Sequence[torch.Tensor | None], rows: Sequence[torch.Tensor] = ()) -> None:
+        """In place. `rows`: gradients of rows of tables, which belong to the norm.
+
+        NaN and infinity go as in torch: an infinite norm makes zeros, and of what is infinite NaN."""
         gradients = [
             tensor.detach()
             for tensor, is_parameter in zip(tensors, self._are_parameters, strict=True)
             if is_parameter and tensor is not None
         ]
+        gradients += rows
         if self._clipping.value:
             for gradient in gradients:
                 gradient.clamp_(min=-self._clipping.value, max=self._clipping.value)

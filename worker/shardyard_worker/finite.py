@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardyard.codecs.finiteness import first_not_finite
-from shardyard.ground.types import NonFinite, PushName, VariableKind, VariableSpec
+from shardyard.ground.types import JobLayout, NonFinite, PushName, VariableKind
 from shardyard.transport.status import from_detail
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -28,8 +30,9 @@ _NAMES = {torch.float32: "float32", torch.float64: "float64"}
 class Finiteness:
     """Of one worker's pushes. `pause` waits for so many milliseconds."""
 
-    def __init__(self, session: Session, variables: Sequence[VariableSpec], pause: Callable[[int], None]) -> None:
+    def __init__(self, session: Session, layout: JobLayout, pause: Callable[[int], None]) -> None:
         self._session = session
+        variables, self._tables = layout.variables, [table.name for table in layout.tables]
         self._names = [spec.name for spec in variables]
         self._parameters = [i for i, spec in enumerate(variables) if spec.kind is VariableKind.PARAMETER]
         self._looks = session.job_settings.nonfinite is not NonFinite.ALLOW
@@ -37,17 +40,31 @@ class Finiteness:
         self._count = 0
         self._in_a_row = 0
 
-    def counts(self, name: PushName, tensors: Sequence[torch.Tensor | None], step: int, highest: int) -> bool:
-        """Whether work may count with these, one for each variable, computed at that step. If not, that is written
-        down. `highest`: see Sending. Raises StaleToken, StraddlingRange, and what ends this worker or its job."""
+    def counts(
+        self,
+        name: PushName,
+        tensors: Sequence[torch.Tensor | None],
+        step: int,
+        highest: int,
+        rows: Sequence[tuple[int, npt.NDArray[np.float32]]] = (),
+    ) -> bool:
+        """Whether work may count with these, one for each variable, computed at that step, and the gradients of rows of
+        tables. If not, that is written down. `highest`: see Sending. Raises StaleToken, StraddlingRange, and what ends
+        this worker or its job."""
         if not self._looks:
             return True
         found = self._first_not_finite(tensors)
-        if found is None:
+        parameter = self._first_table_not_finite(rows) if found is None else self._names[found]
+        if parameter is None:
             self._in_a_row = 0
             return True
-        self._report(name, self._names[found], step, highest)
+        self._report(name, parameter, step, highest)
         return False
+
+    def _first_table_not_finite(self, rows: Sequence[tuple[int, npt.NDArray[np.float32]]]) -> str | None:
+        filled = [(table, values) for table, values in rows if values.size]
+        first = first_not_finite([(values.ctypes.data, values.size) for _, values in filled], "float32")
+        return None if first is None else self._tables[filled[first][0]]
 
     def _first_not_finite(self, tensors: Sequence[torch.Tensor | None]) -> int | None:
         """The index of the first parameter whose gradient has a NaN or an infinity."""

@@ -50,15 +50,17 @@ from shardyard_worker.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, O
 from shardyard_worker.dataset import Reader
 from shardyard_worker.event_files import EventFiles
 from shardyard_worker.feeds import Feed, FeedSettings, LocalFeed, open_feed
+from shardyard_worker.job_tables import JobTables
 from shardyard_worker.local import Inner, Local, LocalOptimizer, outer_optimizer, refuse_without_optimizer
 from shardyard_worker.notebook import table
 from shardyard_worker.optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.randomness import seed_everything
 from shardyard_worker.scaling import SCALER_COUNTS, JobScaler, unscaler
 from shardyard_worker.schedule import JobScheduler
+from shardyard_worker.server_rows import ServerRows
 from shardyard_worker.session import Place, Session
 from shardyard_worker.strategies import AsyncStrategy, LostWork, Strategy, SyncStrategy
-from shardyard_worker.table import Table
+from shardyard_worker.table import Table, tables_of
 from shardyard_worker.training import BufferPlace, Sending, Training, Variable
 
 log = logging.getLogger("shardyard.worker")
@@ -310,29 +312,47 @@ class Job:
 
         Raises UnsupportedOptimizer, UnsupportedModel, VariableConflict, InvalidRequest.
         """
-        _refuse_tables(model)
+        tables = tables_of(model)
+        if tables:
+            self._check_tables(next(iter(tables)))
         if self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL:
             return self._prepare_local(model, optimizer, scheduler)
         spec = translate(optimizer)
         schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: self.step)
-        parameters, buffers = _parameters(model, optimizer), _buffers(model)
+        parameters, buffers = _parameters(model, optimizer, tables), _buffers(model)
         counts = [] if self._scaler is None else [Variable(SCALER_COUNTS, self._scaler.state)]
-        self._register([*parameters, *buffers, *counts], spec, model)
+        rows = JobTables(tables, optimizer.param_groups) if tables else None
+        self._register([*parameters, *buffers, *counts], spec, model, rows)
         if schedule is not None:
             schedule.follow()
 
         def contribute(server_optimizer: ServerOptimizer, scaled: Scaled | None) -> None:
             if schedule is not None:
                 schedule.follow()
+            taken = None if rows is None else rows.take()
+            if rows is not None and scaled is not None:
+                raise _scaled_rows()
             gradients, overflow = self._unscaled([parameter.target.grad for parameter in parameters], scaled)
             sent = [*gradients, *(buffer.found for buffer in buffers)]
             if self._scaler is not None:
                 sent.append(self._scaler.proposal(None if scaled is None else overflow))
-            self._contribute(Sending(sent, 1.0, server_optimizer.settings(), overflow=overflow))
+            self._contribute(Sending(sent, 1.0, server_optimizer.settings(), overflow=overflow, rows=taken))
 
-        moved = ServerOptimizer(optimizer, spec.kind, contribute)
+        moved = ServerOptimizer(optimizer, spec.kind, contribute, *([] if rows is None else [rows.clear]))
         self._settings_now = moved.settings
         return (model, moved) if schedule is None else (model, moved, schedule)
+
+    def _check_tables(self, name: str) -> None:
+        """Raises UnsupportedModel for what tables cannot be part of here; the coordinator knows the rest."""
+        if self._scaler is not None:
+            raise _scaled_rows()
+        if self._session.job_settings.consistency.mode.updates is UpdateMode.SYNC:
+            raise ConfigurationError(
+                f"embedding table {name!r} in a job with job.consistency.mode"
+                f" {self._session.job_settings.consistency.mode.value}",
+                why="rows are updated by each push as it comes, and have no versions",
+                todo="set job.consistency.mode to async or bounded",
+            )
 
     def scaler(
         self,
@@ -392,7 +412,7 @@ class Job:
     ) -> tuple[Model, LocalOptimizer] | tuple[Model, LocalOptimizer, JobScheduler]:
         consistency = self._session.job_settings.consistency
         schedule = None if scheduler is None else JobScheduler(scheduler, optimizer, lambda: self.step)
-        parameters, buffers = [each.in_group(0) for each in _parameters(model, optimizer)], _buffers(model)
+        parameters, buffers = [each.in_group(0) for each in _parameters(model, optimizer, {})], _buffers(model)
         spec = outer_optimizer(consistency)
         self._register([*parameters, *buffers], spec, model)
         assert self._training is not None
@@ -653,7 +673,11 @@ class Job:
     # ---- inside
 
     def _register(
-        self, variables: Sequence[Variable], spec: OptimizerSpec, model: torch.nn.Module | None = None
+        self,
+        variables: Sequence[Variable],
+        spec: OptimizerSpec,
+        model: torch.nn.Module | None = None,
+        tables: JobTables | None = None,
     ) -> None:
         self._session.check()
         if self._training is not None:
@@ -662,7 +686,9 @@ class Job:
                 todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
             )
         with self._session.interrupts:
-            self._training = Training(self._session, variables, spec, model)
+            self._training = Training(self._session, variables, spec, model, tables)
+            if tables is not None:
+                tables.begin(ServerRows(self._training, tables, self._training.partitions))
             self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
             self._strategy = self._make_strategy(self._training)
             self._strategy.begin()
@@ -770,24 +796,28 @@ class Job:
         return self._training
 
 
-def _refuse_tables(model: torch.nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, Table):
-            raise UnsupportedModel(
-                f"the embedding table {path!r} of dim {module.dim}",
-                why="a job does not train embedding tables yet: their rows are in one process",
-                todo="train it without a job, with sy.tables.Optimizer(model); or use a torch.nn.Embedding",
-            )
+def _scaled_rows() -> UnsupportedModel:
+    return UnsupportedModel(
+        "a model with embedding tables, and loss scaling",
+        why="a scaler looks at parameters of a size, and would leave the gradients of rows scaled",
+        todo="use bfloat16, which needs no scale, or float32",
+    )
 
 
-def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Variable]:
+def _parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tables: Mapping[str, Table]
+) -> list[Variable]:
+    """Without the weights of tables, which have no elements."""
+    weights = {table.weight for table in tables.values()}
     names = {parameter: as_written(name) for name, parameter in model.named_parameters()}
     found = []
     for group_index, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
+            if parameter in weights:
+                continue
             name = names.get(parameter, f"optimizer.{group_index}.{index}")
             found.append(Variable(spec_of(name, parameter, VariableKind.PARAMETER, group_index), parameter))
-    if not found:
+    if not found and not tables:
         raise UnsupportedModel("the optimizer has no parameters", todo="give it model.parameters()")
     return found
 

@@ -137,11 +137,19 @@ class ServerOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """torch's GradScaler then calls `step` in any case, and says what it has found."""
 
-    def __init__(self, original: torch.optim.Optimizer, kind: str, contribute: Contribute):
+    def __init__(
+        self,
+        original: torch.optim.Optimizer,
+        kind: str,
+        contribute: Contribute,
+        forget_rows: Callable[[], None] = lambda: None,
+    ):
+        """`forget_rows`: the gradients of tables, with those of parameters."""
         super().__init__(original.param_groups, dict(original.defaults))
         self.param_groups = original.param_groups
         self._kind = kind
         self._contribute = contribute
+        self._forget_rows = forget_rows
         self._settings: tuple[tuple[float, ...], ...] | None = None
         self._found: list[list[Any]] = []
         self._hooked_step = partial(self.profile_hook_step(type(self)._step), self)
@@ -181,6 +189,11 @@ class ServerOptimizer(torch.optim.Optimizer):
             self._settings = tuple(settings_of(self._kind, group) for group in self.param_groups)
             self._found = found
         return self._settings
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, of the rows of tables too."""
+        super().zero_grad(set_to_none)
+        self._forget_rows()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Refused: the state is not in this process."""

@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from shardyard.ground import errors
 from shardyard.ground.limits import KIB
 from shardyard.ground.types import (
     NO_NAME,
     Generation,
     Incarnation,
+    LookUp,
     Missing,
     Outcome,
     Pace,
@@ -30,6 +33,7 @@ from shardyard.ground.types import (
     PulledPart,
     PullResult,
     PullWish,
+    PushedRows,
     PushKind,
     PushName,
     PushOrder,
@@ -41,10 +45,13 @@ from shardyard.ground.types import (
     Version,
     Watermark,
 )
-from shardyard.wire import convert, frames, methods
+from shardyard.wire import convert, frames, methods, tables
+from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.ahead import Ahead
 from shardyard_worker.buckets import Buckets, Codes
+from shardyard_worker.coded_rows import CodedRows, Question
+from shardyard_worker.distinct import Float32s, Int64s
 from shardyard_worker.line import Line, LineSettings, Piece
 from shardyard_worker.patience import Patience
 from shardyard_worker.session import Session
@@ -82,6 +89,8 @@ class Shipment:
     bases: Bases | None = None
     """What its gradients were computed on, where servers ask for that."""
     overflow: bool = False
+    rows: CodedRows | None = None
+    """Of tables."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,8 @@ class MapChanged(Exception):
 
 
 class Router:
-    """Reaches all servers of a job under one partition map. Used by one thread, but for `close`."""
+    """Reaches all servers of a job under one partition map. Used by one thread, but for `close`, and for reads of rows,
+    which another one may ask for meanwhile."""
 
     def __init__(
         self, session: Session, map_: PartitionMap, buckets: Buckets, *, coding: str = "", follows: bool = False
@@ -154,6 +164,7 @@ class Router:
         self._wishes: dict[Incarnation, tuple[Wish, bool, tuple[int, ...], PullWish]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
+        self._readers: ThreadPoolExecutor | None = None
         self._vigil = session.vigil
         waits = session.mode is UpdateMode.SYNC and bool(session.job_settings.clip.norm)
         self._verdicts = Verdicts(len(map_.owners)) if waits else None
@@ -181,6 +192,8 @@ class Router:
         if self._ahead is not None:
             self._ahead.close()
         self._pool.shutdown(wait=False)
+        if self._readers is not None:
+            self._readers.shutdown(wait=False)
         if self._arrivals is not None:
             self._arrivals.shutdown(wait=False)
 
@@ -196,6 +209,120 @@ class Router:
             line.peer.send(methods.INITIALIZE, sent, timeout_ms=self._deadline_ms)
 
         self._everywhere(send, f"the first values to arrive ({shipment.name})")
+
+    def initialize_rows(self, name: PushName, rows: CodedRows) -> None:
+        """Gives every server the first rows that are its own, over those that it has."""
+
+        def send(line: Line) -> None:
+            said, pieces = rows.of(self._owned[line.server])
+            if not said:
+                return
+            parts = self._buckets.empty_parts(line.server)
+            order = replace(self._order(line.server, PushKind.VALUES), name=name, parts=parts, rows=said)
+            sent = frames.cut(convert.push_to_wire(order).SerializeToString(), pieces)
+            line.peer.send(methods.INITIALIZE, sent, timeout_ms=self._deadline_ms)
+
+        self._everywhere(send, f"the first rows to arrive ({name})")
+
+    # ---- rows
+
+    @property
+    def owned(self) -> Mapping[Incarnation, tuple[PartitionId, ...]]:
+        """The partitions of each server."""
+        return self._owned
+
+    def look_up(self, asked: Mapping[Incarnation, Sequence[Question]], into: Sequence[Float32s]) -> None:
+        """Asks all servers at once; the rows that come are put into the arrays of the look-ups. Beside an exchange that
+        is under way in another thread."""
+
+        def ask(server: Incarnation) -> None:
+            peer = self._lines[server].peer
+            for question in asked[server]:
+                header = tables.look_up_to_header(
+                    LookUp(self._session.caller, server, self._map.generation, question.wanted)
+                )
+                frame = Frame(header, 0, b"".join(question.codes))
+                answer = peer.call(methods.LOOK_UP, frame, timeout_ms=self._deadline_ms)
+                if len(answer.data) != question.nbytes(into):
+                    raise errors.MalformedPayload(
+                        f"server {server} answered a look-up with {len(answer.data)} bytes of rows; expected "
+                        f"{question.nbytes(into)}"
+                    )
+                question.put(memoryview(answer.data), into)
+
+        self._ask_for_rows([server for server, each in asked.items() if each], ask, "rows that are looked up")
+
+    def count_rows(self, table: str) -> int:
+        """How many rows the servers have of a table of this job."""
+
+        def ask(server: Incarnation) -> int:
+            request = wire.DescribeServerRequest()
+            said = self._lines[server].peer.call(methods.DESCRIBE_SERVER, request, timeout_ms=self._deadline_ms)
+            job = self._session.caller.job
+            return sum([each.rows for each in said.tables if each.job == job and each.name == table])
+
+        return sum(self._ask_for_rows(list(self._lines), ask, f"the number of rows of table {table!r}"))
+
+    def read_rows(self, table: int, dim: int) -> list[tuple[Int64s, Float32s]]:
+        """All rows of a table, in pieces."""
+
+        def ask(server: Incarnation) -> list[tuple[Int64s, Float32s]]:
+            return [
+                piece for partition in self._owned[server] for piece in self._read_rows(server, partition, table, dim)
+            ]
+
+        found = self._ask_for_rows(list(self._lines), ask, f"all rows of table {table}")
+        return [piece for pieces in found for piece in pieces]
+
+    def _read_rows(
+        self, server: Incarnation, partition: PartitionId, table: int, dim: int
+    ) -> list[tuple[Int64s, Float32s]]:
+        request = wire.ReadRowsRequest(
+            caller=convert.caller_to_wire(self._session.caller),
+            server=server,
+            generation=self._map.generation,
+            partition=partition,
+            table=table,
+        )
+        found = []
+        before, width = 0, 8 + 4 * dim
+        for frame in self._lines[server].peer.receive(methods.READ_ROWS, request, timeout_ms=self._deadline_ms):
+            rows, odd = divmod(len(frame.data), width)
+            if odd or frame.offset != before:
+                raise errors.MalformedPayload(
+                    f"server {server} sent {len(frame.data)} bytes of rows of {width} as those from {frame.offset} on;"
+                    f" expected those from {before} on"
+                )
+            data = np.frombuffer(frame.data, np.uint8)
+            ids = data[: 8 * rows].copy().view(np.int64)
+            found.append((ids, data[8 * rows :].copy().view(np.float32).reshape(rows, dim)))
+            before += rows
+        return found
+
+    def _ask_for_rows(self, servers: Sequence[Incarnation], ask: Callable[[Incarnation], R], what: str) -> list[R]:
+        """Reads from these servers, all at once, each again while it does not answer."""
+        self._check()
+        patiences = {server: self._patience(self._lines[server], what) for server in servers}
+        tries = {server: partial(patiences[server].call, partial(ask, server)) for server in servers}
+        try:
+            if len(servers) == 1:
+                with self._vigil.over(lambda: patiences[servers[0]].explanation):
+                    return [tries[servers[0]]()]
+            if self._readers is None:
+                self._readers = ThreadPoolExecutor(len(self._lines), "rows")
+            under_way = {server: self._readers.submit(each) for server, each in tries.items()}
+            with self._vigil.over(
+                lambda: "; ".join(patiences[s].explanation for s, each in under_way.items() if not each.done())
+            ):
+                wait(under_way.values())
+            return [each.result() for each in under_way.values()]
+        except (errors.NotFound, errors.Unavailable, errors.StaleGeneration, errors.StaleIncarnation) as error:
+            self._look_around(error)
+            raise
+        except RuntimeError:
+            # closed meanwhile, by a failure that another thread has heard of
+            self._session.check()
+            raise
 
     def push(self, shipment: Shipment) -> Answer:
         """Applies a push on all servers. Raises what one of them refused."""
@@ -314,6 +441,10 @@ class Router:
             else:
                 parts, whole = self._buckets.parts(server, shipment.absent, shipment.slot)
                 pieces = _placed(whole)
+        rows: tuple[PushedRows, ...] = ()
+        if shipment.rows is not None:
+            rows, more = shipment.rows.of(self._owned[server])
+            pieces = _placed([*(piece for _, piece in pieces), *more])
         order = PushOrder(
             self._session.caller,
             server,
@@ -329,6 +460,8 @@ class Router:
             pace=None if wish is None else wish.pace,
             bases=() if bases is None else tuple([bases[part.partition] for part in parts]),
             overflow=shipment.overflow,
+            rows=rows,
+            table_groups=shipment.rows.groups if shipment.rows is not None and rows else (),
         )
         return order, pieces
 

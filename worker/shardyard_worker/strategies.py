@@ -47,6 +47,7 @@ class Strategy(ABC):
         self._training = training
         self._session = training.session
         training.ask_again = self._ask_again
+        training.go_over = self._go_over_beside
 
     @property
     @abstractmethod
@@ -88,6 +89,10 @@ class Strategy(ABC):
     @abstractmethod
     def _ask_again(self) -> None:
         """Loads values that were on their way to the targets, and were lost with a server."""
+
+    def _go_over_beside(self) -> None:
+        """To the newest map, while a push may be under way. The targets stay as they are."""
+        self._training.follow_map()
 
     def _note(self, answer: Answer, sending: Sending | None) -> None:
         fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
@@ -155,6 +160,14 @@ class AsyncStrategy(Strategy):
             with self._session.vigil.over(lambda: f"push {flight.name} to be answered"):
                 wait([flight.answer])  # the router is for one thread at a time
         self._take_newest()
+
+    def _go_over_beside(self) -> None:
+        flight = self._flight
+        if flight is not None:
+            with self._session.vigil.over(lambda: f"push {flight.name} to be answered"):
+                wait([flight.answer])  # the router is for one thread at a time
+        super()._go_over_beside()
+        self._moved = True
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         if name is None:

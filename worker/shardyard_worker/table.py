@@ -22,7 +22,7 @@ from shardyard.ground.limits import TABLE_DIM_MAX, VARIABLE_NAME_CHARACTERS_MAX
 from shardyard.ground.row_values import InitialValues, row_key
 from shardyard_worker import table_files
 from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct, sum_rows
-from shardyard_worker.own_rows import OwnRows
+from shardyard_worker.own_rows import OwnRows, Rows
 from shardyard_worker.row_updates import Adagrad, RowOptimizer
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -47,14 +47,38 @@ class RowSource(Protocol):
         """Of each, the rows of its ids, shape (m, dim), in that order; in one round trip. Nothing is changed by it, and
         the arrays are the caller's."""
 
+    def count(self, table: Table) -> int:
+        """How many rows it has."""
 
-class _HereRows:
+    def everything(self, table: Table) -> Rows:
+        """All its rows."""
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:
+        """The rows of `ids`, each once, become these."""
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:
+        """It has these rows and no others; what it has been told of its seed is new."""
+
+
+class HereRows:
     """Rows that the tables have themselves."""
 
     partitions = 1
 
     def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
         return [each.table.rows.look_up(each.found.ids) for each in wanted]
+
+    def count(self, table: Table) -> int:
+        return len(table.rows)
+
+    def everything(self, table: Table) -> Rows:
+        return table.rows.everything()
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:
+        table.rows.put(ids, rows)
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:
+        table.rows = table.rows.with_rows(ids, rows, row_key(table.seed, table.name))
 
 
 class Gradients:
@@ -121,23 +145,25 @@ class Table(torch.nn.Module):
         self.optimizer = Adagrad() if optimizer is None else optimizer
         self.seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         self.weight = torch.nn.Parameter(torch.empty(0, dim, dtype=dtype, device=device))
-        self.source: RowSource = _HereRows()
-        self.rows = self._no_rows()
+        self.source: RowSource = HereRows()
+        self.rows = self.no_rows()
         self.gradients = Gradients()
         self.is_trained = False
 
-    def _no_rows(self) -> OwnRows:
+    def no_rows(self) -> OwnRows:
+        """What this process has before the first is made."""
         return OwnRows(self.dim, self.initial, row_key(self.seed, self.name))
 
     def __len__(self) -> int:
         """How many rows there are."""
-        return len(self.rows)
+        return self.source.count(self)
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, {len(self)} rows, name={self.name!r}, {self.initial}, {self.optimizer}"
+        where = f"{len(self)} rows" if isinstance(self.source, HereRows) else "rows on servers"
+        return f"{self.dim}, {where}, name={self.name!r}, {self.initial}, {self.optimizer}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the rows; nobody trains it yet."""
+        """A copy has the rows, or reads those of the job; nobody trains it yet."""
         return self.__dict__ | {"gradients": None, "is_trained": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,7 +205,7 @@ class Table(torch.nn.Module):
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes ids and rows to a file that ends with .parquet (with the extra "tables") or .safetensors. Raises
         InvalidRequest, ConfigurationError without pyarrow, StorageUnavailable."""
-        table_files.write(Path(path), self.rows.everything())
+        table_files.write(Path(path), self.source.everything(self))
 
     def load(self, source: str | os.PathLike[str] | torch.nn.Embedding | torch.nn.EmbeddingBag | torch.Tensor) -> None:
         """Puts the rows of a file that `export` has written; or of an ordinary embedding, or of its weight, shape
@@ -197,7 +223,7 @@ class Table(torch.nn.Module):
 
     def _put(self, ids: Int64s, rows: Float32s) -> None:
         self.check_rows(ids, rows)
-        self.rows.put(ids, rows)
+        self.source.put(self, ids, rows)
 
     def check_rows(self, ids: Int64s, rows: Float32s) -> None:
         """Raises InvalidRequest, ShapeMismatch unless `rows`, shape (n, dim), can be those of `ids`, shape (n,)."""
@@ -220,7 +246,7 @@ class Table(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, _keep_vars: bool) -> None:
         """ids ascending, their rows, and the seed, by which ids without a row read the same again."""
-        every = self.rows.everything()
+        every = self.source.everything(self)
         destination[prefix + "ids"] = torch.from_numpy(every.ids)
         destination[prefix + "rows"] = torch.from_numpy(every.rows)
         destination[prefix + "seed"] = torch.tensor(self.seed)
@@ -259,8 +285,12 @@ class Table(torch.nn.Module):
         except InvalidRequest as error:
             error_msgs.append(f"{prefix}: {error}")
             return
-        self.seed = int(given["seed"])
-        self.rows = self.rows.with_rows(ids, rows, row_key(self.seed, self.name))
+        before, self.seed = self.seed, int(given["seed"])
+        try:
+            self.source.replace(self, ids, rows)
+        except InvalidRequest as error:
+            self.seed = before
+            error_msgs.append(f"{prefix}: {error}")
 
 
 def tables_of(model: torch.nn.Module) -> dict[str, Table]:

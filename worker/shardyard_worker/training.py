@@ -40,14 +40,17 @@ from shardyard.ground.types import (
     WorkerSource,
 )
 from shardyard.wire import convert, methods
+from shardyard.wire.tables import tables_to_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.buckets import Buckets, Codes, Late, Version, check_tensor, widened
 from shardyard_worker.clipping import Clipper
+from shardyard_worker.coded_rows import CodedRows
 from shardyard_worker.device import Copies, copies_for
 from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.finite import Finiteness
 from shardyard_worker.gradients import Gradients
+from shardyard_worker.job_tables import JobTables, TakenRows
 from shardyard_worker.prefetch import Prefetch
 from shardyard_worker.remembrance import Remembrance, refuse
 from shardyard_worker.router import Answer, Bases, MapChanged, Router, Shipment, Wish
@@ -108,6 +111,8 @@ class Sending:
     """What gradients were computed on, where the job asks for that."""
     overflow: bool = False
     """Loss scaling has found that the gradients, which are not carried, are beyond their format."""
+    rows: TakenRows | None = None
+    """Gradients of rows of tables."""
     highest: int = 0
     """The highest next sequence of its data shard over all partitions, as of its lease: what is before was counted."""
 
@@ -129,19 +134,19 @@ class Training:
         variables: Sequence[Variable],
         optimizer: OptimizerSpec,
         model: torch.nn.Module | None = None,
+        tables: JobTables | None = None,
     ) -> None:
+        """`tables`: of the model, if it has any; their rows are the servers' once first values are there."""
         self.session = session
+        self._tables = tables
+        self.go_over: Callable[[], object] = self.follow_map
+        """To the newest map, beside what is under way; the strategy knows what is."""
         self.ask_again: Callable[[], object] = self.pull_newest
         """Loads the values that were on their way to the targets, and were lost; the strategy knows which."""
         self.optimizer = optimizer
         self._pushes = 0
         self.variables = tuple(variables)
-        request = wire.RegisterVariablesRequest(
-            caller=convert.caller_to_wire(session.caller),
-            variables=[convert.variable_to_wire(variable.spec) for variable in variables],
-            optimizer=convert.optimizer_to_wire(optimizer),
-        )
-        reply = session.ask(methods.REGISTER_VARIABLES, request)
+        reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
         self._local = session.job_settings.consistency.local_steps is not None
         # local steps are taken in place, and the round's first values are needed at its end
@@ -152,11 +157,13 @@ class Training:
         """As said by the script."""
         copies = copies_for(v.target for v in variables if v.spec.kind is VariableKind.PARAMETER)
         self._layout = layout
+        if tables is not None:
+            tables.adopt(layout)
         self.feedback = self._make_feedback(copies)
         self.clipper = self._make_clipper()
         self._norm: float | None = None
         self._remembrance = self._make_remembrance()
-        self._finiteness = Finiteness(session, layout.variables, lambda pause_ms: self.router.pause(pause_ms))
+        self._finiteness = Finiteness(session, layout, lambda pause_ms: self.router.pause(pause_ms))
         self._targets = {index: variable.target for index, variable in enumerate(self.variables)}
         self._prefetch = self._make_prefetch(model)
         self._late: dict[int, list[Late]] = {}
@@ -193,7 +200,8 @@ class Training:
         self.router = Router(session, map_, self.buckets, coding=coding, follows=old is not None)
         self.router.needed = () if self._prefetch is None else self._prefetch.order
         coded_there = isinstance(self.feedback, DeviceFeedback)
-        overlaps = session.settings.worker.overlap == "always" and self.feedback is None
+        # rows follow the payload, which must not be there before its header then
+        overlaps = session.settings.worker.overlap == "always" and self.feedback is None and self._tables is None
         self._gradients = Gradients(
             self.buckets,
             {} if coded_there or self._local else self._targets,
@@ -201,15 +209,22 @@ class Training:
             partial_now=lambda: self.accumulates or self.accumulates_by_hand,
         )
 
+    def _registration(self) -> wire.RegisterVariablesRequest:
+        return wire.RegisterVariablesRequest(
+            caller=convert.caller_to_wire(self.session.caller),
+            variables=[convert.variable_to_wire(variable.spec) for variable in self.variables],
+            optimizer=convert.optimizer_to_wire(self.optimizer),
+            tables=[] if self._tables is None else tables_to_wire(self._tables.settings),
+        )
+
+    @property
+    def partitions(self) -> int:
+        return len(self._layout.partitions)
+
     def follow_map(self) -> None:
         """Goes over to the newest map. Gradients that were filled in, and the current values, stay what they are."""
         session = self.session
-        request = wire.RegisterVariablesRequest(
-            caller=convert.caller_to_wire(session.caller),
-            variables=[convert.variable_to_wire(variable.spec) for variable in self.variables],
-            optimizer=convert.optimizer_to_wire(self.optimizer),
-        )
-        reply = session.ask(methods.REGISTER_VARIABLES, request)
+        reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         map_ = convert.map_from_wire(reply.map)
         log.info("the job's partitions are at generation %d", map_.generation)
         self._gradients.close()
@@ -248,6 +263,8 @@ class Training:
         return "; ".join(f"#{each.first} to #{each.last} in partition {each.partition}" for each in reply.lost)
 
     def close(self) -> None:
+        if self._tables is not None:
+            self._tables.end()
         if self._remembrance is not None:
             self.session.on_heard = None
             self._remembrance.close()
@@ -320,7 +337,8 @@ class Training:
         or its job."""
         if sending.overflow or not sending.coded:
             return True
-        return self._finiteness.counts(name, sending.tensors, step, sending.highest)
+        rows = [] if sending.rows is None else [(each.table, each.values) for each in sending.rows.tables]
+        return self._finiteness.counts(name, sending.tensors, step, sending.highest, rows)
 
     def of_rank(self, rank: Rank, sending: Sending) -> Sending:
         """What that logical rank sends of it: where buffers are those of the first one, the others leave them out."""
@@ -340,11 +358,12 @@ class Training:
             for spec, tensor in zip(self._layout.variables, sending.tensors, strict=True):
                 if tensor is not None:
                     check_tensor(spec, tensor)
-            self.clipper.clip(sending.tensors)
+            self.clipper.clip(sending.tensors, () if sending.rows is None else sending.rows.tensors)
         if self._prefetch is not None:
             self._prefetch.settle_order()
             self.router.needed = self._prefetch.order
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
+        rows = None if sending.rows is None else CodedRows(sending.rows.tables, sending.rows.groups)
         if isinstance(self.feedback, DeviceFeedback) and sending.coded:
             made = self._encode_there(self.feedback, name, sending.tensors)
             return Shipment(
@@ -356,6 +375,7 @@ class Training:
                 made,
                 bases=sending.bases,
                 overflow=sending.overflow,
+                rows=rows,
             )
         self.buckets.fill(sending.tensors)
         codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
@@ -369,6 +389,7 @@ class Training:
             self.buckets.slot,
             bases=sending.bases,
             overflow=sending.overflow,
+            rows=rows,
         )
 
     def _encode(self, feedback: Feedback, name: PushName, absent: frozenset[int]) -> Codes:
@@ -585,6 +606,9 @@ class Training:
         name = PushName(SourceKey(WorkerSource(self.session.caller.incarnation)), Token(0), 0, 0)
         self.buckets.fill([variable.target for variable in self.variables])
         router.initialize(Shipment(name, PushKind.VALUES, 0.0))
+        for table in () if self._tables is None else self._tables.first_rows():
+            for piece in table.cut():
+                router.initialize_rows(name, CodedRows([piece]))
 
     def _await_values(self) -> None:
         """Until the servers have first values: another worker gives them, or, if it dies, this one."""

@@ -19,13 +19,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.ground import optimizers, row_optimizers
+from shardyard.ground import row_optimizers
 from shardyard.ground.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
 from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.row_values import row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
-from shardyard.ground.types import OptimizerSpec
 from shardyard_ps_server.tables import loops, rules
 from shardyard_ps_server.tables.batches import Batches
 from shardyard_ps_server.tables.cuts import Chunk, Cut, Moment
@@ -147,6 +146,15 @@ class Table:
         """A push without gradients: makes the rows of ids that are admitted by it, and counts all."""
         self._check_ids(ids)
         self._push(ids, None, step, self._group, counts)
+
+    def check_room(self, ids: Ids) -> None:
+        """Raises TableFull where the rows of those that have none would be too many; for a caller beside whom nobody
+        makes rows until it has pushed or loaded these."""
+        self._check_ids(ids)
+        if self.rows + ids.size > self.settings.rows_max:
+            with self._gate.together():
+                with self._room_for(self._batches.arrange(self._memory, ids, self._stripes.count), ids):
+                    """There is room, and nobody else takes it."""
 
     def remove(self, ids: Ids) -> Ids:
         """Takes them out, rows and counts; those that were there."""
@@ -413,8 +421,7 @@ class Table:
     def _checked(self, group: Sequence[float] | None) -> tuple[float, ...]:
         given = self.settings.group if group is None else tuple(group)
         if given != self._group:
-            kind = row_optimizers.KINDS[self.settings.optimizer]
-            optimizers.check_update(OptimizerSpec(kind, (self.settings.group,)), [given])
+            row_optimizers.check_update(self.settings.optimizer, self.settings.group, given)
             self._group = given
         return given
 

@@ -23,6 +23,21 @@ class VariableKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VARIABLE_KIND_PARAMETER: _ClassVar[VariableKind]
     VARIABLE_KIND_BUFFER: _ClassVar[VariableKind]
 
+class InitialKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INITIAL_KIND_UNSPECIFIED: _ClassVar[InitialKind]
+    INITIAL_KIND_ZEROS: _ClassVar[InitialKind]
+    INITIAL_KIND_UNIFORM: _ClassVar[InitialKind]
+    INITIAL_KIND_NORMAL: _ClassVar[InitialKind]
+
+class AdmissionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ADMISSION_KIND_UNSPECIFIED: _ClassVar[AdmissionKind]
+    ADMISSION_KIND_ALL: _ClassVar[AdmissionKind]
+    ADMISSION_KIND_COUNT: _ClassVar[AdmissionKind]
+    ADMISSION_KIND_CHANCE: _ClassVar[AdmissionKind]
+    ADMISSION_KIND_ESTIMATE: _ClassVar[AdmissionKind]
+
 class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DURABILITY_UNSPECIFIED: _ClassVar[Durability]
@@ -44,6 +59,15 @@ DTYPE_BOOL: DType
 VARIABLE_KIND_UNSPECIFIED: VariableKind
 VARIABLE_KIND_PARAMETER: VariableKind
 VARIABLE_KIND_BUFFER: VariableKind
+INITIAL_KIND_UNSPECIFIED: InitialKind
+INITIAL_KIND_ZEROS: InitialKind
+INITIAL_KIND_UNIFORM: InitialKind
+INITIAL_KIND_NORMAL: InitialKind
+ADMISSION_KIND_UNSPECIFIED: AdmissionKind
+ADMISSION_KIND_ALL: AdmissionKind
+ADMISSION_KIND_COUNT: AdmissionKind
+ADMISSION_KIND_CHANCE: AdmissionKind
+ADMISSION_KIND_ESTIMATE: AdmissionKind
 DURABILITY_UNSPECIFIED: Durability
 DURABILITY_CHECKPOINT: Durability
 DURABILITY_WAL: Durability
@@ -176,15 +200,71 @@ class PartitionLayout(_message.Message):
     blocks: _containers.RepeatedCompositeFieldContainer[Block]
     def __init__(self, partition: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
+class Admission(_message.Message):
+    __slots__ = ("kind", "threshold", "chance", "cells", "zeros")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    CHANCE_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    ZEROS_FIELD_NUMBER: _ClassVar[int]
+    kind: AdmissionKind
+    threshold: int
+    chance: float
+    cells: int
+    zeros: bool
+    def __init__(self, kind: _Optional[_Union[AdmissionKind, str]] = ..., threshold: _Optional[int] = ..., chance: _Optional[float] = ..., cells: _Optional[int] = ..., zeros: bool = ...) -> None: ...
+
+class Expiry(_message.Message):
+    __slots__ = ("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps")
+    AGE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_MIN_FIELD_NUMBER: _ClassVar[int]
+    NORM_MIN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    GRACE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    age_steps: int
+    frequency_min: int
+    norm_min: float
+    rows_kept: int
+    grace_steps: int
+    def __init__(self, age_steps: _Optional[int] = ..., frequency_min: _Optional[int] = ..., norm_min: _Optional[float] = ..., rows_kept: _Optional[int] = ..., grace_steps: _Optional[int] = ...) -> None: ...
+
+class TableSpec(_message.Message):
+    __slots__ = ("name", "dim", "optimizer", "settings", "values", "seed", "initial", "scale", "rows_max", "admission", "expiry")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_MAX_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    EXPIRY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dim: int
+    optimizer: str
+    settings: _containers.RepeatedScalarFieldContainer[str]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    seed: int
+    initial: InitialKind
+    scale: float
+    rows_max: int
+    admission: Admission
+    expiry: Expiry
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[str] = ..., settings: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[float]] = ..., seed: _Optional[int] = ..., initial: _Optional[_Union[InitialKind, str]] = ..., scale: _Optional[float] = ..., rows_max: _Optional[int] = ..., admission: _Optional[_Union[Admission, _Mapping]] = ..., expiry: _Optional[_Union[Expiry, _Mapping]] = ...) -> None: ...
+
 class JobLayout(_message.Message):
-    __slots__ = ("variables", "optimizer", "partitions")
+    __slots__ = ("variables", "optimizer", "partitions", "tables")
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     variables: _containers.RepeatedCompositeFieldContainer[VariableSpec]
     optimizer: OptimizerSpec
     partitions: _containers.RepeatedCompositeFieldContainer[PartitionLayout]
-    def __init__(self, variables: _Optional[_Iterable[_Union[VariableSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionLayout, _Mapping]]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableSpec]
+    def __init__(self, variables: _Optional[_Iterable[_Union[VariableSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionLayout, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableSpec, _Mapping]]] = ...) -> None: ...
 
 class PartitionOwner(_message.Message):
     __slots__ = ("partition", "server", "address")

@@ -404,7 +404,7 @@ class VerdictGiven(_message.Message):
     def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "overflow")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "overflow")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -422,6 +422,8 @@ class PushHeader(_message.Message):
     PACE_FIELD_NUMBER: _ClassVar[int]
     BASES_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
@@ -440,8 +442,26 @@ class PushHeader(_message.Message):
     pace: Pace
     bases: Bases
     verdict: StepVerdict
+    rows: _containers.RepeatedCompositeFieldContainer[PushedRows]
+    table_groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
     overflow: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., overflow: bool = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., overflow: bool = ...) -> None: ...
+
+class PushedRows(_message.Message):
+    __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    partitions: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    id_bytes: _containers.RepeatedScalarFieldContainer[int]
+    row_bytes: _containers.RepeatedScalarFieldContainer[int]
+    counted: bool
+    def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ..., row_bytes: _Optional[_Iterable[int]] = ..., counted: bool = ...) -> None: ...
 
 class PushFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
@@ -611,6 +631,62 @@ class PullFrame(_message.Message):
     data: bytes
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class WantedRows(_message.Message):
+    __slots__ = ("table", "partitions", "rows", "id_bytes")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ID_BYTES_FIELD_NUMBER: _ClassVar[int]
+    table: int
+    partitions: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    id_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LookUpHeader(_message.Message):
+    __slots__ = ("caller", "server", "generation", "wanted")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
+
+class LookUpFrame(_message.Message):
+    __slots__ = ("header", "offset", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: LookUpHeader
+    offset: int
+    data: bytes
+    def __init__(self, header: _Optional[_Union[LookUpHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ReadRowsRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "partition", "table")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PARTITION_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    partition: int
+    table: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+
+class RowsFrame(_message.Message):
+    __slots__ = ("offset", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class DescribeServerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -654,7 +730,7 @@ class DescribedLateness(_message.Message):
     def __init__(self, job: _Optional[int] = ..., gradients: _Optional[int] = ..., total: _Optional[int] = ..., most: _Optional[int] = ..., uncompensated: _Optional[int] = ...) -> None: ...
 
 class DescribeServerReply(_message.Message):
-    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness", "lateness", "pins")
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness", "lateness", "pins", "tables")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -666,6 +742,7 @@ class DescribeServerReply(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     LATENESS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     server: int
     partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
     pushes_applied: int
@@ -677,4 +754,17 @@ class DescribeServerReply(_message.Message):
     staleness: _containers.RepeatedCompositeFieldContainer[DescribedStaleness]
     lateness: _containers.RepeatedCompositeFieldContainer[DescribedLateness]
     pins: int
-    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ..., lateness: _Optional[_Iterable[_Union[DescribedLateness, _Mapping]]] = ..., pins: _Optional[int] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[DescribedTable]
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ..., lateness: _Optional[_Iterable[_Union[DescribedLateness, _Mapping]]] = ..., pins: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[DescribedTable, _Mapping]]] = ...) -> None: ...
+
+class DescribedTable(_message.Message):
+    __slots__ = ("job", "name", "rows", "bytes")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    name: str
+    rows: int
+    bytes: int
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...

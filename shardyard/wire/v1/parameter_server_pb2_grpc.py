@@ -109,6 +109,16 @@ class ParameterServerStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PushFrame.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullFrame.FromString,
                 _registered_method=True)
+        self.LookUp = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/LookUp',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.LookUpFrame.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.RowsFrame.FromString,
+                _registered_method=True)
+        self.ReadRows = channel.unary_stream(
+                '/shardyard.wire.v1.ParameterServer/ReadRows',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ReadRowsRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.RowsFrame.FromString,
+                _registered_method=True)
         self.DescribeServer = channel.unary_unary(
                 '/shardyard.wire.v1.ParameterServer/DescribeServer',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.DescribeServerRequest.SerializeToString,
@@ -232,6 +242,22 @@ class ParameterServerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LookUp(self, request, context):
+        """Rows of tables by their ids, of partitions here, as they are at this moment. Changes nothing: an id without a row reads
+        as its initial values.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadRows(self, request, context):
+        """All rows that one partition has of one table, as they are at one moment, while pushes go on. NOT_READY while a
+        checkpoint reads them. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DescribeServer(self, request, context):
         """What the server holds, for status displays.
         """
@@ -316,6 +342,16 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.PushPull,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PushFrame.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullFrame.SerializeToString,
+            ),
+            'LookUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookUp,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.LookUpFrame.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.RowsFrame.SerializeToString,
+            ),
+            'ReadRows': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadRows,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ReadRowsRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.RowsFrame.SerializeToString,
             ),
             'DescribeServer': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeServer,
@@ -728,6 +764,60 @@ class ParameterServer(object):
             '/shardyard.wire.v1.ParameterServer/PushPull',
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PushFrame.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PullFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/LookUp',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.LookUpFrame.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.RowsFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/ReadRows',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.ReadRowsRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.RowsFrame.FromString,
             options,
             channel_credentials,
             insecure,

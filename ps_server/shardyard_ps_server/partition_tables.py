@@ -1,0 +1,182 @@
+"""The tables of one partition: made with it, changed in its turn, read at any time.
+
+Owns: which rows of a push belong to the partition, and what they do to its tables. Invariants: rows are decoded and
+checked, all of them, before anything changes: ids ascend strictly and are the partition's own, gradients are finite;
+room for the rows of all tables is made sure of before the first changes; who fails after that has left the tables torn,
+and says so. Whoever changes them has the partition's turn. Must not know: names, ledgers, versions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.codecs.ids import decode_ids, encode_ids
+from shardyard.codecs.rows import decode_rows
+from shardyard.ground import row_optimizers
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShapeMismatch
+from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES
+from shardyard.ground.row_ids import Ids, partition_of
+from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.ground.types import JobLayout, PartitionId, PushedRows, WantedRows
+from shardyard_ps_server.tables import table
+from shardyard_ps_server.tables.table import Table
+from shardyard_ps_server.versions import Bytes
+
+Groups = Sequence[Sequence[float]]
+Floats = npt.NDArray[np.float32]
+
+HOMES_PER_ROW: Final = 2
+"""Of a table whose rows expire, so many places are looked at for each row that is pushed."""
+
+
+class Rows(NamedTuple):
+    """Rows of one table for one partition, checked. `values`: gradients, or first values; `counts` None: each id
+    occurred once."""
+
+    table: int
+    ids: Ids
+    values: Floats
+    counts: npt.NDArray[np.int64] | None = None
+
+
+class PartitionTables:
+    """Raises TableError where the address space for rows is refused."""
+
+    def __init__(self, layout: JobLayout) -> None:
+        self._settings = layout.tables
+        self._tables = {settings.name: Table(settings) for settings in layout.tables}
+
+    @property
+    def by_name(self) -> Mapping[str, Table]:
+        return self._tables
+
+    def check_room(self, rows: Sequence[Rows]) -> None:
+        """Raises TableFull where a table cannot take them."""
+        for each in rows:
+            self._of(each).check_room(each.ids)
+
+    def push(self, rows: Sequence[Rows], groups: Groups, step: int) -> None:
+        """Update number `step` of the partition. What raises here has torn the tables."""
+        for each in rows:
+            into = self._of(each)
+            into.push(each.ids, each.values, step, group=groups[each.table], counts=each.counts)
+            if into.settings.expiry != _STAYS:
+                into.expire(step, HOMES_PER_ROW * each.ids.size)
+
+    def load(self, rows: Sequence[Rows]) -> None:
+        """First values, over what is there. Raises TableFull."""
+        self.check_room(rows)
+        for each in rows:
+            self._of(each).load(each.ids, each.values)
+
+    def look_up(self, number: int, ids: Ids, out: Floats) -> None:
+        """out[i] becomes the row of ids[i] of a table. Changes nothing."""
+        self._tables[self._settings[number].name].look_up(ids, out)
+
+    def _of(self, rows: Rows) -> Table:
+        return self._tables[self._settings[rows.table].name]
+
+
+_STAYS: Final = ExpirySettings()
+
+
+@functools.cache
+def warm() -> None:
+    """Compiles the loops of tables, or loads them from disk: half a minute, or a second, once in a process."""
+    table.warm()
+    ids = np.arange(2, dtype=np.int64)
+    decode_ids(encode_ids(ids), ids.size)
+    partition_of(ids, 2)
+
+
+def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], groups: Groups | None) -> None:
+    """What can be said of a push's rows before their bytes come. `groups` None: they are first values. Raises
+    InvalidRequest, ShapeMismatch."""
+    if groups is not None and len(groups) != len(tables):
+        raise InvalidRequest(f"a push with settings for {len(groups)} tables; the job has {len(tables)}")
+    for each in pushed:
+        settings = table_at(tables, each.table)
+        for n, code, ids in zip(each.rows, each.row_bytes, each.id_bytes, strict=True):
+            least, most = n * settings.dim, 4 * n * (settings.dim + 1) + CODE_HEAD_BYTES_MAX
+            if not least < code <= most or not _fits(n, ids):
+                raise ShapeMismatch(
+                    f"{n} rows of table {settings.name!r}, of dim {settings.dim}, in {code} bytes, ids in {ids}",
+                    why="a row has the dim of its table",
+                )
+        if each.counted and groups is None:
+            raise InvalidRequest("first values of rows that were counted")
+    for settings, values in zip(tables, groups or (), strict=False):
+        row_optimizers.check_update(settings.optimizer, settings.group, values)
+
+
+def check_wanted(tables: Sequence[TableSettings], wanted: Sequence[WantedRows]) -> int:
+    """The bytes of all rows that are asked for. Raises InvalidRequest, MalformedPayload."""
+    total = 0
+    for each in wanted:
+        settings = table_at(tables, each.table)
+        for n, ids in zip(each.rows, each.id_bytes, strict=True):
+            if not _fits(n, ids):
+                raise MalformedPayload(f"{n} ids of table {settings.name!r} in {ids} bytes")
+        total += 4 * settings.dim * sum(each.rows)
+    return total
+
+
+def table_at(tables: Sequence[TableSettings], index: int) -> TableSettings:
+    """Raises InvalidRequest where there is none."""
+    if index >= len(tables):
+        raise InvalidRequest(f"rows of table {index}; the job has {len(tables)} tables")
+    return tables[index]
+
+
+def _fits(ids: int, nbytes: int) -> bool:
+    """Whether so many ids can have a code of that length."""
+    return 10 + (ids + 62) // 64 <= nbytes <= 9 * ids + CODE_HEAD_BYTES_MAX
+
+
+def unpack_pushed(
+    layout: JobLayout, pushed: Sequence[PushedRows], payload: Bytes
+) -> Iterator[tuple[PartitionId, Rows]]:
+    """The rows of a push that was checked. Raises MalformedPayload, InvalidRequest."""
+    at = 0
+    for each in pushed:
+        settings = layout.tables[each.table]
+        entries = zip(each.partitions, each.rows, each.id_bytes, each.row_bytes, strict=True)
+        for partition, n, id_bytes, row_bytes in entries:
+            ids = read_ids(layout, settings.name, partition, n, payload[at : at + id_bytes])
+            at += id_bytes
+            counts = None
+            if each.counted:
+                counts = np.frombuffer(payload[at : at + ROW_COUNT_BYTES * n].tobytes(), "<u2").astype(np.int64)
+                at += ROW_COUNT_BYTES * n
+                if not counts.all():
+                    raise InvalidRequest(f"ids of table {settings.name!r} that occurred no time at all")
+            values = decode_rows(payload[at : at + row_bytes].data, n, settings.dim)
+            at += row_bytes
+            if not np.isfinite(values).all():
+                wrong = ids[~np.isfinite(values).all(axis=1)]
+                raise InvalidRequest(
+                    f"{wrong.size} rows for table {settings.name!r} that are not finite, the first of id {wrong[0]}",
+                    why="a row would stay NaN for good; nothing was changed",
+                    todo="push such work as an empty one (job.nonfinite: skip)",
+                )
+            yield partition, Rows(each.table, ids, values, counts)
+
+
+def read_ids(layout: JobLayout, table: str, partition: PartitionId, n: int, code: Bytes) -> Ids:
+    """Raises MalformedPayload, InvalidRequest for an id of another partition."""
+    ids = decode_ids(code.data, n)
+    if ids.size != n:
+        raise MalformedPayload(f"a code of {ids.size} ids of table {table!r}; announced {n}")
+    strange = partition_of(ids, len(layout.partitions)) != partition
+    if strange.any():
+        raise InvalidRequest(
+            f"id {ids[strange][0]} of table {table!r} in partition {partition}",
+            why="a row lies in the partition that its id is mixed to, for everybody the same",
+            todo="cut ids by shardyard.ground.row_ids.partition_of",
+        )
+    return ids

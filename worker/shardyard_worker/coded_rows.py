@@ -1,0 +1,173 @@
+"""Rows on their way to servers: gradients, first values, and the ids of those that are looked up, as they travel.
+
+Owns: the cut by partition and the codes. Invariants: what is cut for one server has all rows of its partitions and no
+others, whatever the map; each row is coded once, however often it is sent. Must not know: servers' addresses, what rows
+are for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardyard.codecs.ids import encode_ids
+from shardyard.codecs.rows import RowCode, encode_rows
+from shardyard.ground.errors import TooLarge
+from shardyard.ground.limits import MIB, ROWS_ANSWERED_BYTES_MAX, ROWS_PER_PART_MAX
+from shardyard.ground.types import PartitionId, PushedRows, WantedRows
+from shardyard_worker.distinct import Distinct, Float32s, Int64s
+
+PUSH_BYTES_EACH = 64 * MIB
+"""First values of rows are given in pushes of about so much."""
+ROW_COST_MIN = 16
+"""Bytes that count for a row that is asked for, since its id travels too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Rows of one table: ids, shape (m,), by partition and ascending within each (Distinct), and values, shape (m,
+    dim)."""
+
+    table: int
+    found: Distinct
+    values: Float32s
+
+    def cut(self) -> Iterator[TableRows]:
+        """The same in pieces of a bounded size."""
+        each = max(1, PUSH_BYTES_EACH // max(1, self.values[:1].nbytes + 8))
+        for begin in range(0, self.found.ids.size, each):
+            part = slice(begin, begin + each)
+            starts = (self.found.starts - begin).clip(0, self.found.ids[part].size)
+            yield TableRows(
+                self.table, Distinct(self.found.ids[part], self.found.places[:0], starts), self.values[part]
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    rows: int
+    ids: memoryview
+    values: memoryview
+
+
+class CodedRows:
+    """What a push brings. `groups`: the settings of each table's optimizer."""
+
+    def __init__(self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = ()) -> None:
+        self.groups = groups
+        self._tables: list[tuple[int, dict[PartitionId, _Part]]] = []
+        for each in given:
+            parts = {}
+            for partition, begin, end in _spans(each.found, ROWS_PER_PART_MAX):
+                ids, values = each.found.ids[begin:end], each.values[begin:end]
+                parts[partition] = _Part(end - begin, encode_ids(ids), encode_rows(values, RowCode.FLOAT32))
+            self._tables.append((each.table, parts))
+
+    def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
+        """What is said of the rows of these partitions, and their bytes."""
+        said: list[PushedRows] = []
+        pieces: list[memoryview] = []
+        for table, parts in self._tables:
+            mine = [(partition, parts[partition]) for partition in owned if partition in parts]
+            if not mine:
+                continue
+            said.append(
+                PushedRows(
+                    table,
+                    tuple([partition for partition, _ in mine]),
+                    tuple([part.rows for _, part in mine]),
+                    tuple([len(part.ids) for _, part in mine]),
+                    tuple([len(part.values) for _, part in mine]),
+                )
+            )
+            for _, part in mine:
+                pieces += [part.ids, part.values]
+        return tuple(said), pieces
+
+
+def _spans(found: Distinct, rows_max: int) -> Iterator[tuple[PartitionId, int, int]]:
+    starts = found.starts.tolist()
+    for partition, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if end - begin > rows_max:
+            raise TooLarge(
+                f"gradients of {end - begin} rows of one table in partition {partition}; at most {rows_max} are taken",
+                todo="use smaller batches, or more partitions (job.partitions)",
+            )
+        if begin < end:
+            yield PartitionId(partition), begin, end
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A look-up of one server. `codes`: of the ids, in pieces; `answers`: for each run of rows that comes back, which
+    of the look-ups it is for, and where in that it begins and ends."""
+
+    wanted: tuple[WantedRows, ...]
+    codes: tuple[memoryview, ...]
+    answers: tuple[tuple[int, int, int], ...]
+
+    def put(self, data: memoryview, into: Sequence[Float32s]) -> None:
+        """Puts the rows of an answer, of the length that was asked for, into their places."""
+        at = 0
+        for look_up, begin, end in self.answers:
+            rows = into[look_up][begin:end]
+            rows.reshape(-1).view("u1").data[:] = data[at : at + rows.nbytes]
+            at += rows.nbytes
+
+    def nbytes(self, into: Sequence[Float32s]) -> int:
+        """Of the answer."""
+        return sum([into[look_up][begin:end].nbytes for look_up, begin, end in self.answers])
+
+
+def questions(
+    wanted: Sequence[tuple[int, Distinct, int]], owned: Sequence[PartitionId], bytes_max: int = ROWS_ANSWERED_BYTES_MAX
+) -> list[Question]:
+    """How one server is asked for rows of its partitions: a table's number, its ids and its dim for each look-up, each
+    table once. As many questions as their answers need."""
+    made: list[Question] = []
+    runs: dict[int, list[tuple[PartitionId, int, int, memoryview]]] = {}
+    left = bytes_max
+
+    def end() -> None:
+        nonlocal left
+        if runs:
+            made.append(_question(wanted, runs))
+        runs.clear()
+        left = bytes_max
+
+    for look_up, (_, found, dim) in enumerate(wanted):
+        starts = found.starts.tolist()
+        for partition in owned:
+            begin, last = starts[partition], starts[partition + 1]
+            while begin < last:
+                cost = max(4 * dim, ROW_COST_MIN)
+                rows = min(last - begin, left // cost)
+                if rows == 0 or any(run[0] == partition for run in runs.get(look_up, ())):
+                    end()
+                    continue
+                ids: Int64s = found.ids[begin : begin + rows]
+                runs.setdefault(look_up, []).append((partition, begin, begin + rows, encode_ids(ids)))
+                left -= cost * rows
+                begin += rows
+    end()
+    return made
+
+
+def _question(
+    wanted: Sequence[tuple[int, Distinct, int]],
+    runs: dict[int, list[tuple[PartitionId, int, int, memoryview]]],
+) -> Question:
+    return Question(
+        tuple(
+            WantedRows(
+                wanted[look_up][0],
+                tuple([run[0] for run in mine]),
+                tuple([run[2] - run[1] for run in mine]),
+                tuple([len(run[3]) for run in mine]),
+            )
+            for look_up, mine in runs.items()
+        ),
+        tuple([run[3] for mine in runs.values() for run in mine]),
+        tuple([(look_up, run[1], run[2]) for look_up, mine in runs.items() for run in mine]),
+    )

@@ -1,0 +1,178 @@
+"""A model's tables in a job: their settings, their rows on the servers, and the gradients that a push takes along.
+
+Owns: which of a job's tables is which of the model's; where their rows come from while the job lasts. Invariants: all
+workers of a job read the same rows, those that nobody has pushed too, since seeds are the first registration's; a
+table's rate follows that of the parameter group which has its weight. Must not know: names of pushes, bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardyard.ground import row_optimizers
+from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
+from shardyard.ground.row_values import InitialValues
+from shardyard.ground.table_settings import TableSettings
+from shardyard.ground.types import JobLayout
+from shardyard_worker.coded_rows import TableRows
+from shardyard_worker.distinct import Float32s, Int64s, distinct
+from shardyard_worker.own_rows import Rows
+from shardyard_worker.table import RowSource, Table, Wanted
+
+Groups = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class TakenRows:
+    """The gradients of rows that have come since the last step, of the tables that have any. `groups`: the settings of
+    each table's optimizer for the update."""
+
+    tables: tuple[TableRows, ...]
+    groups: Groups
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients of each, shape (m, dim), on the memory that is sent."""
+        return [torch.from_numpy(each.values) for each in self.tables]
+
+
+class JobTables:
+    """`tables`: of a model, by name; `groups`: the parameter groups of the optimizer that was made for it.
+
+    Raises InvalidRequest for a seed of more than 64 bits, and settings that servers do not take.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], groups: Sequence[dict[str, Any]]) -> None:
+        self._tables = tuple(tables.values())
+        self.settings = tuple(_settings(name, table) for name, table in tables.items())
+        self._partitions = 1
+        self._rates = [_Rate(table, groups) for table in self._tables]
+        self._numbers = {table: number for number, table in enumerate(self._tables)}
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(settings.name for settings in self.settings)
+
+    def number(self, table: Table) -> int:
+        """Its place among the job's tables. Raises InvalidRequest for one of another model."""
+        found = self._numbers.get(table)
+        if found is None:
+            raise InvalidRequest(f"table {table.name!r}, which is not one of those that were given to job.prepare")
+        return found
+
+    def adopt(self, layout: JobLayout) -> None:
+        """The job's settings, which the first registration has made. The rows that the model has are not changed."""
+        assert len(layout.tables) == len(self._tables)
+        self._partitions = len(layout.partitions)
+        self.settings = layout.tables
+        for settings, table in zip(self.settings, self._tables, strict=True):
+            table.name, table.seed = settings.name, settings.seed
+
+    def first_rows(self) -> list[TableRows]:
+        """The rows that the model has by itself: those that were loaded before."""
+        found = []
+        for number, table in enumerate(self._tables):
+            every = table.rows.everything()
+            if every.ids.size:
+                order = distinct(every.ids, self._partitions)
+                values = np.empty_like(every.rows)
+                values[order.places] = every.rows
+                found.append(TableRows(number, order, values))
+        return found
+
+    def begin(self, source: RowSource) -> None:
+        """From here on rows are the servers', and gradients the job's."""
+        for table in self._tables:
+            table.rows = table.no_rows()
+            table.gradients.clear()
+            table.source, table.is_trained = source, True
+
+    def end(self) -> None:
+        """The job has been left: its rows cannot be reached any more."""
+        for table in self._tables:
+            if not isinstance(table.source, _Left):
+                table.source, table.is_trained = _Left(), False
+                table.gradients.clear()
+
+    def take(self) -> TakenRows | None:
+        """The gradients that have come; none are there after that. None where no table has any."""
+        found = []
+        for number, table in enumerate(self._tables):
+            taken = table.gradients.take(self._partitions)
+            if taken is not None:
+                found.append(TableRows(number, *taken))
+        return TakenRows(tuple(found), self._groups()) if found else None
+
+    def clear(self) -> None:
+        """Forgets gradients that have come."""
+        for table in self._tables:
+            table.gradients.clear()
+
+    def _groups(self) -> Groups:
+        return tuple([rate.group(settings) for rate, settings in zip(self._rates, self.settings, strict=True)])
+
+
+class _Rate:
+    """A table's rate is its optimizer's, times what its parameter group's has become of what that began with."""
+
+    def __init__(self, table: Table, groups: Sequence[dict[str, Any]]) -> None:
+        holds = [group for group in groups if any(each is table.weight for each in group["params"])]
+        self._group = (holds or list(groups))[0]
+        self._base = float(self._group.get("initial_lr", self._group["lr"]))
+
+    def group(self, settings: TableSettings) -> tuple[float, ...]:
+        now = float(self._group["lr"])
+        if now == self._base or self._base == 0:
+            return settings.group
+        names = [setting.name for setting in row_optimizers.settings_of(settings.optimizer)]
+        at = names.index("lr")
+        return (*settings.group[:at], settings.group[at] * (now / self._base), *settings.group[at + 1 :])
+
+
+def _settings(name: str, table: Table) -> TableSettings:
+    if not -TABLE_SEED_MAX <= table.seed <= TABLE_SEED_MAX:
+        raise InvalidRequest(f"table {name!r} with the seed {table.seed}; expected one of 64 bits")
+    given = {key: value for key, value in dataclasses.asdict(table.optimizer).items() if key != "betas"}
+    given |= dict(zip(("beta1", "beta2"), getattr(table.optimizer, "betas", ()), strict=False))
+    group = row_optimizers.make_group(table.optimizer.kind, {key: float(value) for key, value in given.items()})
+    initial = InitialValues(table.initial.kind, float(table.initial.scale))
+    return TableSettings(name, table.dim, table.optimizer.kind, group, table.seed, initial, rows_max=TABLE_ROWS_MAX)
+
+
+class _Left:
+    """Where rows were that have been left behind."""
+
+    partitions = 1
+
+    def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
+        raise _gone(wanted[0].table)
+
+    def count(self, table: Table) -> int:
+        raise _gone(table)
+
+    def everything(self, table: Table) -> Rows:
+        raise _gone(table)
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _gone(table)
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _gone(table)
+
+
+def _gone(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"rows of table {table.name!r}, whose job has been left",
+        why="they are the servers', and no more than a job's table fits into one process",
+        todo="take model.state_dict(), or table.export(path), before the job is left",
+    )

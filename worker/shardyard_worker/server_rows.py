@@ -1,0 +1,88 @@
+"""Rows that are on a job's servers, as the modules of a model ask for them.
+
+Owns: the port `RowSource` over a router. Invariants: nothing is changed by a look-up, so it is asked again wherever no
+answer came, and under the newest map where partitions have moved. Must not know: how rows are pooled, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardyard.ground.errors import InvalidRequest
+from shardyard_worker.coded_rows import questions
+from shardyard_worker.distinct import Float32s, Int64s
+from shardyard_worker.job_tables import JobTables
+from shardyard_worker.own_rows import Rows
+from shardyard_worker.router import MapChanged, Router
+from shardyard_worker.table import Table, Wanted
+from shardyard_worker.training import Training
+
+R = TypeVar("R")
+
+
+class ServerRows:
+    """Of one job, for the thread that trains."""
+
+    def __init__(self, training: Training, tables: JobTables, partitions: int) -> None:
+        self.partitions = partitions
+        self._training = training
+        self._tables = tables
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServerRows:
+        """A copy of a model reads the same rows."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InvalidRequest(
+            "a model with tables of a job, to be pickled",
+            why="its rows are on servers",
+            todo="pickle model.state_dict(), or load that into a model outside of the job",
+        )
+
+    def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
+        asked = [(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
+        found = [np.empty((each.found.ids.size, each.table.dim), np.float32) for each in wanted]
+
+        def ask(router: Router) -> None:
+            router.look_up({server: questions(asked, owned) for server, owned in router.owned.items()}, found)
+
+        self._reach(ask)
+        return found
+
+    def count(self, table: Table) -> int:
+        name = self._tables.names[self._tables.number(table)]
+        return self._reach(lambda router: router.count_rows(name))
+
+    def everything(self, table: Table) -> Rows:
+        number = self._tables.number(table)
+        pieces = self._reach(lambda router: router.read_rows(number, table.dim))
+        ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
+        rows = np.concatenate([np.empty((0, table.dim), np.float32), *[rows for _, rows in pieces]])
+        order = np.argsort(ids)
+        return Rows(ids[order], rows[order])
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _given(table)
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _given(table)
+
+    def _reach(self, ask: Callable[[Router], R]) -> R:
+        """Asks under the newest map."""
+        with self._training.session.interrupts:
+            while True:
+                try:
+                    return ask(self._training.router)
+                except MapChanged:
+                    self._training.go_over()
+
+
+def _given(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"rows put into table {table.name!r} of a job",
+        why="its rows are changed by pushes alone, each of which counts once",
+        todo="put or load them before job.prepare: the worker that gives first values gives these too",
+    )
