@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeVar
 
-from shardyard.checkpoints.convert import entry_from_wire, file_to_wire
+from shardyard.checkpoints.convert import entry_from_wire, file_to_wire, tables_to_wire
 from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX
 from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, TooLarge
@@ -113,6 +113,7 @@ class Servicer:
                     version=convert.version_to_wire(each.version),
                     file=file_to_wire(each.file),
                     token=each.token,
+                    tables=tables_to_wire(each.tables),
                 )
                 for each in saved
             ]
