@@ -37,6 +37,8 @@ from shardyard_ps_server.tables.layout import (
 HOMES_PER_STEP: Final = 512
 """Buckets for which a stripe's lock is held."""
 CHUNK_ENTRIES: Final = 4_096
+CHUNK_BYTES: Final = 16 << 20
+"""Of rows; those of a large dim come in smaller chunks."""
 _STEP_ENTRIES: Final = 2 * HOMES_PER_STEP
 _NOBODY: Final[Numbers] = np.empty(0, np.int64)
 
@@ -151,7 +153,7 @@ class Cut:
         self._chunks.close()
         if not self._ended:
             self._ended = True
-            words, records = self._buffers(_STEP_ENTRIES)
+            words, records = self._buffers(min(_STEP_ENTRIES, max(1, CHUNK_BYTES // (4 * self._memory.slab.shape[1]))))
             while not self._over:
                 self._step(words, records, clear=self._begun)
             self._end(Ending.SOME if self._begun else Ending.NOTHING)
@@ -159,16 +161,17 @@ class Cut:
 
     def _copies(self) -> Generator[Chunk, None, None]:
         self._begun = True
+        many = max(1, min(CHUNK_ENTRIES, CHUNK_BYTES // (4 * self._memory.slab.shape[1])))
         while not self._over:
-            words, records = self._buffers(CHUNK_ENTRIES + _STEP_ENTRIES)
+            words, records = self._buffers(many + min(many, _STEP_ENTRIES))
             n = 0
-            while n < CHUNK_ENTRIES and not self._over:
+            while n < many and not self._over:
                 n += self._step(words[n:], records[n:])
             if n:
                 yield self._chunk(words[:n], records[:n])
         logged = int(self._memory.shared[LOGGED])
-        for at in range(0, logged, CHUNK_ENTRIES):
-            end = min(at + CHUNK_ENTRIES, logged)
+        for at in range(0, logged, many):
+            end = min(at + many, logged)
             words = self._memory.log_words[3 * at : 3 * end].reshape(-1, 3)
             records = self._memory.log_rows[at:end]
             if self._moment.only_changed:
