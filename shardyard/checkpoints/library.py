@@ -38,6 +38,7 @@ from shardyard.checkpoints.storage import TEMPORARY_SUFFIX, Buffer, Storage
 from shardyard.checkpoints.table_state import TableState, states_of
 from shardyard.checkpoints.tensors import Array, Contents
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, VariableSpec, Version
 
 KEPT_MIN: Final = 2
@@ -250,13 +251,34 @@ class CheckpointLibrary:
         return feedback_file.read(self.storage, path, file.file.written, layout, file.worker)
 
     def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
-        """Each variable whole, parameters and buffers, in the order in which they were registered.
+        """Each variable whole, parameters and buffers, in the order in which they were registered; then tables, as
+        `export_table` has them.
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
         variables = Variables(self.storage, manifest)
         for index, spec in enumerate(manifest.layout.variables):
             yield spec.name, variables.read(index)
+        for table in range(len(manifest.layout.tables)):
+            yield from self.export_table(manifest, table).items()
+
+    def export_table(self, manifest: Manifest, table: int) -> dict[str, Array]:
+        """A table as a module has it in its state: `NAME.ids`, ascending, `NAME.rows`, and, where an int64 can have it,
+        `NAME.seed`, by which ids without a row read the same again; all in memory.
+
+        Raises CheckpointDamaged, CheckpointNotFound.
+        """
+        states, settings = self.tables(manifest, table), manifest.layout.tables[table]
+        ids = np.empty(sum(state.entry.rows for state in states), np.int64)
+        rows = np.empty((ids.size, settings.dim), np.float32)
+        end = 0
+        for state in states:
+            for found, values in state.rows():
+                ids[end : end + found.size], rows[end : end + found.size] = found, values
+                end += found.size
+        order = np.argsort(ids)
+        seed = {f"{settings.name}.seed": np.array(settings.seed, np.int64)} if has_seed(settings) else {}
+        return {f"{settings.name}.ids": ids[order], f"{settings.name}.rows": rows[order], **seed}
 
     # ---- checking
 
@@ -430,6 +452,11 @@ def _folder(job: str) -> str:
     if not manifests.JOB_NAME.fullmatch(job):
         raise InvalidRequest(f"{job[:200]!r} is no job's name; expected {manifests.JOB_NAME.pattern}")
     return job
+
+
+def has_seed(table: TableSettings) -> bool:
+    """Whether an int64 can have it."""
+    return -(1 << 63) <= table.seed < 1 << 63
 
 
 def _is_ours(name: str) -> bool:

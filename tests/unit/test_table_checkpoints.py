@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
 
+import shardyard as sy
 from shardyard.checkpoints import rows_file
 from shardyard.checkpoints import tables as documents
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, tables_from_wire, tables_to_wire
@@ -46,6 +51,7 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard_coordinator.placement import plan
+from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_ps_server import table_saver
 from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.partition import Partition
@@ -708,3 +714,97 @@ def test_messages_beyond_the_limits_are_refused() -> None:
     outside = TableEntry(1, 1, 1, (some_ref("../rows-0000-0000-3-1-000000.safetensors"),))
     with pytest.raises(ShardyardError):
         tables_from_wire(tables_to_wire([outside]))
+
+
+# ---- commands
+
+
+NAMES = ("ids", "rows", "seed")
+
+
+def rows_of(store: Store, table: str) -> dict[int, bytes]:
+    found = {}
+    for partition in partitions(store):
+        dim = partition.tables[table].settings.dim
+        for number, (row, _, _) in rows(partition.tables[table]).items():
+            if row is not None:
+                found[number] = row[: 4 * dim]
+    return found
+
+
+def run(*words: object) -> str:
+    result = CliRunner().invoke(checkpoint, [str(word) for word in words], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_an_exported_model_has_its_tables(tmp_path: Path, form: str) -> None:
+    _, store = chain(tmp_path / "all", 3)
+    out = tmp_path / "model"
+    said = run("export", "--url", tmp_path / "all", "--format", form, out)
+    assert "1 variables and 2 tables of checkpoint 3" in said
+    found = torch.load(out, weights_only=True) if form == "torch" else safetensors.torch.load_file(out)
+    assert sorted(found) == [
+        "users.ids",
+        "users.rows",
+        "users.seed",
+        "w",
+        "words.in.ids",
+        "words.in.rows",
+        "words.in.seed",
+    ]
+    assert int(found["users.seed"]) == USERS.seed
+    for table in ("users", "words.in"):
+        ids = found[f"{table}.ids"].tolist()
+        assert ids == sorted(ids)
+        exported = [row.numpy().tobytes() for row in found[f"{table}.rows"]]
+        assert dict(zip(ids, exported, strict=True)) == rows_of(store, table)
+
+
+def test_an_exported_model_is_what_a_module_takes(tmp_path: Path) -> None:
+    _, store = chain(tmp_path / "all", 2)
+    run("export", "--url", tmp_path / "all", tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    table = sy.tables.Table(4, name="users", seed=0)
+    table.load_state_dict({name: found[f"users.{name}"] for name in NAMES})
+    assert len(table) == IDS.size
+    mine = table.rows.look_up(IDS[:9])
+    assert [row.tobytes() for row in mine] == [rows_of(store, "users")[int(number)] for number in IDS[:9]]
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("ending", ["parquet", "safetensors"])
+def test_one_table_is_exported_as_tables_load_it(tmp_path: Path, ending: str) -> None:
+    _, store = chain(tmp_path / "all", 3)
+    out = tmp_path / f"users.{ending}"
+    assert f"{IDS.size:,} rows of 4 values of table users of checkpoint 3" in run(
+        "export", "--url", tmp_path / "all", "--table", "users", out
+    )
+    table = sy.tables.Table(4, name="users", seed=0)
+    table.load(out)
+    expected = rows_of(store, "users")
+    assert [row.tobytes() for row in table.rows.look_up(IDS)] == [expected[int(number)] for number in IDS]
+
+
+def test_tables_that_are_not_there_and_other_endings_are_refused(tmp_path: Path) -> None:
+    chain(tmp_path / "all", 1)
+    for words, message in (
+        (["--table", "items", tmp_path / "x.parquet"], "has users, words.in"),
+        (["--table", "users", tmp_path / "x.csv"], "end with"),
+        (["--table", "users", "--best", tmp_path / "x.parquet"], "--best"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            run("export", "--url", tmp_path / "all", *words)
+    assert not list(tmp_path.glob("x.*"))
+
+
+def test_list_shows_rows_and_bytes_of_tables(tmp_path: Path) -> None:
+    library, _ = chain(tmp_path / "all", 2)
+    (first, second) = json.loads(run("list", "--url", tmp_path / "all", "--json"))["checkpoints"]
+    assert [table["name"] for table in first["tables"]] == ["users", "words.in"]
+    assert first["tables"][0]["rows"] == IDS.size
+    entries = [entry.tables[0] for entry in library.load("job").partitions]
+    assert second["tables"][0]["bytes"] == sum(entry.nbytes for entry in entries) > first["tables"][0]["bytes"]
+    assert f"users {IDS.size:,}, words.in " in run("list", "--url", tmp_path / "all")
