@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from shardyard.checkpoints.convert import file_from_wire
+from shardyard.checkpoints.convert import file_from_wire, tables_from_wire
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import (
     FeedbackFile,
@@ -24,6 +24,7 @@ from shardyard.checkpoints.manifest import (
     Manifest,
     PartitionEntry,
     PartitionFile,
+    TableEntry,
     feedback_path,
     worker_name,
 )
@@ -74,6 +75,16 @@ class _Ask:
     base: int
     oldest: int
     logs: Collection[Incarnation]
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What a partition was written as; `token`: the highest one that its ledger has."""
+
+    version: Version
+    file: PartitionFile
+    token: int
+    tables: tuple[TableEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +156,7 @@ class Archive:
         library: CheckpointLibrary,
         ask: _Ask,
         former: Manifest | None,
-        saved: Mapping[PartitionId, tuple[Version, PartitionFile, int]],
+        saved: Mapping[PartitionId, _Saved],
         remembered: tuple[FeedbackFile, ...],
         keep: int,
         verdicts: Callable[[int], Sequence[Entry]],
@@ -153,12 +164,11 @@ class Archive:
         subject, draft = ask.subject, ask.draft
         entries = []
         for partition in range(len(subject.layout.partitions)):
-            version, file, _ = saved[PartitionId(partition)]
-            entries.append(_entry(subject, former, PartitionId(partition), version, file))
+            entries.append(_entry(subject, former, PartitionId(partition), saved[PartitionId(partition)]))
         # tokens were given since the ledger was copied, and those of another run must be higher
         before = draft.data_ledger.get("token", 0)
         assert isinstance(before, int)
-        token = max(before, *(token for _, _, token in saved.values()))
+        token = max(before, *(each.token for each in saved.values()))
         failpoint("checkpoint.before_manifest")
         step = min(entry.version.number for entry in entries) if subject.mode is UpdateMode.SYNC else draft.step
         created = self._now()
@@ -234,7 +244,7 @@ class Archive:
         if manifest.layout != subject.layout:
             raise CheckpointDamaged(f"checkpoint {number} of job {subject.name!r} is of another layout")
         found = {
-            entry.partition: PartitionEntry(entry.partition, Version(life, entry.version.number), entry.files)
+            entry.partition: replace(entry, version=Version(life, entry.version.number))
             for entry in manifest.partitions
             if entry.partition in partitions
         }
@@ -290,7 +300,7 @@ class Archive:
 
     # ---- inside
 
-    def _save(self, ask: _Ask) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
+    def _save(self, ask: _Ask) -> dict[PartitionId, _Saved]:
         """What each partition was written as."""
         if ask.subject.mode is not UpdateMode.SYNC:
             return self._save_at(ask, None, 0)
@@ -314,9 +324,7 @@ class Archive:
             f"checkpoint {draft.number} of job {ask.subject.name!r}: no step could be named ahead of the workers"
         )
 
-    def _save_at(
-        self, ask: _Ask, step: int | None, attempt: int
-    ) -> dict[PartitionId, tuple[Version, PartitionFile, int]]:
+    def _save_at(self, ask: _Ask, step: int | None, attempt: int) -> dict[PartitionId, _Saved]:
         def save(server: Server, owned: Sequence[PartitionId]) -> list[wire.SavedPartition]:
             reply = self._servers.save(
                 ask.subject.job,
@@ -339,7 +347,9 @@ class Archive:
         for saved in self._everywhere(ask.map, save):
             for each in saved:
                 version = convert.version_from_wire(each.version)
-                found[PartitionId(each.partition)] = version, file_from_wire(each.file), each.token
+                found[PartitionId(each.partition)] = _Saved(
+                    version, file_from_wire(each.file), each.token, tables_from_wire(each.tables)
+                )
         return found
 
     def _everywhere(self, map_: PartitionMap, ask: Callable[[Server, Sequence[PartitionId]], R]) -> list[R]:
@@ -415,12 +425,10 @@ def _there(library: CheckpointLibrary, subject: Subject, left: Collection[Feedba
     return found
 
 
-def _entry(
-    subject: Subject, former: Manifest | None, partition: PartitionId, version: Version, file: PartitionFile
-) -> PartitionEntry:
-    blocks = len(subject.layout.partitions[partition].blocks)
+def _entry(subject: Subject, former: Manifest | None, partition: PartitionId, saved: _Saved) -> PartitionEntry:
+    blocks, file = len(subject.layout.partitions[partition].blocks), saved.file
     if len(file.blocks) == blocks:
-        return PartitionEntry(partition, version, (file,))
+        return PartitionEntry(partition, saved.version, (file,), saved.tables)
     if former is None:
         raise NotReady(f"partition {partition} was written without {blocks - len(file.blocks)} of its blocks")
-    return former.partitions[partition].incremental(version, file.file, file.blocks)
+    return former.partitions[partition].incremental(saved.version, file.file, file.blocks, saved.tables)

@@ -126,19 +126,27 @@ def verify(url: str, job: str | None, number: int | None) -> int:
     help="torch: a state_dict for torch.load(weights_only=True) and model.load_state_dict.",
 )
 @click.option("--best", "best", is_flag=True, help="The version that an evaluator has kept, instead of a checkpoint.")
+@click.option("--table", metavar="NAME", help="One table's ids and rows alone; OUT ends with .parquet or .safetensors.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 @click.argument("out", type=click.Path(path_type=Path))
-def export(url: str, job: str | None, number: int | None, form: str, best: bool, force: bool, out: Path) -> int:
-    """Write the model of a checkpoint (default: the newest), parameters and buffers, to the file OUT."""
+def export(
+    url: str, job: str | None, number: int | None, form: str, best: bool, table: str | None, force: bool, out: Path
+) -> int:
+    """Write the model of a checkpoint (default: the newest), parameters, buffers and tables, to the file OUT."""
     from shardyard.ground.errors import InvalidRequest
 
     library = _library(url)
     name = _the_job(library, job)
     if best and number is not None:
         raise InvalidRequest("--best and --number", why="", todo="give one of them")
+    if best and table is not None:
+        raise InvalidRequest("--best and --table", why="what an evaluator keeps has no tables", todo="give one of them")
     if out.exists() and not force:
         raise InvalidRequest(f"{out} is there already", why="", todo="give another name, or --force")
-    what = _export_best(library, name, form, out) if best else _export(library, name, number, form, out)
+    if table is not None:
+        what = _export_table(library, name, number, table, out)
+    else:
+        what = _export_best(library, name, form, out) if best else _export(library, name, number, form, out)
     click.echo(f"{out}: {what}")
     return 0
 
@@ -324,6 +332,15 @@ def _entry(job: str, listed: Listed) -> dict[str, object]:
         "mode": manifest.mode.value,
         "created": manifest.created,
         "partitions": len(manifest.partitions),
+        "tables": [
+            {
+                "name": table.name,
+                "dim": table.dim,
+                "rows": sum(entry.tables[index].rows for entry in manifest.partitions),
+                "bytes": sum(entry.tables[index].nbytes for entry in manifest.partitions),
+            }
+            for index, table in enumerate(manifest.layout.tables)
+        ],
         "files": len(files),
         "bytes": sum(file.written.nbytes for file in files),
         "new_bytes": sum(file.written.nbytes for file in files if file.number == listed.number),
@@ -335,12 +352,15 @@ def _show(found: list[tuple[str, Listed]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("job", "number", "step", "mode", "created", "bytes", "of them new", "says"):
+    has_tables = any(listed.manifest is not None and listed.manifest.layout.tables for _, listed in found)
+    columns = ("job", "number", "step", "mode", "created", "bytes", "of them new")
+    for column in (*columns, *(["rows of tables"] if has_tables else []), "says"):
         table.add_column(column, overflow="fold")
     for job, listed in found:
         entry = _entry(job, listed)
         if listed.manifest is None:
-            table.add_row(job, str(listed.number), "-", "-", "-", "-", "-", "its manifest is damaged: see `verify`")
+            unknown = ["-"] * (len(columns) - 2 + has_tables)
+            table.add_row(job, str(listed.number), *unknown, "its manifest is damaged: see `verify`")
             continue
         created = datetime.datetime.fromisoformat(listed.manifest.created).astimezone()
         table.add_row(
@@ -351,10 +371,15 @@ def _show(found: list[tuple[str, Listed]]) -> None:
             created.strftime("%Y-%m-%d %H:%M:%S"),
             f"{entry['bytes']:,}",
             f"{entry['new_bytes']:,}",
+            *([_say_tables(entry)] if has_tables else []),
             "",
         )
     # no terminal: wide enough that a table's rows stay lines
     Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)
+
+
+def _say_tables(entry: dict[str, Any]) -> str:
+    return ", ".join(f"{table['name']} {table['rows']:,}" for table in entry["tables"]) or "-"
 
 
 # ---- export
@@ -366,8 +391,35 @@ def _export(library: CheckpointLibrary, job: str, number: int | None, form: str,
         _write_torch(library.export_state(manifest), out)
     else:
         _export_safetensors(library, manifest, out)
-    variables = len(manifest.layout.variables)
-    return f"{variables} variables of checkpoint {manifest.number} of job {job}, step {manifest.step}"
+    variables, tables = len(manifest.layout.variables), len(manifest.layout.tables)
+    what = f"{variables} variables" + (f" and {tables} tables" if tables else "")
+    return f"{what} of checkpoint {manifest.number} of job {job}, step {manifest.step}"
+
+
+def _export_table(library: CheckpointLibrary, job: str, number: int | None, name: str, out: Path) -> str:
+    """Raises InvalidRequest for a table that the job does not have and for another ending, ConfigurationError."""
+    from shardyard.checkpoints import row_exports
+    from shardyard.checkpoints.storage import write_file
+    from shardyard.ground.errors import InvalidRequest
+
+    manifest = library.load(job, number)
+    names = [table.name for table in manifest.layout.tables]
+    if name not in names:
+        had = f"it has {', '.join(names[:20])}" if names else "it has none"
+        raise InvalidRequest(f"table {name!r} of job {job!r}", why=had, todo="give the name of a table")
+    if out.suffix not in (row_exports.PARQUET, row_exports.SAFETENSORS):
+        raise InvalidRequest(f"{str(out)!r} for rows", why="", todo="let it end with .parquet or .safetensors")
+    index = names.index(name)
+    states = library.tables(manifest, index)
+    rows, dim = sum(state.entry.rows for state in states), manifest.layout.tables[index].dim
+    chunks = row_exports.chunks_of(states)
+    if out.suffix == row_exports.PARQUET:
+        row_exports.pyarrow()
+        write_file(out, row_exports.parquet_pieces(dim, chunks))
+    else:
+        write_file(out, row_exports.safetensors_pieces(rows, dim, chunks))
+    what = f"{rows:,} rows of {dim} values of table {name}"
+    return f"{what} of checkpoint {manifest.number} of job {job}, step {manifest.step}"
 
 
 def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> str:
@@ -425,10 +477,18 @@ def _write_torch(values: Iterable[tuple[str, Array]], out: Path) -> None:
 
 def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
     from shardyard.checkpoints import tensors
-    from shardyard.checkpoints.library import Variables
+    from shardyard.checkpoints.library import Variables, has_seed
     from shardyard.checkpoints.storage import write_file
+    from shardyard.ground.types import DType
 
     variables = Variables(library.storage, manifest)
+    held: dict[int, dict[str, Array]] = {}
+
+    def fetch_rows(index: int, name: str) -> Buffer:
+        if index not in held:
+            held.clear()  # one table at a time
+            held[index] = library.export_table(manifest, index)
+        return tensors.bytes_of(held[index][name])
 
     def fetch(index: int) -> Buffer:
         return tensors.bytes_of(variables.read(index))
@@ -437,4 +497,13 @@ def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Pat
         tensors.TensorSource(spec.name, spec.dtype, spec.shape, partial(fetch, index))
         for index, spec in enumerate(manifest.layout.variables)
     ]
+    for index, table in enumerate(manifest.layout.tables):
+        rows = sum(entry.tables[index].rows for entry in manifest.partitions)
+        arrays: list[tuple[str, DType, tuple[int, ...]]]
+        arrays = [("ids", DType.INT64, (rows,)), ("rows", DType.FLOAT32, (rows, table.dim))]
+        if has_seed(table):
+            arrays.append(("seed", DType.INT64, ()))
+        for kind, dtype, shape in arrays:
+            name = f"{table.name}.{kind}"
+            sources.append(tensors.TensorSource(name, dtype, shape, partial(fetch_rows, index, name)))
     write_file(out, tensors.pieces({"format": "pt"}, sources))

@@ -18,15 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.checkpoints import partition_file
-from shardyard.checkpoints.manifest import FileRef, PartitionFile, partition_path
+from shardyard.checkpoints.manifest import FileRef, PartitionFile, TableEntry, partition_path
 from shardyard.checkpoints.partition_file import BlockSource, PartitionHead
 from shardyard.checkpoints.storage import Storage
 from shardyard.checkpoints.tensors import bytes_of
 from shardyard.ground.errors import InvalidRequest, NotReady
-from shardyard.ground.types import DType, Incarnation, PartitionId, Token, Version
+from shardyard.ground.types import DType, Incarnation, JobLayout, PartitionId, Token, Version
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.table_saver import TableSaver
+from shardyard_ps_server.table_states import Since
 
 log = logging.getLogger("shardyard.server")
 
@@ -58,12 +60,14 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class Saved:
-    """A partition's file, with the blocks that are in it. `token`: the highest one that its ledger has."""
+    """A partition's file, with the blocks that are in it. `token`: the highest one that its ledger has. `tables`: all
+    files of each table."""
 
     partition: PartitionId
     version: Version
     file: PartitionFile
     token: Token
+    tables: tuple[TableEntry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,9 +82,11 @@ class Saver:
     """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread. An order that
     comes again, however late, writes nothing: a manifest may name its files by then."""
 
-    def __init__(self, server: Incarnation, vigil: Vigil) -> None:
+    def __init__(self, server: Incarnation, vigil: Vigil, layout: JobLayout) -> None:
         self._server = server
         self._vigil = vigil
+        self._layout = layout
+        self._tables = TableSaver(server)
         self._written: dict[PartitionId, dict[int, _Written]] = {}
         self._saving = threading.Lock()
         self._last: tuple[SaveOrder, list[Saved]] | None = None
@@ -111,11 +117,14 @@ class Saver:
         self, partitions: Sequence[Partition], order: SaveOrder, storage: Storage, between: bool
     ) -> list[Saved]:
         if order.step is None:
-            return [self._save(partition, partition.cut, order, storage) for partition in partitions]
+            return [
+                self._save(partition, partial(partition.cut, self._since(partition, order)), order, storage)
+                for partition in partitions
+            ]
         until = time.monotonic() + order.wait_ms / 1000
         with ExitStack() as named:
             for partition in partitions:  # all, before any is waited for
-                partition.name_cut(order.step, between=between)
+                partition.name_cut(order.step, between=between, since=self._since(partition, order))
                 named.callback(partition.unname_cut)
             return [
                 self._save(partition, partial(self._named, partition, order.number, order.step, until), order, storage)
@@ -133,6 +142,7 @@ class Saver:
         cut = take()
         try:
             cut.complete()
+            tables = self._save_tables(partition, cut, order, storage)
             blocks = self._changed(cut, order.base)
             head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
             sources = [self._source(partition, cut, index) for index in blocks]
@@ -143,7 +153,24 @@ class Saver:
             cut.release()
         self._remember(cut, order.number)
         token = max((mark.token for mark in cut.marks), default=Token(0))
-        return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)), token)
+        return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)), token, tables)
+
+    def _since(self, partition: Partition, order: SaveOrder) -> Since:
+        found = {
+            name: self._tables.since(partition.id, name, table, order.base) for name, table in partition.tables.items()
+        }
+        return {name: generation for name, generation in found.items() if generation is not None}
+
+    def _save_tables(
+        self, partition: Partition, cut: Cut, order: SaveOrder, storage: Storage
+    ) -> tuple[TableEntry, ...]:
+        found = []
+        for index, settings in enumerate(self._layout.tables):
+            of_table = cut.tables[settings.name]
+            what = f"table {settings.name!r} of partition {partition.id} to be written to {storage.url}"
+            with self._vigil.over(lambda what=what: what):  # type: ignore[misc]
+                found.append(self._tables.save(self._layout, partition.id, index, of_table, order.number, storage))
+        return tuple(found)
 
     def _changed(self, cut: Cut, base: int) -> list[int]:
         before = self._written.get(cut.partition, {}).get(base)

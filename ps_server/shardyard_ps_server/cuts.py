@@ -1,7 +1,8 @@
 """What of a partition goes into a checkpoint, taken in a moment while updates go on.
 
 Values need no copy: a version is never written again while somebody holds it. Optimizer state is changed in place, so
-what an update is about to change is copied before, and the rest when there is time, a piece at a time.
+what an update is about to change is copied before, and the rest when there is time, a piece at a time. Tables do so by
+themselves (tables.cuts).
 
 Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. `keep` is
 called by whoever updates the partition, `keep_next` by one other thread. Must not know: what the state means.
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from shardyard.ground.limits import MIB
 from shardyard.ground.types import PartitionId, SourceMark, Token, Version
+from shardyard_ps_server.tables import cuts as tables
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 PIECE_BYTES = MIB
@@ -72,7 +74,7 @@ class StateCut:
 @dataclass(frozen=True)
 class Cut:
     """A partition at one moment: version, ledger, values (to be read until `release`), updates of each block, and
-    optimizer state once `complete` was called."""
+    optimizer state once `complete` was called. `tables`: cuts of the same moment, to be read before `release`."""
 
     partition: PartitionId
     version: Version
@@ -82,6 +84,7 @@ class Cut:
     values: Bytes
     state: StateCut
     let_go: Callable[[], None]
+    tables: Mapping[str, tables.Cut] = field(default_factory=dict)
 
     def complete(self) -> None:
         """Copies what no update has made a copy of yet, while updates go on."""
@@ -89,4 +92,6 @@ class Cut:
             self.state.keep_next()
 
     def release(self) -> None:
+        for cut in self.tables.values():
+            cut.close()
         self.let_go()

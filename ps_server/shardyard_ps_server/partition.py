@@ -34,7 +34,7 @@ from shardyard.ground.errors import (
     NotFound,
     NotReady,
     ShapeMismatch,
-    TooLarge,
+    ShardyardError,
 )
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.optimizers import check_update
@@ -69,6 +69,7 @@ from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition_tables import Floats, PartitionTables, Rows
 from shardyard_ps_server.stale import Stale, Tally
+from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
 
@@ -120,7 +121,8 @@ class Partition:
         self._spare: list[Bytes] = []
         self._open = False
         # the version at which a checkpoint is to be cut, then that cut
-        self._named: int | Cut | TooLarge | None = None
+        self._named: int | Cut | ShardyardError | None = None
+        self._since: Since = {}
         self._turn = threading.Lock()
         self._changed = threading.Condition()
 
@@ -168,16 +170,18 @@ class Partition:
 
     # ---- checkpoints
 
-    def cut(self) -> Cut:
-        """What the partition is now; to be released. Raises TooLarge."""
+    def cut(self, since: Since | None = None) -> Cut:
+        """What the partition is now; to be released. `since`: of each table the generation that a checkpoint has, so
+        that what has changed after it is enough, where that is known. Raises TooLarge, TableError, and NotReady where
+        somebody reads a whole table."""
         with self._turn, self._changed:
-            return self._cut()
+            return self._cut(since or {})
 
-    def name_cut(self, number: int, *, between: bool = False) -> None:
+    def name_cut(self, number: int, *, between: bool = False, since: Since | None = None) -> None:
         """A synchronous job's partition is to be cut when it has that version, before anything follows it;
         `unname_cut` must come. `between`: where a part of the next step was recorded already, that version has passed.
-        Raises InvalidRequest (facts: newest, and gathering where it has passed so) where it has passed, or another cut
-        is under way, TooLarge."""
+        `since`: as for `cut`. Raises InvalidRequest (facts: newest, and gathering where it has passed so) where it has
+        passed, or another cut is under way, and what `cut` raises."""
         with self._turn, self._changed:
             newest = self._versions.newest.number
             if newest > number:
@@ -192,18 +196,19 @@ class Partition:
                     f"a checkpoint of step {number} of partition {self.id}, which has a part of the next one",
                     facts={"newest": str(newest), "gathering": str(newest)},
                 )
-            self._named = self._cut() if newest == number else number
+            self._since = since or {}
+            self._named = self._cut(self._since) if newest == number else number
 
     def named_cut(self, until: float) -> Cut | None:
         """Waits until `until` (time.monotonic) for the cut that was named, which is to be released then. None where it
-        does not come in time. Raises TooLarge."""
+        does not come in time. Raises what `cut` raises."""
         with self._changed:
             while isinstance(self._named, int):
                 left = until - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     return None
             found, self._named = self._named, None
-            if isinstance(found, TooLarge):
+            if isinstance(found, ShardyardError):
                 raise found
             return found
 
@@ -217,10 +222,15 @@ class Partition:
     def _busy(self) -> InvalidRequest:
         return InvalidRequest(f"two checkpoints of partition {self.id} at a time", todo="wait for the first")
 
-    def _cut(self) -> Cut:
+    def _cut(self, since: Since) -> Cut:
         if self._blocks.is_cut:
             raise self._busy()
         version, values, state = self._versions.newest, self._versions.values, self._blocks.cut()
+        try:
+            tables = cut_tables(self.tables, since)
+        except ShardyardError:
+            self._blocks.end_cut(state)
+            raise
         marks = self._ledger.marks()
         if self._gate is not None:  # contributions to the next step are not part of this one
             step = self._gate.step
@@ -232,7 +242,7 @@ class Partition:
                 self._blocks.end_cut(state)
                 self._versions.release(values)
 
-        return Cut(self.id, version, marks, self._ledger.floor, self._blocks.counts, values, state, release)
+        return Cut(self.id, version, marks, self._ledger.floor, self._blocks.counts, values, state, release, tables)
 
     def arrays(self, index: int, cut: Cut) -> dict[str, npt.NDArray[Any]]:
         """The arrays of a block at a cut that is complete: "values", and optimizer state by the slots' names."""
@@ -242,9 +252,16 @@ class Partition:
     def blocks(self) -> int:
         return len(self._layout.blocks)
 
-    def restore(self, state: PartitionState) -> None:
+    def restore(self, state: PartitionState, tables: Tables | None = None) -> None:
         """From here on the partition, open, is as it was at a cut; what came since never happened. Readers of what was
-        there are not disturbed. Raises CheckpointDamaged where state is missing, TooLarge, having changed nothing."""
+        there are not disturbed. `tables`: those of the state, where they were read already. Raises CheckpointDamaged
+        where state is missing, TooLarge, and what reading tables raises, having changed nothing."""
+        if tables is None:
+            tables = read_tables(state.tables)
+        if tables.keys() != self._tables.names:
+            raise CheckpointDamaged(
+                f"partition {self.id} with the tables {sorted(tables)[:8]}; expected {sorted(self._tables.names)[:8]}"
+            )
         with self._turn:
             new = self._blank()
             found = [self._blocks.arrays(block.index, new) for block in state.blocks]
@@ -264,6 +281,8 @@ class Partition:
             self._blocks.restore_counts([block.count for block in state.blocks])
             with self._changed:
                 self._versions.restore(state.version, new)
+                self._tables.become(tables)
+                self.torn = None
                 self._ledger.restore(state.marks, state.floor)
                 if self._stale is not None:
                     self._stale.restored(state.version)
@@ -275,6 +294,11 @@ class Partition:
                     self._kept = []
                 self._open = True
                 self._changed.notify_all()
+
+    def let_go_tables(self) -> None:
+        """It is not this server's any more: the memory of rows is for others, until it is restored."""
+        with self._turn, self._changed:
+            self._tables.become({})
 
     def forget(
         self,
@@ -592,8 +616,8 @@ class Partition:
         self._changed.notify_all()
         if self._gate is not None and version.number == self._named:
             try:
-                self._named = self._cut()
-            except TooLarge as error:  # the update counts all the same
+                self._named = self._cut(self._since)
+            except ShardyardError as error:  # the update counts all the same
                 self._named = error
 
     # ---- pulls

@@ -9,7 +9,7 @@ and says so. Whoever changes them has the partition's turn. Must not know: names
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES
 from shardyard.ground.row_ids import Ids, partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, PushedRows, WantedRows
+from shardyard_ps_server.table_states import Tables, make_tables
 from shardyard_ps_server.tables import table
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes
@@ -49,11 +50,16 @@ class PartitionTables:
 
     def __init__(self, layout: JobLayout) -> None:
         self._settings = layout.tables
-        self._tables = {settings.name: Table(settings) for settings in layout.tables}
+        self.names = frozenset(settings.name for settings in layout.tables)
+        self._tables: Tables = make_tables(layout)
 
     @property
-    def by_name(self) -> Mapping[str, Table]:
+    def by_name(self) -> Tables:
         return self._tables
+
+    def become(self, tables: Tables) -> None:
+        """All of them, as a checkpoint has them; or none, where the partition is somebody else's now."""
+        self._tables = tables
 
     def check_room(self, rows: Sequence[Rows]) -> None:
         """Raises TableFull where a table cannot take them."""

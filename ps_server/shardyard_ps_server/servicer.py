@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardyard.checkpoints.convert import entry_from_wire, file_to_wire
+from shardyard.checkpoints.convert import entry_from_wire, file_to_wire, tables_to_wire
 from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX
 from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, TooLarge
@@ -119,6 +119,7 @@ class Servicer:
                     version=convert.version_to_wire(each.version),
                     file=file_to_wire(each.file),
                     token=each.token,
+                    tables=tables_to_wire(each.tables),
                 )
                 for each in saved
             ]

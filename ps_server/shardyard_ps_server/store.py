@@ -101,6 +101,7 @@ from shardyard_ps_server.replay import (
     replay,
     verdict_head,
 )
+from shardyard_ps_server.table_states import Tables, read_tables
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
 from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, LogRoot
@@ -139,6 +140,15 @@ class Restore:
 
 
 NO_RESTORE = Restore("", ())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a partition is to begin with, read and checked, with its tables filled."""
+
+    state: PartitionState
+    tables: Tables
+
 
 CREW_BYTES_MIN = limits.MIB
 """A push of at least so much is applied by several threads, a partition each."""
@@ -440,15 +450,15 @@ class Store:
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-            states = self._load(job, hosted, layout, owned, restore)
+            loaded = self._load(job, hosted, layout, owned, restore)
             if hosted is not None and not hosted.begins_anew(generation, restore):
                 if hosted.pacing is not None and generation > hosted.generation:  # else it came before
                     hosted.pacing.expect(working)
-                self._give(hosted, generation, owned, states, restore)
+                self._give(hosted, generation, owned, loaded, restore)
                 return
             total = sum(layout.partitions[p].payload_bytes for p in owned)
             regions = Regions(total, shareable=self._shareable)
-            saver = Saver(self.incarnation, self.vigil)
+            saver = Saver(self.incarnation, self.vigil, layout)
             before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
             hosted.stale, hosted.clipping, hosted.backup_workers = stale, clipping, backup_workers
             if staleness is not None:
@@ -462,7 +472,7 @@ class Store:
                     files = logs.log(job, self.incarnation)
                     first = restore.segment_of(job)
                     hosted.wal = Wal(files, segment=first, on_failure=self._on_failure, vigil=self.vigil)
-                self._give(hosted, generation, owned, states, restore)
+                self._give(hosted, generation, owned, loaded, restore)
             except ShardyardError:
                 regions.close()
                 if hosted.wal is not None and before is None:
@@ -479,18 +489,18 @@ class Store:
         hosted: HostedJob,
         generation: Generation,
         owned: Sequence[PartitionId],
-        states: Sequence[PartitionState],
+        loaded: Sequence[Loaded],
         restore: Restore,
     ) -> None:
         """Makes partitions, and puts in what they begin with; only then are they the job's. What logs say takes its
         time, and may fail, so it is put in while the partitions are nobody's."""
-        restored = {state.partition for state in states}
+        restored = {each.state.partition for each in loaded}
         made = self._make(hosted, [p for p in owned if p not in hosted.partitions], again=restored)
         partitions = {number: made.get(number) or hosted.partitions[number] for number in owned}
         nobodys = {number for number in restored if number in made or restore.logs.get(number)}
-        for state in states:
-            if state.partition in nobodys:
-                partitions[state.partition].restore(state)
+        for each in loaded:
+            if each.state.partition in nobodys:
+                partitions[each.state.partition].restore(each.state, each.tables)
         if hosted.wal is not None:
             self._replay(hosted.job, {number: partitions[number] for number in sorted(nobodys)}, restore)
         with hosted.deciding():
@@ -499,16 +509,17 @@ class Store:
             hosted.generation = generation  # first: what comes under the old one is refused before anything changes
             hosted.pins.clear()
             before, hosted.partitions = hosted.partitions, partitions
-            for state in states:
-                if state.partition not in nobodys:
-                    partitions[state.partition].restore(state)
-            gone = {number: each for number, each in before.items() if number not in partitions}
-            for each in gone.values():
-                each.keep_no_more()
+            for each in loaded:
+                if each.state.partition not in nobodys:
+                    partitions[each.state.partition].restore(each.state, each.tables)
+            gone = {number: former for number, former in before.items() if number not in partitions}
+            for former in gone.values():
+                former.keep_no_more()
+                former.let_go_tables()
             hosted.spare.update(gone)
             for number in partitions:
                 hosted.spare.pop(number, None)
-            hosted.open = hosted.open or len(states) == len(hosted.partitions)
+            hosted.open = hosted.open or len(loaded) == len(hosted.partitions)
 
     def _begin(self, wal: Wal, head: bytes) -> None:
         ticket = wal.append(RecordKind.BEGIN, head, NO_BYTES)
@@ -553,14 +564,14 @@ class Store:
         layout: JobLayout,
         owned: Sequence[PartitionId],
         restore: Restore,
-    ) -> list[PartitionState]:
+    ) -> list[Loaded]:
         """What is to be restored and is not yet, all of it checked."""
         if not restore.entries:
             return []
         strangers = {entry.partition for entry in restore.entries} - set(owned)
         if strangers:
             raise InvalidRequest(f"partition {min(strangers)} to be restored, which is not given to this server")
-        states = []
+        found = []
         storage = open_storage(restore.url)
         for entry in restore.entries:
             here = None if hosted is None else hosted.partitions.get(entry.partition)
@@ -568,8 +579,8 @@ class Store:
                 what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
                     state = replace(read_partition(storage, layout, entry), version=entry.version)
-                states.append(restore.adapted(state, job))
-        return states
+                    found.append(Loaded(restore.adapted(state, job), read_tables(state.tables)))
+        return found
 
     def _make(
         self, hosted: HostedJob, wanted: Sequence[PartitionId], *, again: Collection[PartitionId]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shardyard.checkpoints.manifest import (
     FILES_PER_PARTITION_MAX,
@@ -10,6 +10,7 @@ from shardyard.checkpoints.manifest import (
     FileRef,
     PartitionEntry,
     PartitionFile,
+    TableEntry,
 )
 from shardyard.checkpoints.storage import Written, check_path
 from shardyard.ground import limits
@@ -23,10 +24,14 @@ DIGEST_BYTES = 32
 
 
 def file_to_wire(file: PartitionFile) -> server.CheckpointFile:
-    written = file.file.written
-    return server.CheckpointFile(
-        path=file.file.path, length=written.nbytes, sha256=bytes.fromhex(written.sha256), blocks=file.blocks
-    )
+    message = _ref_to_wire(file.file)
+    message.blocks.extend(file.blocks)
+    return message
+
+
+def _ref_to_wire(file: FileRef) -> server.CheckpointFile:
+    written = file.written
+    return server.CheckpointFile(path=file.path, length=written.nbytes, sha256=bytes.fromhex(written.sha256))
 
 
 def file_from_wire(message: server.CheckpointFile) -> PartitionFile:
@@ -34,6 +39,44 @@ def file_from_wire(message: server.CheckpointFile) -> PartitionFile:
     if len(message.blocks) > limits.BLOCKS_MAX:
         raise TooLarge(f"{len(message.blocks)} blocks of a file; at most {limits.BLOCKS_MAX} are taken")
     return PartitionFile(file, tuple(message.blocks))
+
+
+def tables_to_wire(tables: Iterable[TableEntry]) -> list[server.TableFiles]:
+    return [
+        server.TableFiles(
+            updates=table.updates,
+            rows=table.rows,
+            ids=table.ids,
+            base=[_ref_to_wire(file) for file in table.base],
+            increments=[_ref_to_wire(file) for file in table.increments],
+        )
+        for table in tables
+    ]
+
+
+def tables_from_wire(messages: Sequence[server.TableFiles]) -> tuple[TableEntry, ...]:
+    if len(messages) > limits.TABLES_MAX:
+        raise TooLarge(f"the files of {len(messages)} tables; at most {limits.TABLES_MAX} are taken")
+    return tuple(
+        TableEntry(
+            message.updates,
+            message.rows,
+            message.ids,
+            _rows_refs(message.base),
+            _rows_refs(message.increments),
+        )
+        for message in messages
+    )
+
+
+def _rows_refs(messages: Sequence[server.CheckpointFile]) -> tuple[FileRef, ...]:
+    if len(messages) > limits.ROWS_FILES_MAX:
+        raise TooLarge(f"{len(messages)} files with rows of a table; at most {limits.ROWS_FILES_MAX} are taken")
+    found = tuple(_ref(each.path, each.length, each.sha256) for each in messages)
+    for each in found:
+        if each.written.nbytes > limits.ROWS_FILE_BYTES_MAX:
+            raise TooLarge(f"{each.path} of {each.written.nbytes} bytes; at most {limits.ROWS_FILE_BYTES_MAX}")
+    return found
 
 
 def handed_from_wire(message: coordinator.HandOver) -> FeedbackFile:
@@ -61,6 +104,7 @@ def entry_to_wire(entry: PartitionEntry, logs: Iterable[Incarnation] = ()) -> se
         version=convert.version_to_wire(entry.version),
         files=[file_to_wire(file) for file in entry.files],
         logs=logs,
+        tables=tables_to_wire(entry.tables),
     )
 
 
@@ -71,4 +115,5 @@ def entry_from_wire(message: server.RestoredPartition) -> PartitionEntry:
         PartitionId(message.partition),
         convert.version_from_wire(message.version),
         tuple(file_from_wire(file) for file in message.files),
+        tables_from_wire(message.tables),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from shardyard.checkpoints import tables
 from shardyard.checkpoints.documents import Node
 from shardyard.ground import limits
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest
@@ -55,12 +56,14 @@ def to_document(layout: JobLayout) -> dict[str, object]:
             }
             for part in layout.partitions
         ],
+        **({"tables": [tables.to_document(table) for table in layout.tables]} if layout.tables else {}),
     }
 
 
 def from_document(node: Node) -> JobLayout:
     """Raises CheckpointDamaged."""
-    fields = node.fields(("variables", "optimizer", "partitions"))
+    has_tables = "tables" in node.mapping()
+    fields = node.fields(("variables", "optimizer", "partitions", *(["tables"] if has_tables else [])))
     optimizer = _optimizer(fields["optimizer"])
     variables = tuple(_variable(each) for each in fields["variables"].items(limits.VARIABLES_MAX))
     partitions = tuple(
@@ -69,7 +72,7 @@ def from_document(node: Node) -> JobLayout:
     )
     if sum(len(part.blocks) for part in partitions) > limits.BLOCKS_MAX:
         fields["partitions"].refuse(f"at most {limits.BLOCKS_MAX} blocks")
-    layout = JobLayout(variables, optimizer, partitions)
+    layout = JobLayout(variables, optimizer, partitions, tables.from_documents(fields["tables"]) if has_tables else ())
     try:
         check_layout(layout)
     except InvalidRequest as error:

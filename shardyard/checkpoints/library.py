@@ -2,6 +2,7 @@
 
     <URL>/<job>/<number, 12 digits>/manifest.json             written last
     <URL>/<job>/<number, 12 digits>/partition-0003-<server>.safetensors
+    <URL>/<job>/<number, 12 digits>/rows-0003-0000-<server>-<cut>-000000.safetensors
     <URL>/<job>/<number, 12 digits>/worker-<name>.safetensors
 
 Owns: which folder is a checkpoint: the one that has a manifest. Invariants: a manifest is written when all that it
@@ -34,8 +35,10 @@ from shardyard.checkpoints.manifest import (
 )
 from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
 from shardyard.checkpoints.storage import TEMPORARY_SUFFIX, Buffer, Storage
+from shardyard.checkpoints.table_state import TableState, states_of
 from shardyard.checkpoints.tensors import Array, Contents
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, VariableSpec, Version
 
 KEPT_MIN: Final = 2
@@ -231,6 +234,14 @@ class CheckpointLibrary:
         self._check_version(manifest, partition, state)
         return state
 
+    def tables(self, manifest: Manifest, table: int) -> tuple[TableState, ...]:
+        """The parts of a table that its partitions have. Nothing is read yet."""
+        folder = _folder(manifest.job_name)
+        return tuple(
+            TableState(self.storage, folder, manifest.layout, entry.partition, table, entry.tables[table])
+            for entry in manifest.partitions
+        )
+
     def load_feedback(self, job: str, file: FeedbackFile, layout: JobLayout) -> State:
         """What a worker's error feedback remembered, every byte of it checked. `layout`: of the job's checkpoint.
 
@@ -240,13 +251,34 @@ class CheckpointLibrary:
         return feedback_file.read(self.storage, path, file.file.written, layout, file.worker)
 
     def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
-        """Each variable whole, parameters and buffers, in the order in which they were registered.
+        """Each variable whole, parameters and buffers, in the order in which they were registered; then tables, as
+        `export_table` has them.
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
         variables = Variables(self.storage, manifest)
         for index, spec in enumerate(manifest.layout.variables):
             yield spec.name, variables.read(index)
+        for table in range(len(manifest.layout.tables)):
+            yield from self.export_table(manifest, table).items()
+
+    def export_table(self, manifest: Manifest, table: int) -> dict[str, Array]:
+        """A table as a module has it in its state: `NAME.ids`, ascending, `NAME.rows`, and, where an int64 can have it,
+        `NAME.seed`, by which ids without a row read the same again; all in memory.
+
+        Raises CheckpointDamaged, CheckpointNotFound.
+        """
+        states, settings = self.tables(manifest, table), manifest.layout.tables[table]
+        ids = np.empty(sum(state.entry.rows for state in states), np.int64)
+        rows = np.empty((ids.size, settings.dim), np.float32)
+        end = 0
+        for state in states:
+            for found, values in state.rows():
+                ids[end : end + found.size], rows[end : end + found.size] = found, values
+                end += found.size
+        order = np.argsort(ids)
+        seed = {f"{settings.name}.seed": np.array(settings.seed, np.int64)} if has_seed(settings) else {}
+        return {f"{settings.name}.ids": ids[order], f"{settings.name}.rows": rows[order], **seed}
 
     # ---- checking
 
@@ -276,6 +308,15 @@ class CheckpointLibrary:
                 what = checked[key]
                 if what is not None:
                     yield Finding(manifest.number, each.file.path, what)
+        for table in range(len(manifest.layout.tables)):
+            for state in self.tables(manifest, table):
+                for file in state.entry.files:
+                    key = _Checked(file)
+                    if key not in checked:
+                        checked[key] = self._verify_rows(state, file)
+                    what = checked[key]
+                    if what is not None:
+                        yield Finding(manifest.number, file.path, what)
         for feedback in manifest.feedback:
             key = _Checked(feedback.file)
             if key not in checked:
@@ -291,6 +332,13 @@ class CheckpointLibrary:
             head = partition_file.check(self.storage, path, each.file.written, manifest.layout, partition, each.blocks)
             if place == 0:
                 self._check_version(manifest, partition, head)
+        except (CheckpointDamaged, CheckpointNotFound) as error:
+            return error.what
+        return None
+
+    def _verify_rows(self, state: TableState, file: FileRef) -> str | None:
+        try:
+            state.read(file)
         except (CheckpointDamaged, CheckpointNotFound) as error:
             return error.what
         return None
@@ -339,7 +387,8 @@ class CheckpointLibrary:
 
 def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *, folder: str = "") -> PartitionState:
     """A partition's state, put together from its files, each of which is checked whole: the ledger is the first one's,
-    and so is the version, whose number must be the entry's. `folder`: that of the job, from where the storage begins.
+    and so is the version, whose number must be the entry's. Rows of tables are read, and checked, when they are asked
+    for. `folder`: that of the job, from where the storage begins.
 
     Raises CheckpointDamaged, CheckpointNotFound, StorageUnavailable.
     """
@@ -359,7 +408,8 @@ def read_partition(storage: Storage, layout: JobLayout, entry: PartitionEntry, *
             f"{entry.partition}, without blocks {without}; expected version {entry.version.number}, whole"
         )
     ordered = tuple(blocks[index] for index in sorted(blocks))
-    return PartitionState(entry.partition, head.version, ordered, head.marks, head.floor)
+    tables = states_of(storage, folder, layout, entry.partition, entry.tables)
+    return PartitionState(entry.partition, head.version, ordered, head.marks, head.floor, tables)
 
 
 class Variables:
@@ -402,6 +452,11 @@ def _folder(job: str) -> str:
     if not manifests.JOB_NAME.fullmatch(job):
         raise InvalidRequest(f"{job[:200]!r} is no job's name; expected {manifests.JOB_NAME.pattern}")
     return job
+
+
+def has_seed(table: TableSettings) -> bool:
+    """Whether an int64 can have it."""
+    return -(1 << 63) <= table.seed < 1 << 63
 
 
 def _is_ours(name: str) -> bool:

@@ -3,7 +3,8 @@
     {"manifest":{...},"sha256":"..."}           one line; the digest is that of the inner object's bytes
 
 A partition lies in one file, or, where a checkpoint is incremental, in several: the first has its ledger, version and
-the blocks that changed last; the others are of earlier checkpoints, and `blocks` says what is taken of each.
+the blocks that changed last; the others are of earlier checkpoints, and `blocks` says what is taken of each. Of each
+table it has a chain of files with rows: a base, and what has changed after it.
 
 Owns: the manifest's text, both ways. Invariants: any bit that changed is found before anything is believed; each block
 of each partition is taken from exactly one file; files are of this job, and of this checkpoint or earlier ones. Must
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardyard.checkpoints import layout as layouts
+from shardyard.checkpoints import rows_file
 from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.storage import Written
 from shardyard.ground import limits
@@ -36,7 +38,8 @@ FILES_PER_PARTITION_MAX: Final = 4_096
 
 JOB_NAME: Final = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{limits.JOB_NAME_CHARACTERS_MAX - 1}}}")
 FILE_NAME: Final = re.compile(
-    r"(?:partition-[0-9]{4}-[0-9a-f]{1,16}|worker-[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.safetensors"
+    r"(?:partition-[0-9]{4}-[0-9a-f]{1,16}|rows-[0-9]{4}-[0-9]{4}-[0-9a-f]{1,16}-[0-9a-f]{1,16}-[0-9]{6}"
+    r"|worker-[A-Za-z0-9][A-Za-z0-9._-]{0,127})\.safetensors"
 )
 _WORKER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILE_PATH: Final = re.compile(rf"([0-9]{{12}})/({FILE_NAME.pattern})")
@@ -62,6 +65,12 @@ def partition_path(number: int, partition: PartitionId, server: Incarnation = NO
     """Of a partition's file in checkpoint `number`, from the job's folder. It names the server that wrote it, so that
     one that wakes up late cannot write over another one's."""
     return f"{folder_name(number)}/partition-{partition:04d}-{int(server):x}.safetensors"
+
+
+def rows_path(number: int, partition: PartitionId, table: int, server: Incarnation, cut: int, part: int) -> str:
+    """Of a file with rows in checkpoint `number`, from the job's folder: file `part` of what server `server` wrote as
+    its `cut`, so that what is written again is written beside it."""
+    return f"{folder_name(number)}/rows-{partition:04d}-{table:04d}-{int(server):x}-{cut:x}-{part:06d}.safetensors"
 
 
 def worker_name(worker: Incarnation) -> str:
@@ -101,14 +110,39 @@ class PartitionFile:
 
 
 @dataclass(frozen=True, slots=True)
+class TableEntry:
+    """Where the rows of a table in one partition lie: files that have all of it, and those that say what has changed
+    after them, in their order. `updates`: the number of the table's last update; `rows` and `ids`: how many there are,
+    ids without a row among the latter."""
+
+    updates: int
+    rows: int
+    ids: int
+    base: tuple[FileRef, ...] = ()
+    increments: tuple[FileRef, ...] = ()
+
+    @property
+    def files(self) -> tuple[FileRef, ...]:
+        return self.base + self.increments
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.written.nbytes for file in self.files)
+
+
+@dataclass(frozen=True, slots=True)
 class PartitionEntry:
-    """Where a partition's state lies. The first file has its ledger, and is of `version`."""
+    """Where a partition's state lies. The first file has its ledger, and is of `version`. `tables`: in the order of the
+    layout's."""
 
     partition: PartitionId
     version: Version
     files: tuple[PartitionFile, ...]
+    tables: tuple[TableEntry, ...] = ()
 
-    def incremental(self, version: Version, file: FileRef, changed: tuple[int, ...]) -> PartitionEntry:
+    def incremental(
+        self, version: Version, file: FileRef, changed: tuple[int, ...], tables: tuple[TableEntry, ...] = ()
+    ) -> PartitionEntry:
         """The entry of the next checkpoint, where `file` has the ledger and the changed blocks, and the rest is taken
         from where it lies. A file of which nothing is taken any more is left out."""
         gone = frozenset(changed)
@@ -116,7 +150,7 @@ class PartitionEntry:
             PartitionFile(each.file, tuple(index for index in each.blocks if index not in gone)) for each in self.files
         )
         kept = (each for each in earlier if each.blocks)
-        return PartitionEntry(self.partition, version, (PartitionFile(file, changed), *kept))
+        return PartitionEntry(self.partition, version, (PartitionFile(file, changed), *kept), tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +183,8 @@ class Manifest:
         """Each file once, those of partitions first."""
         seen: set[str] = set()
         every = [each.file for entry in self.partitions for each in entry.files]
-        for file in (*every, *(each.file for each in self.feedback)):
+        rows = [file for entry in self.partitions for table in entry.tables for file in table.files]
+        for file in (*every, *rows, *(each.file for each in self.feedback)):
             if file.path not in seen:
                 seen.add(file.path)
                 yield file
@@ -190,12 +225,23 @@ def _to_document(manifest: Manifest) -> dict[str, object]:
                 "life": entry.version.life,
                 "number": entry.version.number,
                 "files": [{**_file_document(each.file), "blocks": list(each.blocks)} for each in entry.files],
+                **({"tables": [_table_document(table) for table in entry.tables]} if entry.tables else {}),
             }
             for entry in manifest.partitions
         ],
         "data_ledger": manifest.data_ledger,
         "token_floor": int(manifest.token_floor),
         "feedback": [{"worker": each.worker, **_file_document(each.file)} for each in manifest.feedback],
+    }
+
+
+def _table_document(table: TableEntry) -> dict[str, object]:
+    return {
+        "updates": table.updates,
+        "rows": table.rows,
+        "ids": table.ids,
+        "base": [_file_document(file) for file in table.base],
+        "increments": [_file_document(file) for file in table.increments],
     }
 
 
@@ -292,7 +338,7 @@ def _time(node: Node) -> str:
 def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEntry, ...]:
     found = []
     for index, each in enumerate(node.items(limits.PARTITIONS_MAX)):
-        fields = each.fields(("partition", "life", "number", "files"))
+        fields = each.fields(("partition", "life", "number", "files", *(["tables"] if layout.tables else [])))
         if fields["partition"].number() != index or index >= len(layout.partitions):
             each.refuse(f"partition {index} of {len(layout.partitions)}")
         files = tuple(
@@ -304,10 +350,42 @@ def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEn
         if taken != list(range(len(layout.partitions[index].blocks))):
             fields["files"].refuse(f"each of {len(layout.partitions[index].blocks)} blocks from one file")
         version = Version(fields["life"].number(), fields["number"].number())
-        found.append(PartitionEntry(PartitionId(index), version, files))
+        tables = _tables(fields["tables"], number, index, len(layout.tables)) if layout.tables else ()
+        found.append(PartitionEntry(PartitionId(index), version, files, tables))
     if len(found) != len(layout.partitions):
         node.refuse(f"all {len(layout.partitions)} partitions")
     return tuple(found)
+
+
+def _tables(node: Node, number: int, partition: int, count: int) -> tuple[TableEntry, ...]:
+    found = []
+    for index, each in enumerate(node.items(count)):
+        fields = each.fields(("updates", "rows", "ids", "base", "increments"))
+        name = f"rows-{partition:04d}-{index:04d}-"
+        entry = TableEntry(
+            fields["updates"].number(rows_file.STEP_MAX),
+            fields["rows"].number(limits.TABLE_ROWS_MAX),
+            fields["ids"].number(),
+            tuple(_rows_file(file, number, name) for file in fields["base"].items(limits.ROWS_FILES_MAX)),
+            tuple(_rows_file(file, number, name) for file in fields["increments"].items(limits.ROWS_FILES_MAX)),
+        )
+        if entry.rows > entry.ids:
+            fields["ids"].refuse(f"at least {entry.rows}, as many as rows")
+        if len({file.path for file in entry.files}) != len(entry.files):
+            each.refuse("each file once")
+        found.append(entry)
+    if len(found) != count:
+        node.refuse(f"all {count} tables")
+    return tuple(found)
+
+
+def _rows_file(node: Node, number: int, name: str) -> FileRef:
+    fields = node.fields(("path", "nbytes", "sha256"))
+    file = _file(fields, number)
+    if not file.path.startswith(f"{folder_name(file.number)}/{name}"):
+        fields["path"].refuse(f"a file {name}...")
+    fields["nbytes"].number(limits.ROWS_FILE_BYTES_MAX)
+    return file
 
 
 def _partition_file(node: Node, number: int, partition: PartitionId) -> PartitionFile:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from shardyard.checkpoints import tensors
 from shardyard.checkpoints.storage import Buffer, Storage, Written
+from shardyard.checkpoints.table_state import TableState
 from shardyard.checkpoints.tensors import Array, Contents, TensorSource
 from shardyard.ground.errors import CheckpointDamaged
 from shardyard.ground.limits import LEDGER_SOURCES_MAX, LOGICAL_RANKS_MAX, SEQUENCE_MAX
@@ -73,13 +74,14 @@ class BlockState:
 @dataclass(frozen=True, slots=True)
 class PartitionState:
     """A partition, or what of it changed: blocks by ascending index, the whole ledger, and the floor below which tokens
-    are refused (rule A7)."""
+    are refused (rule A7). `tables`: in the order of the layout's; their rows lie in files of their own."""
 
     partition: PartitionId
     version: Version
     blocks: tuple[BlockState, ...]
     marks: tuple[SourceMark, ...] = ()
     floor: Token = Token(0)
+    tables: tuple[TableState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

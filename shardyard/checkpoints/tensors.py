@@ -46,12 +46,20 @@ _DTYPES: Final = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """An array that shall be written. `fetch` gives its bytes (little-endian, in C order) when its turn comes."""
+    """An array that shall be written. `fetch` gives its bytes (little-endian, in C order) when its turn comes, or
+    `stream` does, a piece at a time."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    fetch: Callable[[], Buffer]
+    fetch: Callable[[], Buffer] | None = None
+    stream: Callable[[], Iterator[Buffer]] | None = None
+
+    def pieces(self) -> Iterator[Buffer]:
+        if self.stream is not None:
+            return self.stream()
+        assert self.fetch is not None
+        return iter([self.fetch()])
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +115,13 @@ def pieces(metadata: Mapping[str, str], sources: Sequence[TensorSource]) -> Iter
     ordered = sorted(sources, key=lambda source: -source.dtype.item_bytes)
     yield _header(metadata, ordered)
     for source in ordered:
-        data = memoryview(source.fetch())
-        assert data.nbytes == source.nbytes, (source.name, data.nbytes, source.nbytes)
-        yield data
+        left = source.nbytes
+        for piece in source.pieces():
+            data = memoryview(piece)
+            left -= data.nbytes
+            assert left >= 0, (source.name, left, source.nbytes)
+            yield data
+        assert left == 0, (source.name, left, source.nbytes)
 
 
 def _header(metadata: Mapping[str, str], sources: Sequence[TensorSource]) -> bytes:

@@ -58,6 +58,10 @@ FREQUENCY_MAX: Final = 0xFFFF
 """A row that was pushed more often counts as pushed so often."""
 TABLES_MAX: Final = 1_024
 """Tables of a job."""
+ROWS_FILE_BYTES_MAX: Final = 256 * MIB
+"""One file with rows of a checkpoint; a table has as many as it needs."""
+ROWS_FILES_MAX: Final = 1_000_000
+"""Such files of one table in one partition."""
 LOOK_UP_IDS_MAX: Final = 1 << 26
 """Ids of one look-up, repeated ones among them."""
 ROWS_PER_PART_MAX: Final = 1 << 24

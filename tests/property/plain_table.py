@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardyard.ground.row_values import initial_rows, row_key
+from shardyard.ground.splitmix import drawn, mixed
 from shardyard.ground.table_settings import Admission, TableSettings
 
 F = np.float32
@@ -25,6 +26,7 @@ class Entry:
 class PlainTable:
     settings: TableSettings
     entries: dict[int, Entry] = field(default_factory=dict)
+    cells: bytearray = field(default_factory=bytearray)
 
     def look_up(self, ids: list[int]) -> Row:
         out = np.zeros((len(ids), self.settings.dim), F)
@@ -37,15 +39,41 @@ class PlainTable:
         return out
 
     def push(self, ids: list[int], gradients: Row | None, step: int, counts: list[int]) -> None:
+        admission = self.settings.admission
+        before = [0] * len(ids)
+        if admission.kind is Admission.ESTIMATE:
+            before = [self.estimate(number, counts[i]) for i, number in enumerate(ids)]
         for i, number in enumerate(ids):
-            entry = self.entries.setdefault(number, Entry(None, 0, 0))
+            if number not in self.entries and not self.is_counted(number, before[i] + counts[i], step):
+                continue
+            entry = self.entries.setdefault(number, Entry(None, before[i], 0))
             entry.frequency = min(entry.frequency + counts[i], 65_535)
             entry.step = max(entry.step, step)
-            admission = self.settings.admission
             if entry.row is None and (admission.kind is not Admission.COUNT or entry.frequency >= admission.threshold):
                 entry.row = np.concatenate([self.initial(number), self.fresh(self.initial(number))])
             if entry.row is not None and gradients is not None:
                 update(self.settings, entry.row, gradients[i], step)
+
+    def is_counted(self, number: int, times: int, step: int) -> bool:
+        """Whether an id without an entry gets one."""
+        admission = self.settings.admission
+        if admission.kind is Admission.CHANCE:
+            key = row_key(row_key(self.settings.seed, self.settings.name), f"{step}")
+            return int(drawn(word_of(number, key), 0)) < min(int(admission.chance * 2.0**64), 2**64 - 1)
+        return admission.kind is not Admission.ESTIMATE or times >= admission.threshold
+
+    def estimate(self, number: int, times: int) -> int:
+        """How often it was counted before, about; and counts it."""
+        size = self.settings.admission.cells
+        if not self.cells:
+            self.cells = bytearray(size)
+        word = int(word_of(number, row_key(self.settings.seed, self.settings.name)))
+        line = ((word >> 32) * (size // 64) >> 32) * 64
+        places = [line + (word >> 6 * probe & 63) for probe in range(4)]
+        fewest = min(self.cells[at] for at in places)
+        for at in places:
+            self.cells[at] = max(self.cells[at], min(fewest + times, 255))
+        return fewest
 
     def initial(self, number: int) -> Row:
         settings = self.settings
@@ -62,6 +90,10 @@ class PlainTable:
         if kind == "ftrl":
             return np.concatenate([-(F(group[1]) / F(group[0])) * values, np.zeros(dim, F)])
         return np.zeros((3 if group[5] else 2) * dim, F)
+
+
+def word_of(number: int, key: int) -> np.uint64:
+    return np.uint64(mixed(np.uint64((number ^ key) & (2**64 - 1))))
 
 
 def update(settings: TableSettings, row: Row, g: Row, step: int) -> None:

@@ -14,6 +14,7 @@ import safetensors.numpy
 import torch
 
 import shardyard as sy
+from shardyard.checkpoints import row_exports
 from shardyard.ground.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -47,7 +48,7 @@ def holds(table: sy.tables.Table, ids: np.ndarray, rows: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_rows_come_back_from_a_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_files, "ROW_GROUP_ROWS", 2)
+    monkeypatch.setattr(row_exports, "ROW_GROUP_ROWS", 2)
     filled().export(tmp_path / "folder" / name)
     table = sy.tables.Table(DIM)
     table.put(torch.tensor([0, 1]), torch.ones(2, DIM))

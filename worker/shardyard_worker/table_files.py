@@ -10,31 +10,32 @@ where rows are kept.
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from shardyard.checkpoints.row_exports import (
+    IDS,
+    PARQUET,
+    ROWS,
+    SAFETENSORS,
+    parquet_pieces,
+    pyarrow,
+    safetensors_pieces,
+)
 from shardyard.checkpoints.storage import LocalStorage, write_file
-from shardyard.checkpoints.tensors import TensorSource, bytes_of, pieces, read_contents, read_tensor
+from shardyard.checkpoints.tensors import read_contents, read_tensor
 from shardyard.ground.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
-    ConfigurationError,
     InvalidRequest,
 )
 from shardyard.ground.types import DType
 from shardyard_worker.own_rows import Rows
 
-SAFETENSORS: Final = ".safetensors"
-PARQUET: Final = ".parquet"
-ROW_GROUP_ROWS: Final = 65_536
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_IDS, _ROWS = "ids", "rows"
 _NO_TABLE: Final = "a table's file has an id, once, and a row of float32 for each"
 _OTHER: Final = "give a file that table.export has written, or one of the same form"
 
@@ -43,14 +44,11 @@ def write(path: Path, every: Rows) -> None:
     """Raises InvalidRequest for another ending, ConfigurationError where pyarrow is not installed,
     StorageUnavailable."""
     if _ending(path) == SAFETENSORS:
-        sources = [
-            TensorSource(_IDS, DType.INT64, every.ids.shape, lambda: bytes_of(every.ids)),
-            TensorSource(_ROWS, DType.FLOAT32, every.rows.shape, lambda: bytes_of(every.rows)),
-        ]
-        write_file(path, pieces({"format": "pt"}, sources))
+        rows, dim = every.rows.shape
+        write_file(path, safetensors_pieces(rows, dim, lambda: iter([(every.ids, every.rows)])))
     else:
-        _pyarrow()
-        write_file(path, _parquet_pieces(every))
+        pyarrow()
+        write_file(path, parquet_pieces(every.rows.shape[1], lambda: iter([(every.ids, every.rows)])))
 
 
 def read(path: Path) -> Rows:
@@ -77,7 +75,7 @@ def _ending(path: Path) -> str:
 def _read_safetensors(path: Path) -> Rows:
     storage = LocalStorage(path.parent)
     contents = read_contents(storage, path.name)
-    ids, rows = contents.tensors.get(_IDS), contents.tensors.get(_ROWS)
+    ids, rows = contents.tensors.get(IDS), contents.tensors.get(ROWS)
     if (
         ids is None
         or rows is None
@@ -86,49 +84,12 @@ def _read_safetensors(path: Path) -> Rows:
         or ids.shape[0] != rows.shape[0]
     ):
         found = {name: (each.dtype.value, each.shape) for name, each in contents.tensors.items()}
-        raise _damaged(path, f"has {found}; expected {_IDS}, int64 of shape (n,), and {_ROWS}, float32 of (n, dim)")
+        raise _damaged(path, f"has {found}; expected {IDS}, int64 of shape (n,), and {ROWS}, float32 of (n, dim)")
     return _checked(path, np.array(read_tensor(storage, path.name, ids)), read_tensor(storage, path.name, rows))
 
 
-class _Sink(io.RawIOBase):
-    """What a writer is given, so that what it has written can be taken piece by piece."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._at = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def write(self, data: Any) -> int:
-        self._pieces.append(bytes(data))
-        self._at += len(self._pieces[-1])
-        return len(self._pieces[-1])
-
-    def taken(self) -> list[bytes]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-
-def _parquet_pieces(every: Rows) -> Iterator[bytes]:
-    arrow, parquet = _pyarrow(), _pyarrow(".parquet")
-    dim, sink = every.rows.shape[1], _Sink()
-    schema = arrow.schema([("id", arrow.int64()), ("row", arrow.list_(arrow.float32(), dim))])
-    with parquet.ParquetWriter(sink, schema) as writer:
-        for begin in range(0, every.ids.size, ROW_GROUP_ROWS):
-            part = slice(begin, begin + ROW_GROUP_ROWS)
-            values = arrow.array(every.rows[part].reshape(-1))
-            columns = [arrow.array(every.ids[part]), arrow.FixedSizeListArray.from_arrays(values, dim)]
-            writer.write_table(arrow.Table.from_arrays(columns, schema=schema))
-            yield from sink.taken()
-    yield from sink.taken()
-
-
 def _read_parquet(path: Path) -> Rows:
-    arrow, parquet = _pyarrow(), _pyarrow(".parquet")
+    arrow, parquet = pyarrow(), pyarrow(".parquet")
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -159,14 +120,3 @@ def _checked(path: Path, ids: Any, rows: Any) -> Rows:
 
 def _damaged(path: Path, what: str) -> CheckpointDamaged:
     return CheckpointDamaged(f"{path} {what}", why=_NO_TABLE, todo=_OTHER)
-
-
-def _pyarrow(part: str = "") -> Any:
-    try:
-        return import_module(f"pyarrow{part}")
-    except ImportError as error:
-        raise ConfigurationError(
-            "the package pyarrow is not installed here",
-            why="it reads and writes Parquet",
-            todo=f"pip install 'shardyard[tables]', or give a path that ends with {SAFETENSORS}",
-        ) from error

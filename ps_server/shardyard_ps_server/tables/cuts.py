@@ -3,13 +3,15 @@
 Owns: a cut's walk and its copies. A cut is made in a moment: the side on which an entry's mark says "copied" changes,
 so that no entry is. Then the walk copies entries and turns their marks; whoever is about to change one that is not
 copied yet copies it first (the cut's log). When the walk is through, all are copied or in the log. Invariants: one cut
-at a time; a cut that is given up finishes its walk, so that the marks agree; the log has no entry twice.
+at a time; a cut that is given up finishes its walk, so that the marks agree; one of which nothing was read leaves the
+chain of checkpoints as it was; the log has no entry twice.
 Must not know: files, checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import enum
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard_ps_server.tables import walks
+from shardyard_ps_server.tables.estimates import CellsThen
 from shardyard_ps_server.tables.layout import (
     AGE_SHIFT,
     CHANGED,
@@ -34,7 +37,10 @@ from shardyard_ps_server.tables.layout import (
 HOMES_PER_STEP: Final = 512
 """Buckets for which a stripe's lock is held."""
 CHUNK_ENTRIES: Final = 4_096
+CHUNK_BYTES: Final = 16 << 20
+"""Of rows; those of a large dim come in smaller chunks."""
 _STEP_ENTRIES: Final = 2 * HOMES_PER_STEP
+_NOBODY: Final[Numbers] = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +67,42 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What a cut is told. `generation`: 0, it is not one in a chain of checkpoints. `only_changed`: entries that have
-    not changed since the last generation are left out. `unit`: the last one, each of `step_unit` steps."""
+    not changed since the last generation are left out. `updates`: the number of the last one. `rows`, `entries`: how
+    many there are."""
 
     generation: int
     only_changed: bool
-    removed: Numbers
-    cells: npt.NDArray[np.uint8] | None
-    unit: int
+    removed: Sequence[Numbers]
+    cells: CellsThen | None
+    updates: int
+    rows: int
+    entries: int
     step_unit: int
     dim: int
 
+    @property
+    def unit(self) -> int:
+        return self.updates // self.step_unit
+
+
+class Ending(enum.Enum):
+    """How much of a cut was read."""
+
+    ALL = "all"
+    SOME = "some"
+    NOTHING = "nothing"
+
 
 class Cut:
-    """Iterate once; `close` it if not all of it is wanted. `removed`: ids that are to be taken out before the chunks go
-    in (only_changed). `cells`: the filter of ids that have no row yet, where there is one."""
+    """Iterate once, then `close`, or before if not all of it is wanted. `removed`: ids that are to be taken out before
+    the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one, until the cut
+    is closed. `updates`, `rows`, `entries`: as in Moment."""
 
-    def __init__(self, memory: Memory, moment: Moment, end: Callable[[bool], None]) -> None:
-        self._memory, self._moment, self._end = memory, moment, end
+    def __init__(
+        self, memory: Memory, moment: Moment, end: Callable[[Ending], None], close: Callable[[], None]
+    ) -> None:
+        self._memory, self._moment, self._end, self._let_go = memory, moment, end, close
+        self._begun = False
         self._cursor, self._over, self._ended = np.uint64(0), False, False
         self._chunks = self._copies()
 
@@ -91,11 +116,27 @@ class Cut:
 
     @property
     def removed(self) -> Numbers:
-        return self._moment.removed
+        return np.concatenate([_NOBODY, *self._moment.removed])
 
     @property
     def cells(self) -> npt.NDArray[np.uint8] | None:
-        return self._moment.cells
+        return None if self._moment.cells is None else self._moment.cells.whole()
+
+    def cell_pieces(self) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+        """The filter a piece at a time, each with the number of its first cell; nothing where there is no filter."""
+        return iter(()) if self._moment.cells is None else self._moment.cells.pieces()
+
+    @property
+    def updates(self) -> int:
+        return self._moment.updates
+
+    @property
+    def rows(self) -> int:
+        return self._moment.rows
+
+    @property
+    def entries(self) -> int:
+        return self._moment.entries
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks
@@ -107,26 +148,30 @@ class Cut:
         self.close()
 
     def close(self) -> None:
-        """Marks agree after it. A cut of which not all was read is none in the chain of checkpoints."""
+        """Marks agree after it. A cut of which not all was read is none in the chain of checkpoints, and breaks it if
+        something was."""
         self._chunks.close()
         if not self._ended:
             self._ended = True
-            words, records = self._buffers(_STEP_ENTRIES)
+            words, records = self._buffers(min(_STEP_ENTRIES, max(1, CHUNK_BYTES // (4 * self._memory.slab.shape[1]))))
             while not self._over:
-                self._step(words, records)
-            self._end(False)
+                self._step(words, records, clear=self._begun)
+            self._end(Ending.SOME if self._begun else Ending.NOTHING)
+        self._let_go()
 
     def _copies(self) -> Generator[Chunk, None, None]:
+        self._begun = True
+        many = max(1, min(CHUNK_ENTRIES, CHUNK_BYTES // (4 * self._memory.slab.shape[1])))
         while not self._over:
-            words, records = self._buffers(CHUNK_ENTRIES + _STEP_ENTRIES)
+            words, records = self._buffers(many + min(many, _STEP_ENTRIES))
             n = 0
-            while n < CHUNK_ENTRIES and not self._over:
+            while n < many and not self._over:
                 n += self._step(words[n:], records[n:])
             if n:
                 yield self._chunk(words[:n], records[:n])
         logged = int(self._memory.shared[LOGGED])
-        for at in range(0, logged, CHUNK_ENTRIES):
-            end = min(at + CHUNK_ENTRIES, logged)
+        for at in range(0, logged, many):
+            end = min(at + many, logged)
             words = self._memory.log_words[3 * at : 3 * end].reshape(-1, 3)
             records = self._memory.log_rows[at:end]
             if self._moment.only_changed:
@@ -135,19 +180,19 @@ class Cut:
             if words.size:
                 yield self._chunk(words, records)
         self._ended = True
-        self._end(True)
+        self._end(Ending.ALL)
 
     def _buffers(self, n: int) -> tuple[Words, Floats]:
         return np.empty((n, 3), np.uint64), np.empty((n, self._memory.slab.shape[1]), np.float32)
 
-    def _step(self, words: Words, records: Floats) -> int:
-        """Copies some entries to the front of the arrays; how many."""
+    def _step(self, words: Words, records: Floats, *, clear: bool = True) -> int:
+        """Copies some entries to the front of the arrays; how many. `clear`: they count as not changed from then on."""
         n, cursor, self._over = walks.copy_some(
             self._memory,
             self._cursor,
             HOMES_PER_STEP,
             self._moment.only_changed,
-            self._moment.generation > 0,
+            clear and self._moment.generation > 0,
             words.reshape(-1),
             records,
         )

@@ -1,13 +1,15 @@
 """How often ids were pushed, about: a counting Bloom filter (Fan et al., Summary Cache, IEEE/ACM Transactions on
 Networking 8, 2000), of which an id has four cells in one cache line. Counts are never too low.
 
-Owns: the cells, and their lock. Invariant: cells are a function of what was counted, in any order, but for none of a
-table's private seeds. Must not know: rows.
+Owns: the cells, their lock, and the cells as they were at one moment. Invariants: cells are a function of what was
+counted, in any order, but for none of a table's private seeds; a moment takes as long whatever the number of cells,
+since what changes after it is copied before, a piece at a time. Must not know: rows.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +20,46 @@ from shardyard.ground.errors import TableError
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.splitmix import mixed
 from shardyard_ps_server.tables.layout import Numbers
+from shardyard_ps_server.tables.memory import reserve
 
 Cells = npt.NDArray[np.uint8]
 CELL_MAX: Final = 255
 _LINE: Final = 64
 _PROBES: Final = 4
 _WITHIN: Final = np.uint64(_LINE - 1)
+PIECE_CELLS: Final = 1 << 16
+"""So many are copied at a time; lines do not cross pieces."""
+
+
+class CellsThen:
+    """A filter as it was when `Estimates.cut` gave it, until that is asked for another one, or `end` was called."""
+
+    def __init__(self, cells: Cells, lock: threading.Lock) -> None:
+        self._cells, self._lock = cells, lock
+        self.copies: Cells = reserve(cells.size, np.uint8)
+        self.kept: Cells = np.zeros(-(-cells.size // PIECE_CELLS), np.uint8)
+        self.over = False
+
+    def pieces(self) -> Iterator[tuple[int, Cells]]:
+        """All cells, a piece at a time, each with the number of its first."""
+        for at in range(self.kept.size):
+            begin = at * PIECE_CELLS
+            with self._lock:
+                assert not self.over, "a filter of a cut that has ended"
+                self.keep(at)
+            yield begin, self.copies[begin : begin + PIECE_CELLS]
+
+    def whole(self) -> Cells:
+        return np.concatenate([piece for _, piece in self.pieces()])
+
+    def keep(self, at: int) -> None:
+        if not self.kept[at]:
+            part = slice(at * PIECE_CELLS, (at + 1) * PIECE_CELLS)
+            self.copies[part] = self._cells[part]
+            self.kept[at] = 1
+
+
+_NO_CELLS: Final[Cells] = np.empty(0, np.uint8)
 
 
 class Estimates:
@@ -31,6 +67,7 @@ class Estimates:
         self._cells: Cells = np.zeros(cells, np.uint8)
         self._key = np.uint64(key)
         self._changing = threading.Lock()
+        self._then: CellsThen | None = None
 
     @property
     def nbytes(self) -> int:
@@ -41,26 +78,48 @@ class Estimates:
         before = np.empty(ids.size, np.int64)
         given = np.ones(ids.size, np.int64) if counts is None else writable(counts)
         with self._changing:
-            _count(self._cells, self._key, writable(ids), given, before)
+            then = self._then
+            copies, kept = (_NO_CELLS, _NO_CELLS) if then is None else (then.copies, then.kept)
+            _count(self._cells, self._key, writable(ids), given, before, copies, kept)
         return before
 
-    def copy(self) -> Cells:
+    def cut(self) -> CellsThen:
+        """The cells as they are now, for who reads them while others count; the one before is over."""
+        then = CellsThen(self._cells, self._changing)
         with self._changing:
-            return self._cells.copy()
+            if self._then is not None:
+                self._then.over = True
+            self._then = then
+        return then
 
-    def load(self, cells: Cells) -> None:
-        if cells.dtype != np.uint8 or cells.shape != self._cells.shape:
+    def end(self, then: CellsThen) -> None:
+        """Nobody reads it any more."""
+        with self._changing:
+            then.over = True
+            if self._then is then:
+                self._then = None
+
+    def load(self, cells: Cells, begin: int | None = None) -> None:
+        """All cells, or those from `begin` on."""
+        size = self._cells.size
+        fits = cells.shape == (size,) if begin is None else cells.ndim == 1 and 0 <= begin <= size - cells.size
+        if cells.dtype != np.uint8 or not fits:
             raise TableError(
                 f"a filter of {cells.dtype} {cells.shape} for one of uint8 {self._cells.shape}",
                 todo="restore with the admission settings that the checkpoint was taken with",
             )
+        first = begin or 0
         with self._changing:
-            self._cells[:] = cells
+            if self._then is not None and cells.size:
+                for at in range(first // PIECE_CELLS, (first + cells.size - 1) // PIECE_CELLS + 1):
+                    self._then.keep(at)
+            self._cells[first : first + cells.size] = cells
 
 
 @compiled
-def _count(cells: Any, key: np.uint64, ids: Numbers, counts: Numbers, before: Numbers) -> None:
-    """Only the smallest cells of an id rise (conservative update): the others have counted more already."""
+def _count(cells: Any, key: np.uint64, ids: Numbers, counts: Numbers, before: Numbers, copies: Any, kept: Any) -> None:
+    """Only the smallest cells of an id rise (conservative update): the others have counted more already. `copies` and
+    `kept`: of a moment whose pieces are copied before they change; empty without one."""
     lines = np.uint64(cells.size // _LINE)
     for i in range(ids.size):
         word = mixed(np.uint64(ids[i]) ^ key)
@@ -70,6 +129,11 @@ def _count(cells: Any, key: np.uint64, ids: Numbers, counts: Numbers, before: Nu
             fewest = min(fewest, np.int64(cells[line + np.int64((word >> np.uint64(6 * probe)) & _WITHIN)]))
         before[i] = fewest
         after = min(fewest + counts[i], CELL_MAX)
+        piece = line // PIECE_CELLS
+        if kept.size > 0 and kept[piece] == 0:
+            for cell in range(piece * PIECE_CELLS, min((piece + 1) * PIECE_CELLS, cells.size)):
+                copies[cell] = cells[cell]
+            kept[piece] = 1
         for probe in range(_PROBES):
             at = line + np.int64((word >> np.uint64(6 * probe)) & _WITHIN)
             if cells[at] < after:

@@ -1,6 +1,6 @@
 """Optimizer arithmetic on rows: one pass over a row's values and state for each update rule.
 
-Owns: the loops, and how settings become a rule, its state and its scalars. Invariants: operations are those of
+Owns: the loops, and how settings become a rule and its scalars. Invariants: operations are those of
 shardyard_ps_server.kernels, one by one, in float32, so a row that is pushed at every step has the bits of a dense
 variable; a row that is not pushed stays as it is (lazy: no decay, no momentum goes on). Scalars are computed in double
 precision and rounded last. Must not know: ids, buckets, locks.
@@ -37,35 +37,11 @@ _unpacked: Any = to_fixed_tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A part of a row's state. `whole`: as long as the values; else one number. `name` is torch's for it."""
-
-    name: str
-    initial: float = 0.0
-    whole: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Rule:
     """What loops are given: a code, and scalars in the order in which the rule unpacks them."""
 
     code: int
     scalars: Floats
-
-
-def slots_of(kind: str, settings: Sequence[float]) -> tuple[Slot, ...]:
-    """The state of a row, in its order."""
-    if kind == "sgd":
-        _, momentum, *_ = settings
-        return (Slot("momentum_buffer"),) if momentum != 0 else ()
-    if kind in ("adagrad", "rowwise_adagrad"):
-        *_, initial, _, _ = settings
-        return (Slot("sum", initial, whole=kind == "adagrad"),)
-    if kind == "ftrl":
-        return (Slot("z"), Slot("n"))
-    *_, amsgrad, _ = settings
-    moments = (Slot("exp_avg"), Slot("exp_avg_sq"))
-    return (*moments, Slot("max_exp_avg_sq")) if amsgrad else moments
 
 
 def rule_of(kind: str, settings: Sequence[float], step: int) -> Rule:

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from shardyard.ground.row_values import row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
 from shardyard_ps_server.tables import loops, rules
 from shardyard_ps_server.tables.batches import Batches
-from shardyard_ps_server.tables.cuts import Chunk, Cut, Moment
+from shardyard_ps_server.tables.cuts import Chunk, Cut, Ending, Moment
 from shardyard_ps_server.tables.estimates import Estimates
 from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry
 from shardyard_ps_server.tables.gate import Gate
@@ -54,13 +54,21 @@ STEP_MAX: Final = (1 << 47) - 1
 _NOBODY: Final[Numbers] = np.empty(0, np.int64)
 
 
+class _Chain(NamedTuple):
+    """What is known of changes after a cut: since which generation, whether at all, and which ids were removed."""
+
+    generation: int
+    known: bool
+    removed: list[Numbers]
+
+
 class Table:
     """Raises TableError where the address space for `rows_max` rows is refused."""
 
     def __init__(self, settings: TableSettings) -> None:
         self.settings = settings
-        self.slots = rules.slots_of(settings.optimizer, settings.group)
-        self._state = sum(settings.dim if slot.whole else 1 for slot in self.slots)
+        self.slots = row_optimizers.slots_of(settings.optimizer, settings.group)
+        self._state = sum(slot.width(settings.dim) for slot in self.slots)
         self._memory = self._reserve()
         self._retirement = Retirement()
         self._stripes = Stripes(self._memory, self._retirement)
@@ -70,8 +78,10 @@ class Table:
         self._counting = threading.Lock()
         """Of what is below: short, and never around a loop."""
         self._promised = 0
-        self._unit = 0
+        self._updates = 0
         self._group = settings.group
+        self._generations = int.from_bytes(os.urandom(6), "little")
+        """No two tables have the same: who remembers one of a table that is no more finds it at none."""
         self._generation = 0
         self._chained = False
         self._removed: list[Numbers] = []
@@ -105,9 +115,19 @@ class Table:
         return rows + self._stripes.nbytes + (0 if self._estimates is None else self._estimates.nbytes)
 
     @property
+    def updates(self) -> int:
+        """The number of the last update."""
+        return self._updates
+
+    @property
     def generation(self) -> int:
         """Of the last cut for a checkpoint."""
         return self._generation
+
+    @property
+    def known_since(self) -> int | None:
+        """The generation after which it is known what has changed, if there is one."""
+        return self._generation if self._chained else None
 
     def look_up(self, ids: Ids, out: Floats) -> None:
         """out[i] becomes the values of the row of ids[i], an id without a row its initial values (or zeros, as the
@@ -200,16 +220,22 @@ class Table:
             memory = self._memory
             batch = self._batches.arrange(memory, ids, self._stripes.count)
             with self._room_for(batch, ids):
-                self._advance(int(units.max()) if n else 0)
+                self._advance(int(steps.max()) if n else 0)
                 self._repeat(
                     lambda: int(loops.restore(memory, batch, records, writable(frequencies), units, self._turn()))
                 )
 
-    def load_cells(self, cells: npt.NDArray[np.uint8]) -> None:
-        """Puts a cut's filter in."""
+    def load_cells(self, cells: npt.NDArray[np.uint8], begin: int | None = None) -> None:
+        """Puts a cut's filter in, or a piece of it, whose first cell is number `begin`."""
         if self._estimates is None:
             raise TableError("a filter for a table whose ids are not admitted by estimate")
-        self._estimates.load(cells)
+        self._estimates.load(cells, begin)
+
+    def resume(self, updates: int) -> None:
+        """After rows were loaded: that was the number of the last update."""
+        if not self._updates <= updates <= STEP_MAX:
+            raise TableError(f"update number {updates} as the last, of a table that has seen {self._updates}")
+        self._advance(updates)
 
     # ---- expiring
 
@@ -246,7 +272,7 @@ class Table:
 
     def items(self) -> Iterator[Chunk]:
         """All entries as they are now, in chunks, while pushes go on. Raises NotReady while another cut is taken."""
-        with self._cut_now(generation=0, only_changed=False) as cut:
+        with self._cut_now(in_chain=False, only_changed=False) as cut:
             yield from cut
 
     def cut(self, since: int | None = None) -> Cut:
@@ -259,9 +285,9 @@ class Table:
                 + (f"generation {self._generation}" if self._chained else "no generation"),
                 todo="take a cut of all",
             )
-        return self._cut_now(generation=self._generation + 1, only_changed=since is not None)
+        return self._cut_now(in_chain=True, only_changed=since is not None)
 
-    def _cut_now(self, *, generation: int, only_changed: bool) -> Cut:
+    def _cut_now(self, *, in_chain: bool, only_changed: bool) -> Cut:
         with self._gate.alone():
             if self._cut is not None:
                 raise NotReady("a cut of this table is being taken")
@@ -273,30 +299,42 @@ class Table:
             )
             shared[SIDE] ^= int(MARK)
             shared[LOGGED] = 0
-            removed = _NOBODY
-            if generation:
-                removed = np.concatenate([_NOBODY, *self._removed]) if only_changed else _NOBODY
-                self._removed.clear()
-                self._generation, self._chained = generation, True
+            before = _Chain(self._generation, self._chained, self._removed)
+            generation = 0
+            if in_chain:
+                self._generations += 1
+                generation = self._generation = self._generations
+                self._chained, self._removed = True, []
+            cells = None if self._estimates is None or not in_chain else self._estimates.cut()
             moment = Moment(
                 generation,
                 only_changed,
-                removed,
-                None if self._estimates is None else self._estimates.copy(),
-                self._unit,
+                before.removed if only_changed else (),
+                cells,
+                self._updates,
+                self.rows,
+                entries,
                 self._step_unit,
                 self.settings.dim,
             )
-            self._cut = Cut(self._memory, moment, lambda whole: self._end_cut(generation, whole))
+
+            def let_go() -> None:
+                if cells is not None and self._estimates is not None:
+                    self._estimates.end(cells)
+
+            self._cut = Cut(self._memory, moment, lambda ending: self._end_cut(generation, ending, before), let_go)
             return self._cut
 
-    def _end_cut(self, generation: int, whole: bool) -> None:
+    def _end_cut(self, generation: int, ending: Ending, before: _Chain) -> None:
         with self._gate.alone():
             self._cut = None
             self._memory = self._memory._replace(**_no_log(self._memory.slab.shape[1]))
-            if generation and not whole:
-                self._chained = False
-                self._removed.clear()
+            if not generation or ending is Ending.ALL:
+                return
+            since, self._removed = self._removed, []
+            self._generation, self._chained = before.generation, before.known and ending is Ending.NOTHING
+            if self._chained:
+                self._removed = [*before.removed, *since]
 
     # ---- inside
 
@@ -315,7 +353,7 @@ class Table:
     def _reserve(self) -> Memory:
         settings, stride = self.settings, self.settings.dim + self._state
         slab = reserve(4 * stride * settings.rows_max, np.float32).reshape(-1, stride)
-        fresh = [np.full(settings.dim if slot.whole else 1, slot.initial, np.float32) for slot in self.slots]
+        fresh = [np.full(slot.width(settings.dim), slot.initial, np.float32) for slot in self.slots]
         return Memory(
             seeds=np.frombuffer(bytearray(os.urandom(16)), np.uint64),
             directory=np.zeros(SLOTS, np.int16),
@@ -348,7 +386,7 @@ class Table:
             memory = self._memory
             batch = self._batches.arrange(memory, ids, self._stripes.count)
             with self._room_for(batch, ids):
-                self._advance(unit)
+                self._advance(step)
                 pushed = loops.Pushed(
                     rule.code,
                     gradients is not None,
@@ -372,9 +410,9 @@ class Table:
         share = min(int(admission.chance * 2.0**64), 2**64 - 1)
         return loops.Entrance(admission.kind.value, admission.threshold, np.uint64(share), np.uint64(drawn))
 
-    def _advance(self, unit: int) -> None:
+    def _advance(self, step: int) -> None:
         with self._counting:
-            self._unit = max(self._unit, unit)
+            self._updates = max(self._updates, step)
 
     def _tell_removed(self, ids: Numbers) -> None:
         with self._counting:

@@ -111,17 +111,33 @@ class CheckpointFile(_message.Message):
     blocks: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class TableFiles(_message.Message):
+    __slots__ = ("updates", "rows", "ids", "base", "increments")
+    UPDATES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    INCREMENTS_FIELD_NUMBER: _ClassVar[int]
+    updates: int
+    rows: int
+    ids: int
+    base: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    increments: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
+    def __init__(self, updates: _Optional[int] = ..., rows: _Optional[int] = ..., ids: _Optional[int] = ..., base: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., increments: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+
 class RestoredPartition(_message.Message):
-    __slots__ = ("partition", "version", "files", "logs")
+    __slots__ = ("partition", "version", "files", "logs", "tables")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
     LOGS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     partition: int
     version: _common_pb2.Version
     files: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
     logs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., logs: _Optional[_Iterable[int]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableFiles]
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., logs: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[TableFiles, _Mapping]]] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("url", "partitions", "number", "job")
@@ -162,16 +178,18 @@ class SaveCheckpointRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., url: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., base: _Optional[int] = ..., wait_ms: _Optional[int] = ..., oldest: _Optional[int] = ..., logs: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SavedPartition(_message.Message):
-    __slots__ = ("partition", "version", "file", "token")
+    __slots__ = ("partition", "version", "file", "token", "tables")
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     partition: int
     version: _common_pb2.Version
     file: CheckpointFile
     token: int
-    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., file: _Optional[_Union[CheckpointFile, _Mapping]] = ..., token: _Optional[int] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableFiles]
+    def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., file: _Optional[_Union[CheckpointFile, _Mapping]] = ..., token: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableFiles, _Mapping]]] = ...) -> None: ...
 
 class SaveCheckpointReply(_message.Message):
     __slots__ = ("partitions",)

@@ -1,0 +1,68 @@
+"""The tables of one partition: made with it, or as a checkpoint has them, and cut together.
+
+Owns: how they come to be, and that cuts are of all or none. Invariant: tables that are given out are whole. Must not
+know: pushes, ledgers, when a partition is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardyard.checkpoints.rows_file import Cells, Removed
+from shardyard.checkpoints.table_state import TableState
+from shardyard.ground.errors import CheckpointDamaged, ShardyardError, TableError
+from shardyard.ground.types import JobLayout
+from shardyard_ps_server.tables.cuts import Cut
+from shardyard_ps_server.tables.table import Table
+
+Tables = Mapping[str, Table]
+Since = Mapping[str, int]
+"""Of tables by name, the generation of a cut of which not more than what has changed after it is wanted."""
+
+
+def make_tables(layout: JobLayout) -> Tables:
+    """Empty ones. Raises TableError where address space is refused."""
+    return {settings.name: Table(settings) for settings in layout.tables}
+
+
+def read_tables(states: tuple[TableState, ...]) -> Tables:
+    """As a checkpoint has them, read one file at a time. Raises CheckpointDamaged, CheckpointNotFound,
+    StorageUnavailable, TableError where address space is refused."""
+    return {state.settings.name: _read(state) for state in states}
+
+
+def cut_tables(tables: Tables, since: Since) -> Mapping[str, Cut]:
+    """Of one moment, where nothing is pushed meanwhile. A table of which it is not known what has changed since then is
+    cut whole. Raises NotReady where somebody reads a whole table, TableError; then none is cut."""
+    found: dict[str, Cut] = {}
+    try:
+        for name, table in tables.items():
+            known = since.get(name)
+            found[name] = table.cut(known if known == table.known_since else None)
+    except ShardyardError:
+        for cut in found.values():
+            cut.close()
+        raise
+    return found
+
+
+def _read(state: TableState) -> Table:
+    table = Table(state.settings)
+    called = f"table {state.settings.name!r} of partition {state.partition} in {state.storage.locate(state.folder)}"
+    try:
+        for part in state.parts():
+            if isinstance(part, Removed):
+                table.remove(part.ids)
+            elif isinstance(part, Cells):
+                table.load_cells(part.cells, part.begin)
+            else:
+                table.load(part.ids, part.values, part.state, part.frequencies, part.steps)
+        table.resume(state.entry.updates)
+    except TableError as error:  # files that are whole, each by itself, and do not fit together
+        raise CheckpointDamaged(f"{called}: {error.what}") from error
+    found, expected = (table.rows, table.entries), (state.entry.rows, state.entry.ids)
+    if found != expected:
+        raise CheckpointDamaged(
+            f"{called} has {found[0]} rows and {found[1]} ids; the manifest says {expected[0]} and {expected[1]}"
+        )
+    return table

@@ -1,0 +1,228 @@
+"""Some rows of a table in one partition, in a safetensors file of bounded size. A table lies in as many as it needs.
+
+A file is of one kind. `entries`:
+
+    ids           int64 (n,)         of this partition, each once
+    values        float32 (m, dim)   of the first m ids; the others are counted, and have no row yet
+    SLOT          float32 (m, dim)   optimizer state, for each slot of the table's optimizer; some have (m, 1)
+    frequencies   int32 (n,)         how often each was pushed, 1 to 65,535
+    steps         int64 (n,)         the number of the update that pushed each last
+
+`removed`: `ids`, which are to be taken out. `cells`: `cells`, uint8 (n,), of the filter of ids that have no row yet;
+the text `begin` says from which cell on.
+
+A table at one moment is a base, which has all of it, and files that follow, each of which says what has changed after
+the ones before: put in one after the other, they give the table. So nothing has to be known of a table's size before
+its first file is written, nor has more than one file to be in memory.
+
+Owns: names, shapes and texts of such a file. Invariants: what is read is of that table and partition, and fits its
+settings; memory is asked for after shapes were held against those. Must not know: manifests, URLs, how rows are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.checkpoints import tensors
+from shardyard.checkpoints.storage import Buffer, Storage, Written
+from shardyard.checkpoints.tensors import Array, Contents, TensorSource
+from shardyard.ground.errors import CheckpointDamaged
+from shardyard.ground.limits import FREQUENCY_MAX, ROWS_FILE_BYTES_MAX
+from shardyard.ground.row_ids import partition_of
+from shardyard.ground.row_optimizers import Slot, slots_of
+from shardyard.ground.table_settings import Admission, TableSettings
+from shardyard.ground.types import DType, JobLayout, PartitionId
+
+FORMAT: Final = "shardyard-rows"
+FORMAT_VERSION: Final = "1"
+STEP_MAX: Final = (1 << 47) - 1
+IDS, VALUES, FREQUENCIES, STEPS, CELLS = "ids", "values", "frequencies", "steps", "cells"
+
+_ENTRIES, _REMOVED, _CELLS = "entries", "removed", "cells"
+_NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}")
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """`ids`, int64 (n,); `values`, float32 (m, dim), and `state`, float32 (m, width of all slots), of the first m of
+    them; `frequencies` and `steps`, int64 (n,)."""
+
+    ids: Ids
+    values: Floats
+    state: Floats
+    frequencies: Ids
+    steps: Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Removed:
+    """`ids`, int64 (n,)."""
+
+    ids: Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """uint8 (n,), from cell `begin` on."""
+
+    begin: int
+    cells: npt.NDArray[np.uint8]
+
+
+Part = Entries | Removed | Cells
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which table of which partition a file is of. `base`: it is of the files that have all of the table."""
+
+    layout: JobLayout
+    partition: PartitionId
+    table: int
+    base: bool
+
+    @property
+    def settings(self) -> TableSettings:
+        return self.layout.tables[self.table]
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return slots_of(self.settings.optimizer, self.settings.group)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of an id with a row."""
+        dim = self.settings.dim
+        return 8 + 4 + 8 + 4 * (dim + sum(slot.width(dim) for slot in self.slots))
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "partition": str(self.partition),
+            "table": self.settings.name,
+            "base": str(int(self.base)),
+        }
+
+
+# ---- writing
+
+
+def pieces(place: Place, part: Part) -> Iterator[Buffer]:
+    """The file, for Storage.write."""
+    if isinstance(part, Removed):
+        return tensors.pieces({**place.texts, "kind": _REMOVED}, [_source(IDS, part.ids)])
+    if isinstance(part, Cells):
+        texts = {**place.texts, "kind": _CELLS, "begin": str(part.begin)}
+        return tensors.pieces(texts, [_source(CELLS, part.cells)])
+    sources = [_source(IDS, part.ids), _source(VALUES, part.values)]
+    begin = 0
+    for slot in place.slots:
+        width = slot.width(place.settings.dim)
+        sources.append(_source(slot.name, part.state[:, begin : begin + width]))
+        begin += width
+    sources += [_source(FREQUENCIES, part.frequencies.astype(np.int32)), _source(STEPS, part.steps)]
+    return tensors.pieces({**place.texts, "kind": _ENTRIES}, sources)
+
+
+def _source(name: str, array: Array) -> TensorSource:
+    return TensorSource(name, DType(array.dtype.name), array.shape, partial(tensors.bytes_of, array))
+
+
+# ---- reading
+
+
+def read(storage: Storage, path: str, expected: Written, place: Place) -> Part:
+    """What a file has, every byte of it checked. Raises CheckpointDamaged naming the file, CheckpointNotFound,
+    StorageUnavailable."""
+    where = storage.locate(path)
+    if expected.nbytes > ROWS_FILE_BYTES_MAX:
+        raise CheckpointDamaged(
+            f"{where} of {expected.nbytes} bytes; rows lie in files of at most {ROWS_FILE_BYTES_MAX}"
+        )
+    contents, arrays = tensors.read_file(storage, path, expected, lambda _: True, partial(_check, where, place))
+    kind = contents.metadata["kind"]
+    if kind == _CELLS:
+        return Cells(int(contents.metadata["begin"]), arrays[CELLS])
+    ids = arrays[IDS]
+    _check_ids(where, place, ids)
+    if kind == _REMOVED:
+        return Removed(ids)
+    frequencies, steps = arrays[FREQUENCIES].astype(np.int64), arrays[STEPS]
+    for name, found, least, most in (FREQUENCIES, frequencies, 1, FREQUENCY_MAX), (STEPS, steps, 0, STEP_MAX):
+        if found.size and not (least <= found.min() and found.max() <= most):
+            raise CheckpointDamaged(
+                f"{where} has {name!r} from {found.min()} to {found.max()}; expected {least} to {most}"
+            )
+    values = arrays[VALUES]
+    state = np.hstack([values[:, :0], *(arrays[slot.name] for slot in place.slots)])
+    return Entries(ids, values, state, frequencies, steps)
+
+
+def _check(where: str, place: Place, contents: Contents) -> None:
+    """Texts and shapes, before memory is asked for."""
+
+    def damaged(what: str) -> NoReturn:
+        raise CheckpointDamaged(f"{where} {what}")
+
+    said = contents.metadata
+    for name, text in place.texts.items():
+        if said.get(name) != text:
+            damaged(f"says of its {name} {said.get(name, '')[:100]!r}; expected {text!r}")
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in contents.tensors.items()}
+    n, m = _rows(found, IDS), _rows(found, VALUES)
+    kind = said.get("kind")
+    if kind == _ENTRIES:
+        if n < m:
+            damaged(f"has {m} rows for {n} ids")
+        dim = place.settings.dim
+        widths = {VALUES: dim, **{slot.name: slot.width(dim) for slot in place.slots}}
+        expected = {
+            IDS: (DType.INT64, (n,)),
+            **{name: (DType.FLOAT32, (m, width)) for name, width in widths.items()},
+            FREQUENCIES: (DType.INT32, (n,)),
+            STEPS: (DType.INT64, (n,)),
+        }
+    elif kind == _REMOVED:
+        expected = {IDS: (DType.INT64, (n,))}
+    elif kind == _CELLS:
+        admission, length, begin = place.settings.admission, _rows(found, CELLS), said.get("begin", "")
+        size = admission.cells if admission.kind is Admission.ESTIMATE else 0
+        if not _NUMBER.fullmatch(begin) or int(begin) + length > size:
+            damaged(f"has {length} cells from {begin[:100]!r} on, of a filter of {size}")
+        expected = {CELLS: (DType.UINT8, (length,))}
+    else:
+        damaged(f"is of the kind {str(kind)[:100]!r}; expected {_ENTRIES}, {_REMOVED} or {_CELLS}")
+    if found != expected:
+        differing = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        damaged(
+            f"has other arrays than rows of table {place.settings.name!r} have: {', '.join(differing)[:200]} of"
+            f" {[found.get(name) for name in differing[:8]]}; expected {[expected.get(name) for name in differing[:8]]}"
+        )
+
+
+def _rows(found: dict[str, tuple[DType, tuple[int, ...]]], name: str) -> int:
+    shape = found[name][1] if name in found else ()
+    return shape[0] if shape else 0
+
+
+def _check_ids(where: str, place: Place, ids: Ids) -> None:
+    partitions = len(place.layout.partitions)
+    strangers = ids[partition_of(ids, partitions) != place.partition]
+    if strangers.size:
+        raise CheckpointDamaged(f"{where} has id {strangers[0]}, which partition {place.partition} cannot have")
+    met = np.sort(ids)
+    again = met[1:][met[1:] == met[:-1]]
+    if again.size:
+        raise CheckpointDamaged(f"{where} has id {again[0]} twice")
