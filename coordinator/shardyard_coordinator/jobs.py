@@ -579,7 +579,7 @@ class Job:
     def register_variables(self, registered: VariablesRegistered, servers: Sequence[Server]) -> list[Effect]:
         """Replies, or creates partitions: then ask again."""
         worker, variables, optimizer = registered.caller.incarnation, registered.variables, registered.optimizer
-        tables.check_settings(registered.tables, self.settings, has_storage=self.keeping.book.url is not None)
+        tables.check_settings(registered.tables, self.settings)
         effects: list[Effect] = []
         if self.keeping.origin is not None:
             self.keeping.check_fits(variables, optimizer, registered.tables)

@@ -36,8 +36,8 @@ _STATES: Final = 4
 """A row with its optimizer state has at most so many times its values."""
 
 
-def check_settings(tables: Tables, settings: JobSettings, *, has_storage: bool) -> None:
-    """Raises ConfigurationError for a job that cannot have tables. `has_storage`: it is written into checkpoints."""
+def check_settings(tables: Tables, settings: JobSettings) -> None:
+    """Raises ConfigurationError for a job that cannot have tables."""
     if not tables:
         return
     for cannot, what, why, todo in (
@@ -57,13 +57,7 @@ def check_settings(tables: Tables, settings: JobSettings, *, has_storage: bool) 
             settings.durability is Durability.WAL,
             "in a job with job.durability wal",
             "logs do not have rows yet",
-            "set job.durability to checkpoint, and job.checkpoint.url to never",
-        ),
-        (
-            has_storage,
-            "in a job that is written into checkpoints",
-            "checkpoints do not have rows yet, and a job that came back without them would train something else",
-            "set job.checkpoint.url to never: rows, and the job with them, are then lost with a server",
+            "set job.durability to checkpoint",
         ),
     ):
         if cannot:

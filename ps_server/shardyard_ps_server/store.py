@@ -431,7 +431,7 @@ class Store:
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
-            _check_tables(job, mode, durability, restore, stale)
+            _check_tables(job, mode, durability, stale)
             with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
                 warm()
         logs = self._logs
@@ -1189,14 +1189,11 @@ def _by_partition(layout: JobLayout, order: PushOrder, rows: Bytes) -> dict[Part
     return found
 
 
-def _check_tables(
-    job: JobId, mode: UpdateMode, durability: Durability, restore: Restore, stale: StaleRule | None
-) -> None:
+def _check_tables(job: JobId, mode: UpdateMode, durability: Durability, stale: StaleRule | None) -> None:
     """Raises InvalidRequest for what rows cannot be part of."""
     for cannot, what in (
         (mode is UpdateMode.SYNC, "which is synchronous"),
         (durability is Durability.WAL, "which has a log"),
-        (bool(restore.entries), "which is to begin with a checkpoint"),
         (stale is not None, "which has a rule for stale gradients"),
     ):
         if cannot:

@@ -90,6 +90,39 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
+class Counts(torch.nn.Module):
+    """A row for each sample, to which each step adds 1, and a dense count of samples beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = sy.tables.Table(1, name="counts", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+        self.rows = sy.Embedding(1, table=table)
+        self.total = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.rows(index * ROW_STRIDE).sum() + self.total * len(index)
+
+
+ROW_STRIDE = 0x1_0000_0001
+"""Between the ids of samples."""
+
+
+def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    model = Counts()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    computed = 0
+    for (index,) in job.batches(TensorDataset(torch.arange(options.samples)), batch_size=4, epochs=options.epochs):
+        time.sleep(options.pause_ms / 1000)
+        optimizer.zero_grad()
+        (-model(index)).backward()
+        optimizer.step()
+        computed += 1
+        announce(computed)
+    with torch.no_grad():
+        counts = model.rows(torch.arange(options.samples) * ROW_STRIDE).flatten().tolist()
+    return {"counts": counts, "total": model.total.tolist(), "computed": computed}
+
+
 def whole_numbers(samples: int) -> torch.Tensor:
     """What each sample adds to the matrix."""
     generator = torch.Generator().manual_seed(5)
@@ -139,7 +172,14 @@ def announce(computed: int) -> None:
     print(f"computed {computed}", flush=True)
 
 
-MODES = {"model": train_model, "loader": train_model, "count": train_count, "sums": train_sums, "own": train_own}
+MODES = {
+    "model": train_model,
+    "loader": train_model,
+    "count": train_count,
+    "sums": train_sums,
+    "own": train_own,
+    "rows": train_rows,
+}
 
 
 def main() -> None:

@@ -1,0 +1,68 @@
+"""Processes of a job with an embedding table die: each sample's row counts it once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from yards import Probes, RoleYard, Script, finish
+
+SAMPLES, EPOCHS = 203, 3
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[RoleYard]:
+    begun = RoleYard(tmp_path)
+    yield begun
+    begun.stop()
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Iterator[Probes]:
+    with Probes(tmp_path) as running:
+        yield running
+
+
+def begin(yard: RoleYard, probes: Probes, **settings: Any) -> list[tuple[Script, Path]]:
+    """Two workers, with a checkpoint every few steps, once there is one."""
+    settings |= {"coordinator": yard.address, "job__workers_expected": 2, "job__checkpoint__every_steps": 7}
+    settings |= {"job__data__batches_per_data_shard": 5}
+    options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--pause-ms", "30")
+    started = [probes.start("rows", *options, **settings) for _ in range(2)]
+    yard.coordinator.wait_for("checkpoint 2 of step")
+    return started
+
+
+def assert_counted(started: list[tuple[Script, Path]]) -> None:
+    for result in [finish(script, out) for script, out in started]:
+        assert result["counts"] == [float(EPOCHS)] * SAMPLES
+        assert result["total"] == [float(EPOCHS * SAMPLES)]
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_promise_1_and_2_hold_for_rows_when_a_server_dies(yard: RoleYard, probes: Probes, returns: bool) -> None:
+    started = begin(yard, probes)
+    yard.kill_server(1)
+    if returns:
+        yard.restart_server(1)
+    assert_counted(started)
+    assert "are restored, of step" in yard.coordinator.output
+
+
+def test_promise_2_holds_for_rows_when_a_worker_dies(yard: RoleYard, probes: Probes) -> None:
+    (killed, _), other = begin(yard, probes)
+    killed.kill()
+    assert_counted([other])
+
+
+def test_promise_1_and_2_hold_for_rows_when_all_services_die_at_once(yard: RoleYard, probes: Probes) -> None:
+    started = begin(yard, probes)
+    yard.kill_coordinator()
+    for index in range(2):
+        yard.kill_server(index)
+    yard.restart_coordinator()
+    for index in range(2):
+        yard.restart_server(index)
+    assert_counted(started)
