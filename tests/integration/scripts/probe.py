@@ -2,6 +2,7 @@
 
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
 `count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
+`rows`: an embedding table; a sample's gradient adds 1 to a row of its own.
 `own`: four variables, to all of which each push adds 1, without leased data.
 `sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too, also
     where it is held.
@@ -90,6 +91,22 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
+def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    table = sy.tables.Table(1, name="counts", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    computed = 0
+    for (index,) in job.batches(TensorDataset(torch.arange(options.samples)), batch_size=4, epochs=options.epochs):
+        time.sleep(options.pause_ms / 1000)
+        optimizer.zero_grad()
+        (-model["counts"](index * 1_000_003)).sum().backward()
+        optimizer.step()
+        computed += 1
+        announce(computed)
+    totals = model["counts"](torch.arange(options.samples) * 1_000_003).flatten()
+    return {"totals": totals.tolist(), "rows": len(table), "computed": computed}
+
+
 def whole_numbers(samples: int) -> torch.Tensor:
     """What each sample adds to the matrix."""
     generator = torch.Generator().manual_seed(5)
@@ -139,7 +156,14 @@ def announce(computed: int) -> None:
     print(f"computed {computed}", flush=True)
 
 
-MODES = {"model": train_model, "loader": train_model, "count": train_count, "sums": train_sums, "own": train_own}
+MODES = {
+    "model": train_model,
+    "loader": train_model,
+    "count": train_count,
+    "rows": train_rows,
+    "sums": train_sums,
+    "own": train_own,
+}
 
 
 def main() -> None:
