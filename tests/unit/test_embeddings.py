@@ -434,13 +434,6 @@ def test_forwards_without_a_backward_leave_nothing_behind() -> None:
     assert model.table.gradients.take() is None
 
 
-def test_job_refuses_tables_until_it_trains_them() -> None:
-    with sy.connect(settings={"yard.servers": 1}) as job:
-        model = torch.nn.Sequential(sy.Embedding(DIM), torch.nn.Linear(DIM, 1))
-        with pytest.raises(sy.errors.UnsupportedModel, match="does not train embedding tables yet"):
-            job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
 # ---- names
 
 

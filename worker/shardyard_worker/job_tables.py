@@ -54,7 +54,7 @@ class JobTables:
         self.settings = tuple(_settings(name, table) for name, table in tables.items())
         self._partitions = 1
         self._rates = [_Rate(table, groups) for table in self._tables]
-        self._numbers = {table: number for number, table in enumerate(self._tables)}
+        self._numbers = {settings.name: number for number, settings in enumerate(self.settings)}
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -64,8 +64,8 @@ class JobTables:
         return tuple(settings.name for settings in self.settings)
 
     def number(self, table: Table) -> int:
-        """Its place among the job's tables. Raises InvalidRequest for one of another model."""
-        found = self._numbers.get(table)
+        """Its place among the job's tables, also of a copy's. Raises InvalidRequest for another one."""
+        found = self._numbers.get(table.name)
         if found is None:
             raise InvalidRequest(f"table {table.name!r}, which is not one of those that were given to job.prepare")
         return found

@@ -2,6 +2,7 @@
 
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
 `count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
+`rows`: an embedding table; a sample's gradient adds 1 to a row of its own.
 `own`: four variables, to all of which each push adds 1, without leased data.
 `sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too, also
     where it is held.
@@ -90,37 +91,20 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     return {"counts": counts.detach().tolist(), "computed": computed}
 
 
-class Counts(torch.nn.Module):
-    """A row for each sample, to which each step adds 1, and a dense count of samples beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        table = sy.tables.Table(1, name="counts", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
-        self.rows = sy.Embedding(1, table=table)
-        self.total = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        return self.rows(index * ROW_STRIDE).sum() + self.total * len(index)
-
-
-ROW_STRIDE = 0x1_0000_0001
-"""Between the ids of samples."""
-
-
 def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    model = Counts()
-    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    table = sy.tables.Table(1, name="counts", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     computed = 0
     for (index,) in job.batches(TensorDataset(torch.arange(options.samples)), batch_size=4, epochs=options.epochs):
         time.sleep(options.pause_ms / 1000)
         optimizer.zero_grad()
-        (-model(index)).backward()
+        (-model["counts"](index * 1_000_003)).sum().backward()
         optimizer.step()
         computed += 1
         announce(computed)
-    with torch.no_grad():
-        counts = model.rows(torch.arange(options.samples) * ROW_STRIDE).flatten().tolist()
-    return {"counts": counts, "total": model.total.tolist(), "computed": computed}
+    totals = model["counts"](torch.arange(options.samples) * 1_000_003).flatten()
+    return {"totals": totals.tolist(), "rows": len(table), "computed": computed}
 
 
 def whole_numbers(samples: int) -> torch.Tensor:
@@ -176,9 +160,9 @@ MODES = {
     "model": train_model,
     "loader": train_model,
     "count": train_count,
+    "rows": train_rows,
     "sums": train_sums,
     "own": train_own,
-    "rows": train_rows,
 }
 
 

@@ -1,0 +1,655 @@
+"""Rows of tables at a server: pushed with the rest of a push, counted by its name, looked up; and all that is refused,
+which has changed nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.codecs.ids import encode_ids
+from shardyard.codecs.rows import RowCode, encode_rows
+from shardyard.ground import limits
+from shardyard.ground.errors import (
+    Internal,
+    InvalidRequest,
+    MalformedPayload,
+    NotFound,
+    NotReady,
+    ShapeMismatch,
+    ShardyardError,
+    StaleGeneration,
+    StaleIncarnation,
+    TableFull,
+    TooLarge,
+    UnsupportedOptimizer,
+)
+from shardyard.ground.failpoints import armed
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.row_ids import partition_of
+from shardyard.ground.row_values import InitialKind, InitialValues, initial_rows, row_key
+from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.ground.types import (
+    NO_NAME,
+    Block,
+    Caller,
+    DType,
+    Durability,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    LookUp,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PushedRows,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    SourceKey,
+    StaleRule,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    WantedRows,
+    WorkerSource,
+)
+from shardyard.transport.peers import Context
+from shardyard.transport.same_host import Shared
+from shardyard.wire import convert, frames, methods, tables
+from shardyard.wire.frames import Frame
+from shardyard.wire.headers import HeaderReader, HeaderWriter
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.exchanges import Exchanges
+from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.store import Store
+
+JOB, HERE, GENERATION, WORKER = JobId(1), Incarnation(3), Generation(4), Incarnation(10)
+RATE = make_group("sgd", {"lr": 1.0})
+PARTS = (PartitionId(0), PartitionId(1))
+WIDE, NARROW = (
+    TableSettings("wide", 3, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12),
+    TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12),
+)
+LAYOUT = JobLayout(
+    (VariableSpec("a", DType.FLOAT32, (16,)), VariableSpec("b", DType.FLOAT32, (16,))),
+    OptimizerSpec("sgd", (RATE,)),
+    tuple(PartitionLayout(p, 64, (Block(p, 0, 16, 0),)) for p in PARTS),
+    (WIDE, NARROW),
+)
+IDS = np.array([-(2**63), -77, -1, 0, 1, 5, 1_000_003, 2**63 - 1], np.int64)
+OWNER = partition_of(IDS, 2)
+CONTEXT = Context(peer="", is_active=lambda: True)
+
+
+_STORES: list[Store] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _STORES:
+        _STORES.pop().close()
+
+
+def server(layout: JobLayout = LAYOUT, *, opened: bool = True, **more: Any) -> Store:
+    store = Store(shareable=False, **more)
+    _STORES.append(store)
+    store.become(HERE, Term(1))
+    store.create(JOB, GENERATION, layout, list(PARTS), UpdateMode.ASYNC, 1)
+    if opened:
+        store.open(JOB, GENERATION)
+    return store
+
+
+Entry = tuple[int, int, np.ndarray, np.ndarray]
+"""Table, partition, ids, gradients."""
+
+
+def ones(table: int = 0, scale: float = 1.0) -> list[Entry]:
+    """Gradients for all ids."""
+    dim = LAYOUT.tables[table].dim
+    return [(table, p, IDS[p == OWNER], np.full(((p == OWNER).sum(), dim), scale, np.float32)) for p in PARTS]
+
+
+def coded(
+    entries: Sequence[Entry], counts: Sequence[Sequence[int]] | None = None
+) -> tuple[tuple[PushedRows, ...], bytes]:
+    said, data = [], b""
+    for table in dict.fromkeys(entry[0] for entry in entries):
+        mine = [entry for entry in entries if entry[0] == table]
+        codes = [(bytes(encode_ids(e[2])), bytes(encode_rows(e[3], RowCode.FLOAT32))) for e in mine]
+        for at, (ids, rows) in enumerate(codes):
+            data += ids + (b"" if counts is None else np.array(counts[at], "<u2").tobytes()) + rows
+        said.append(
+            PushedRows(
+                table,
+                tuple(PartitionId(e[1]) for e in mine),
+                tuple(e[2].size for e in mine),
+                tuple(len(ids) for ids, _ in codes),
+                tuple(len(rows) for _, rows in codes),
+                counts is not None,
+            )
+        )
+    return tuple(said), data
+
+
+def push_order(sequence: int, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushOrder:
+    name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), sequence, sequence)
+    parts = tuple(PushPart(p, 64) for p in PARTS)
+    order = PushOrder(
+        Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.GRADIENT, parts, 1.0, (RATE,), rows=rows,
+        table_groups=(RATE, RATE) if rows else (),
+    )  # fmt: skip
+    return dataclasses.replace(order, **more)
+
+
+DENSE = np.ones(32, np.float32).tobytes()
+
+
+def push(store: Store, order: PushOrder, data: bytes, *, frame_bytes: int = 50) -> wire.PushReply:
+    header = convert.push_to_wire(order).SerializeToString()
+    stream = (frames.decode(frames.encode(each)) for each in frames.cut(header, [data], frame_bytes))
+    return Servicer(store).push(stream, CONTEXT)
+
+
+def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) -> np.ndarray:
+    """In the order of `ids`, which ascend."""
+    owners = partition_of(ids, 2)
+    present = [p for p in PARTS if (owners == p).any()]
+    codes = [bytes(encode_ids(ids[owners == p])) for p in present]
+    wanted = WantedRows(
+        table, tuple(present), tuple(int((owners == p).sum()) for p in present), tuple(len(code) for code in codes)
+    )
+    asked = LookUp(Caller(JOB), HERE, GENERATION, (wanted,))
+    asked = dataclasses.replace(asked, **more)
+    frame = Frame(tables.look_up_to_header(asked), 0, b"".join(codes))
+    method = methods.LOOK_UP
+    answer = method.response.decode(
+        method.response.encode(Servicer(store).look_up(method.request.decode(method.request.encode(frame)), CONTEXT))
+    )
+    dim = LAYOUT.tables[table].dim
+    found = np.frombuffer(bytes(answer.data), np.float32).reshape(-1, dim)
+    rows = np.empty((ids.size, dim), np.float32)
+    rows[np.argsort(owners, kind="stable")] = found
+    return rows
+
+
+def state(store: Store) -> object:
+    """All that a refused request must not have changed."""
+    found = []
+    for hosted in store.hosted():
+        for number, partition in sorted(hosted.partitions.items()):
+            version, sources = partition.describe()
+            rows = {
+                (name, int(i)): (record.tobytes(), int(f), int(s))
+                for name, table in partition.tables.items()
+                for chunk in table.items()
+                for i, record, f, s in zip(chunk.ids, chunk.records, chunk.frequencies, chunk.steps, strict=False)
+            }
+            found.append((number, version, sources, partition._versions.values.tobytes(), rows))
+    return found
+
+
+INITIAL = initial_rows(IDS, 3, WIDE.initial, row_key(5, "wide"))
+
+
+# ---- pushed and looked up
+
+
+def test_rows_are_pushed_with_the_rest_and_looked_up() -> None:
+    store = server()
+    assert (look_up(store) == INITIAL).all()
+    rows, data = coded([*ones(), *ones(1, 2.0)])
+    reply = push(store, push_order(0, rows), DENSE + data)
+    assert [(part.outcome, part.next, part.alike) for part in reply.parts] == [(wire.OUTCOME_APPLIED, 1, 1)]
+    assert (look_up(store) == INITIAL - 1).all()
+    assert (look_up(store, 1) == -2).all()
+    hosted = store.hosted()[0]
+    assert [(each.name, each.rows) for each in hosted.describe_tables()] == [("wide", 8), ("narrow", 8)]
+    assert (hosted.partitions[PARTS[0]]._versions.values.view(np.float32) == -1).all()
+
+
+def test_a_push_that_comes_again_changes_no_row() -> None:
+    store = server()
+    rows, data = coded(ones())
+    for sequence in (0, 0, 1, 0, 1):
+        push(store, push_order(sequence, rows), DENSE + data)
+    assert (look_up(store) == INITIAL - 2).all()
+
+
+def test_look_up_changes_nothing() -> None:
+    store = server()
+    push(store, push_order(0, *coded(ones())[:1]), DENSE + coded(ones())[1])
+    before = state(store)
+    look_up(store, 0, np.arange(-500, 500, dtype=np.int64))
+    assert state(store) == before
+
+
+def test_a_partition_without_rows_in_a_push_is_counted_all_the_same() -> None:
+    store = server()
+    rows, data = coded(ones()[:1])
+    push(store, push_order(0, rows), DENSE + data)
+    push(store, push_order(1), DENSE)
+    assert (look_up(store) == INITIAL - (OWNER == 0)[:, None]).all()
+    versions = [partition.describe()[0].number for partition in store.hosted()[0].partitions.values()]
+    assert versions == [2, 2]
+
+
+def test_an_empty_push_has_no_rows_and_a_gradient_of_none_counts() -> None:
+    store = server()
+    order = push_order(0, kind=PushKind.EMPTY, weight=0.0, groups=(), parts=tuple(PushPart(p, 0) for p in PARTS))
+    push(store, order, b"")
+    assert (look_up(store) == INITIAL).all()
+    with pytest.raises(MalformedPayload, match="empty with rows"):
+        push(store, dataclasses.replace(order, rows=coded(ones())[0]), b"")
+
+
+def test_rates_of_a_push_are_those_of_its_rows() -> None:
+    store = server()
+    rows, data = coded([*ones(), *ones(1)])
+    half = (0.5, *RATE[1:])
+    push(store, push_order(0, rows, table_groups=(half, RATE)), DENSE + data)
+    assert (look_up(store) == INITIAL - np.float32(0.5)).all()
+    assert (look_up(store, 1) == -1).all()
+
+
+@pytest.mark.parametrize("code", list(RowCode))
+def test_rows_come_in_any_of_their_codes(code: RowCode) -> None:
+    store = server()
+    ids = IDS[OWNER == 0]
+    values = np.full((ids.size, 3), 0.5, np.float32)
+    id_code, row_code = encode_ids(ids), encode_rows(values, code)
+    said = PushedRows(0, (PARTS[0],), (ids.size,), (len(id_code),), (len(row_code),))
+    push(store, push_order(0, (said,)), DENSE + bytes(id_code) + bytes(row_code))
+    moved = look_up(store, 0, ids) - INITIAL[OWNER == 0]
+    np.testing.assert_allclose(moved, -values, rtol=0.01)
+
+
+def test_rows_beside_a_payload_in_shared_memory() -> None:
+    store = server()
+    store._shareable = True
+    store.hosted()[0].regions = type(store.hosted()[0].regions)(128, shareable=True)
+    shared = Shared(4096, read_only=False)
+    try:
+        shared.bytes[64:192] = np.frombuffer(DENSE, np.uint8)
+        writer = HeaderWriter()
+        rows, data = coded(ones())
+        sent: list[Frame] = []
+        answers = Exchanges(store).run(iter_of(sent))
+        attach = push_order(0, kind=PushKind.NOTHING, parts=(), groups=(), weight=0.0, name=NO_NAME)
+        sent.append(Frame(writer.write(dataclasses.replace(attach, attach=shared.ticket())), 0, b""))
+        assert convert.pulled_from_header(next(answers).header, ()).attached
+        sent += frames.cut(writer.write(push_order(0, rows, shared_at=64)), [data], 64)
+        next(answers)
+    finally:
+        shared.close()
+    assert (look_up(store) == INITIAL - 1).all()
+    assert (store.hosted()[0].partitions[PARTS[1]]._versions.values.view(np.float32) == -1).all()
+
+
+def iter_of(sent: list[Frame]) -> Any:
+    while sent:
+        yield frames.decode(frames.encode(sent.pop(0)))
+
+
+def test_headers_that_are_alike_keep_their_rows() -> None:
+    rows, _ = coded(ones())
+    writer, reader = HeaderWriter(), HeaderReader()
+    for sequence, given in enumerate([rows, rows, rows, (), rows, rows[:1]]):
+        order = push_order(sequence, given)
+        found = reader.read(writer.write(order))
+        assert (found.rows, found.table_groups, found.name) == (order.rows, order.table_groups, order.name)
+
+
+def test_all_rows_of_a_partition_are_read() -> None:
+    store = server()
+    push(store, push_order(0, coded(ones())[0]), DENSE + coded(ones())[1])
+    for p in PARTS:
+        request = wire.ReadRowsRequest(
+            caller=convert.caller_to_wire(Caller(JOB)), server=HERE, generation=GENERATION, partition=p, table=0
+        )
+        found = {}
+        for frame in Servicer(store).read_rows(request, CONTEXT):
+            n = len(frame.data) // 20
+            assert frame.offset == len(found)
+            ids = np.frombuffer(frame.data[: 8 * n], np.int64).tolist()
+            found |= dict(zip(ids, np.frombuffer(frame.data[8 * n :], np.float32).reshape(n, 3).tolist(), strict=True))
+        mine = p == OWNER
+        assert found == dict(zip(IDS[mine].tolist(), (INITIAL - 1)[mine].tolist(), strict=True))
+
+
+def test_rows_that_are_large_are_read_in_frames_that_are_taken() -> None:
+    dim = 65_536
+    layout = dataclasses.replace(LAYOUT, tables=(TableSettings("t", dim, "sgd", RATE, 5, rows_max=1 << 10),))
+    store = server(layout)
+    ids = np.sort(np.random.default_rng(1).integers(0, 1 << 40, 80))
+    ids = ids[partition_of(ids, 2) == 0]
+    rows, data = coded([(0, 0, ids, np.zeros((ids.size, dim), np.float32))])
+    push(store, push_order(0, rows, table_groups=(RATE,)), DENSE + data, frame_bytes=1 << 20)
+    request = wire.ReadRowsRequest(
+        caller=convert.caller_to_wire(Caller(JOB)), server=HERE, generation=GENERATION, partition=0, table=0
+    )
+    found = [frames.decode(frames.encode(each)) for each in Servicer(store).read_rows(request, CONTEXT)]
+    assert len(found) > 1
+    assert sum(len(frame.data) for frame in found) == ids.size * (8 + 4 * dim)
+
+
+# ---- first values
+
+
+def test_first_rows_are_given_before_a_job_is_open_and_may_come_again() -> None:
+    store = server(opened=False)
+    order = push_order(0, kind=PushKind.VALUES, weight=0.0, groups=())
+    rows, data = coded(ones(0, 7.0))
+    empty = tuple(PushPart(p, 0) for p in PARTS)
+    giving = dataclasses.replace(order, rows=rows, parts=empty)
+
+    def initialize(order: PushOrder, data: bytes) -> None:
+        header = convert.push_to_wire(order).SerializeToString()
+        Servicer(store).initialize(frames.cut(header, [data]), CONTEXT)
+
+    initialize(order, DENSE)
+    for _ in range(2):
+        initialize(giving, data)
+    with pytest.raises(NotReady):
+        look_up(store)
+    with pytest.raises(ShapeMismatch, match="64 bytes; expected 0"):
+        initialize(dataclasses.replace(order, rows=rows), DENSE + data)
+    store.open(JOB, GENERATION)
+    assert (look_up(store) == 7).all()
+    with pytest.raises(InvalidRequest, match="which is open"):
+        initialize(giving, data)
+    assert (look_up(store) == 7).all()
+
+
+# ---- refused, and nothing changed
+
+GOOD, GOOD_DATA = coded([*ones(), *ones(1)])
+
+
+def swapped() -> tuple[tuple[PushedRows, ...], bytes]:
+    entries = ones()
+    return coded([(0, 1 - p, ids, rows) for _, p, ids, rows in entries])
+
+
+def raw_ids(ids: Sequence[int]) -> bytes:
+    """A code of ids of which each gap is said by hand, so that they need not ascend."""
+    head = bytes(encode_ids(np.array([ids[0]], np.int64)))
+    return (
+        bytes((head[0], len(ids)))
+        + head[2:]
+        + bytes((64,))
+        + b"".join(
+            ((after - before - 1) % (1 << 64)).to_bytes(8, "little") for before, after in itertools.pairwise(ids)
+        )
+    )
+
+
+def by_hand(ids: Sequence[int], partition: int = 0) -> tuple[tuple[PushedRows, ...], bytes]:
+    code, rows = raw_ids(ids), bytes(encode_rows(np.ones((len(ids), 3), np.float32), RowCode.FLOAT32))
+    return (PushedRows(0, (PartitionId(partition),), (len(ids),), (len(code),), (len(rows),)),), code + rows
+
+
+def not_finite(value: float) -> tuple[tuple[PushedRows, ...], bytes]:
+    entries = ones()
+    entries[1][3][0, 1] = value
+    return coded(entries)
+
+
+def changed(**more: Any) -> tuple[tuple[PushedRows, ...], bytes]:
+    return (dataclasses.replace(GOOD[0], **more), *GOOD[1:]), GOOD_DATA
+
+
+MINE = [int(i) for i in IDS[OWNER == 0]]
+
+WRONG: dict[str, tuple[Callable[[], tuple[tuple[PushedRows, ...], bytes]], type[ShardyardError], str]] = {
+    "ids of another partition": (swapped, InvalidRequest, "in partition"),
+    "an id twice": (lambda: by_hand([MINE[0], MINE[0]]), MalformedPayload, "beyond the last id"),
+    "ids that descend": (lambda: by_hand([MINE[1], MINE[0]]), MalformedPayload, "beyond the last id"),
+    "a NaN": (lambda: not_finite(np.nan), InvalidRequest, "not finite"),
+    "an infinity": (lambda: not_finite(-np.inf), InvalidRequest, "not finite"),
+    "a table that is not there": (lambda: changed(table=2), InvalidRequest, "the job has 2 tables"),
+    "a table beyond all limits": (lambda: changed(table=1 << 31), TooLarge, "more than there can be"),
+    "one table twice": (lambda: (GOOD + GOOD[:1], GOOD_DATA), MalformedPayload, "twice"),
+    "rows of another dim": (lambda: changed(row_bytes=(GOOD[0].row_bytes[0], 3)), ShapeMismatch, "in 3 bytes"),
+    "rows of more bytes than they can have": (
+        lambda: changed(row_bytes=(GOOD[0].row_bytes[0], 10_000)), ShapeMismatch, "10000 bytes"
+    ),
+    "ids of more bytes than they can have": (
+        lambda: changed(id_bytes=(GOOD[0].id_bytes[0], 1 << 20)), ShapeMismatch, "ids in 1048576"
+    ),
+    "more rows than are coded": (
+        lambda: changed(rows=(GOOD[0].rows[0] + 1, GOOD[0].rows[1])), MalformedPayload, "a code of"
+    ),
+    "fewer rows than are coded": (lambda: changed(rows=(GOOD[0].rows[0] - 1, GOOD[0].rows[1])), TooLarge, "a code of"),
+    "no rows": (lambda: changed(rows=(0, GOOD[0].rows[1])), MalformedPayload, "none in one of the partitions"),
+    "too many rows": (
+        lambda: changed(rows=(limits.ROWS_PER_PART_MAX + 1, GOOD[0].rows[1])), TooLarge, "in one partition; at most"
+    ),
+    "bytes beyond the limit": (
+        lambda: (
+            (
+                PushedRows(0, PARTS, (1 << 24, 1 << 24), (2 << 20, 2 << 20), (1 << 31, 1 << 31)),
+            ),
+            b"",
+        ),
+        TooLarge,
+        "bytes in a push",
+    ),
+    "a partition twice": (lambda: changed(partitions=(0, 0)), MalformedPayload, "one of them twice"),
+    "no partition": (
+        lambda: changed(partitions=(), rows=(), id_bytes=(), row_bytes=()), MalformedPayload, "name no partition"
+    ),
+    "a partition that the push does not list": (lambda: changed(partitions=(0, 2)), MalformedPayload, "does not list"),
+    "numbers of other lengths": (lambda: changed(rows=(1,)), MalformedPayload, "1 numbers of rows"),
+    "codes of other lengths": (lambda: changed(row_bytes=(1,)), MalformedPayload, "in 1 codes"),
+    "bytes that are cut short": (lambda: (GOOD, GOOD_DATA[:-1]), MalformedPayload, "the stream ended after"),
+    "bytes too many": (lambda: (GOOD, GOOD_DATA + b"x"), MalformedPayload, "announced"),
+    "ids of no code": (lambda: (GOOD, b"\xff" + GOOD_DATA[1:]), MalformedPayload, "begins with 255"),
+    "ids that are counted, of which it is not said how often": (
+        lambda: changed(counted=True), MalformedPayload, "the stream ended"
+    ),
+    "an id that did not occur": (
+        lambda: coded(ones(), [[0] * len(e[2]) for e in ones()]), InvalidRequest, "no time at all"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_rows_is_refused_and_changes_nothing(name: str) -> None:
+    make, kind, text = WRONG[name]
+    store = server()
+    push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
+    before = state(store)
+    rows, data = make()
+    with pytest.raises(kind, match=text):
+        push(store, push_order(1, rows), DENSE + data)
+    assert state(store) == before
+    push(store, push_order(1, GOOD), DENSE + GOOD_DATA)
+    assert (look_up(store) == INITIAL - 2).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"table_groups": (RATE,)}, "settings for 1 tables"),
+        ({"table_groups": (RATE, RATE[:2])}, "has 2 values"),
+        ({"table_groups": (RATE, (-1.0, *RATE[1:]))}, "lr is -1.0"),
+        ({"table_groups": (RATE, (1.0, 0.9, *RATE[2:]))}, "momentum"),
+        ({"overflow": True}, "beyond its format"),
+        ({"rest": 3}, "ahead of its header"),
+        ({"shared_at": 0}, "outside of an exchange"),
+    ],
+)
+def test_what_does_not_go_with_rows_is_refused(more: dict[str, Any], text: str) -> None:
+    store = server()
+    before = state(store)
+    with pytest.raises(InvalidRequest, match=text):
+        push(store, push_order(0, GOOD, **more), DENSE + GOOD_DATA)
+    assert state(store) == before
+
+
+def test_a_table_that_is_full_refuses_the_whole_push() -> None:
+    tables_ = (WIDE, dataclasses.replace(NARROW, rows_max=2))
+    store = server(dataclasses.replace(LAYOUT, tables=tables_))
+    before = state(store)
+    rows, data = coded([*ones(), *ones(1)])
+    with pytest.raises(TableFull, match="at most 2"):
+        push(store, push_order(0, rows), DENSE + data)
+    assert state(store) == before
+    push(store, push_order(0), DENSE)
+
+
+def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> None:
+    told: list[ShardyardError] = []
+    store = server(on_failure=told.append)
+
+    def fail(name: str) -> None:
+        raise MemoryError(name)
+
+    with armed("push.before_rows", fail, at=1), pytest.raises(MemoryError):
+        push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
+    assert isinstance(told[0], Internal)
+    assert "in part" in told[0].what
+    with pytest.raises(Internal, match="applied in part"):
+        push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
+    with pytest.raises(Internal, match="applied in part"):
+        look_up(store)
+
+
+# ---- look-ups that are refused
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "text"),
+    [
+        ({"wanted": (WantedRows(2, (PARTS[0],), (1,), (10,)),)}, InvalidRequest, "the job has 2 tables"),
+        ({"wanted": (WantedRows(0, (PARTS[0],), (1,), (9,)),)}, MalformedPayload, "1 ids of table 'wide' in 9 bytes"),
+        ({"wanted": (WantedRows(0, (PARTS[0],), (1,), (10,)),)}, MalformedPayload, "bytes of ids; announced 10"),
+        ({"wanted": (WantedRows(0, PARTS, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
+        ({"wanted": (WantedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)}, TooLarge, "in one partition"),
+        ({"wanted": (WantedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
+        ({"wanted": (WantedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
+        ({"generation": Generation(3)}, StaleGeneration, "generation 3"),
+        ({"server": Incarnation(9)}, StaleIncarnation, "here is server"),
+        ({"caller": Caller(JobId(2))}, NotFound, "job 2"),
+    ],
+)
+def test_a_look_up_that_cannot_be_is_refused(more: dict[str, Any], kind: type[ShardyardError], text: str) -> None:
+    store = server()
+    before = state(store)
+    with pytest.raises(kind, match=text):
+        look_up(store, **more)
+    assert state(store) == before
+
+
+def test_a_look_up_of_another_partitions_ids_is_refused() -> None:
+    store = server()
+    code = encode_ids(IDS[OWNER == 1])
+    asked = LookUp(
+        Caller(JOB), HERE, GENERATION, (WantedRows(0, (PARTS[0],), (int((OWNER == 1).sum()),), (len(code),)),)
+    )
+    with pytest.raises(InvalidRequest, match="in partition 0"):
+        store.look_up(asked, np.frombuffer(code, np.uint8))
+
+
+# ---- layouts
+
+
+def spec(**more: Any) -> common.TableSpec:
+    made = tables.table_to_wire(WIDE)
+    for name, value in more.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_tables_travel_as_they_are() -> None:
+    every = (
+        WIDE,
+        TableSettings(
+            "all of it", 7, "ftrl", (0.1, 1.0, 0.5, 0.25, 0.0), -3, InitialValues(InitialKind.NORMAL, 0.1), 99,
+            AdmissionSettings(Admission.ESTIMATE, 3, 0.5, 128, zeros=True), ExpirySettings(1_000, 2, 0.5, 50, 9),
+        ),
+    )  # fmt: skip
+    layout = dataclasses.replace(LAYOUT, tables=every)
+    assert convert.layout_from_wire(convert.layout_to_wire(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("messages", "kind", "text"),
+    [
+        (lambda: [spec(name="")], InvalidRequest, "without a name"),
+        (lambda: [spec(), spec()], InvalidRequest, "comes twice"),
+        (lambda: [spec(name="x" * 513)], TooLarge, "513 characters"),
+        (lambda: [spec(dim=0)], InvalidRequest, "rows of 0 values"),
+        (lambda: [spec(dim=65_537)], InvalidRequest, "rows of 65537 values"),
+        (lambda: [spec(optimizer="lion")], UnsupportedOptimizer, "lion"),
+        (lambda: [spec(initial=9)], MalformedPayload, "which this release does not know"),
+        (lambda: [spec(scale=np.nan)], InvalidRequest, "initial values of scale"),
+        (lambda: [spec(rows_max=1 << 31)], InvalidRequest, "at most 2147483648 rows"),
+        (lambda: [spec(name=str(n)) for n in range(1_025)], TooLarge, "1025 tables"),
+        (lambda: [common.TableSpec(name="t", dim=1, optimizer="sgd", initial=1)], InvalidRequest, "settings"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(messages: Any, kind: type[ShardyardError], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        tables.tables_from_wire(messages())
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"mode": UpdateMode.SYNC}, "synchronous"),
+        ({"durability": Durability.WAL}, "has a log"),
+        ({"stale": StaleRule(divides_rate=True)}, "stale gradients"),
+    ],
+)
+def test_jobs_of_which_rows_are_no_part_are_refused(more: dict[str, Any], text: str) -> None:
+    store = Store(shareable=False)
+    _STORES.append(store)
+    store.become(HERE, Term(1))
+    given = {"mode": UpdateMode.ASYNC, "logical_ranks": 1} | more
+    with pytest.raises(InvalidRequest, match=text):
+        store.create(JOB, GENERATION, LAYOUT, list(PARTS), **given)
+    assert store.hosted() == []
+
+
+def test_rows_expire_by_their_tables_settings() -> None:
+    table = dataclasses.replace(WIDE, expiry=ExpirySettings(age_steps=3))
+    store = server(dataclasses.replace(LAYOUT, tables=(table, NARROW)))
+    first, rest = IDS[OWNER == 0][:1], IDS[OWNER == 0][1:]
+    for sequence, ids in enumerate([first, *[rest] * 8]):
+        rows, data = coded([(0, 0, ids, np.ones((ids.size, 3), np.float32))])
+        push(store, push_order(sequence, rows), DENSE + data)
+    assert (look_up(store, 0, first) == INITIAL[OWNER == 0][:1]).all()
+    assert store.hosted()[0].describe_tables()[0].rows == rest.size
+
+
+def test_the_memory_of_tables_is_given_back_with_their_job() -> None:
+    store = server()
+    push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
+    watched = [weakref.ref(table) for p in store.hosted()[0].partitions.values() for table in p.tables.values()]
+    assert all(watched)
+    store.drop(JOB)
+    gc.collect()
+    assert not any(ref() for ref in watched)
+
+
+def test_outcomes_are_those_of_the_push() -> None:
+    store = server()
+    order = push_order(0, GOOD)
+    for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
+        results = convert.results_from_wire(push(store, order, DENSE + GOOD_DATA), PARTS)
+        assert {result.outcome for result in results} == {expected}
