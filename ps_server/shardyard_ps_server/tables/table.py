@@ -283,6 +283,8 @@ class Table:
         with self._gate.alone():
             if self._cut is not None:
                 raise NotReady("a cut of this table is being taken")
+            # what may be refused comes before anything has changed
+            cells = None if self._estimates is None or not in_chain else self._estimates.cut()
             shared, entries = self._memory.shared, self.entries
             stride = self._memory.slab.shape[1]
             self._memory = self._memory._replace(
@@ -297,7 +299,6 @@ class Table:
                 self._generations += 1
                 generation = self._generation = self._generations
                 self._chained, self._removed = True, []
-            cells = None if self._estimates is None or not in_chain else self._estimates.cut()
             moment = Moment(
                 generation,
                 only_changed,
