@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ class Table:
         self._promised = 0
         self._updates = 0
         self._group = settings.group
-        self._generations = int.from_bytes(os.urandom(6), "little")
+        self._generations = secrets.randbits(48)
         """No two tables have the same: who remembers one of a table that is no more finds it at none."""
         self._generation = 0
         self._chained = False
