@@ -9,7 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -17,8 +17,9 @@ from typing import Any, Final
 import numpy as np
 from mutations import mutate, mutate_json
 
-from shardyard.checkpoints import feedback_file, manifest, partition_file
+from shardyard.checkpoints import feedback_file, manifest, partition_file, rows_file, tables
 from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
+from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
 from shardyard.checkpoints.storage import LocalStorage, Written
@@ -35,6 +36,7 @@ from shardyard.codecs import (
 )
 from shardyard.ground.errors import InvalidRequest, ShardyardError
 from shardyard.ground.optimizers import make_group
+from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
 from shardyard.ground.types import (
     Block,
     Caller,
@@ -325,6 +327,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         _change_json,
     )
     yield from _feedback_files(storage, folder)
+    yield from _rows_files(storage, folder)
     exported = folder / "rows.safetensors"
     table_files.write(exported, table_files.Rows(np.arange(4), np.zeros((4, 3), np.float32)))
 
@@ -333,6 +336,43 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
         return table_files.read(exported)
 
     yield Decoder("a table's file", (exported.read_bytes(),), read_rows)
+
+
+def _rows_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
+    """Of a table in a checkpoint, and a manifest that names them."""
+    admission = AdmissionSettings(Admission.ESTIMATE, cells=256)
+    layout = replace(LAYOUT, tables=(TableSettings("words", 2, "adam", admission=admission),))
+    place, n = rows_file.Place(layout, PartitionId(0), 0, base=True), np.arange(3)
+    rows, state = np.ones((2, 2), np.float32), np.ones((2, 4), np.float32)
+    parts: tuple[rows_file.Part, ...] = (
+        rows_file.Entries(n, rows, state, np.ones(3, np.int64), n),
+        rows_file.Removed(n),
+        rows_file.Cells(64, np.ones(64, np.uint8)),
+    )
+    written = []
+    for part in parts:
+        storage.write("rows", rows_file.pieces(place, part))
+        written.append((folder / "rows").read_bytes())
+
+    def read(data: bytes) -> object:
+        (folder / "rows").write_bytes(data)
+        return rows_file.read(storage, "rows", Written(len(data), hashlib.sha256(data).hexdigest()), place)
+
+    yield Decoder("file with rows", tuple(written), read)
+    head = 8 + int.from_bytes(written[0][:8], "little")
+    yield Decoder(
+        "header of a file with rows",
+        (written[0][8:head],),
+        lambda header: read(len(header).to_bytes(8, "little") + header + written[0][head:]),
+        _change_json,
+    )
+    settings = canonical([tables.to_document(table) for table in layout.tables])
+    yield Decoder(
+        "settings of tables",
+        (settings,),
+        lambda text: tables.from_documents(Node.parse(text, "it", at=0)),
+        _change_json,
+    )
 
 
 def _feedback_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:

@@ -200,6 +200,7 @@ def test_list_shows_every_checkpoint_with_what_is_new_in_it(capsys: pytest.Captu
         "mode": "sync",
         "created": "2026-11-21T06:00:00+00:00",
         "partitions": 3,
+        "tables": [],
         "files": 3,
         "bytes": nbytes,
         "new_bytes": 0,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ class Table:
         self._promised = 0
         self._updates = 0
         self._group = settings.group
-        self._generations = int.from_bytes(os.urandom(6), "little")
+        self._generations = secrets.randbits(48)
         """No two tables have the same: who remembers one of a table that is no more finds it at none."""
         self._generation = 0
         self._chained = False
@@ -291,6 +292,8 @@ class Table:
         with self._gate.alone():
             if self._cut is not None:
                 raise NotReady("a cut of this table is being taken")
+            # what may be refused comes before anything has changed
+            cells = None if self._estimates is None or not in_chain else self._estimates.cut()
             shared, entries = self._memory.shared, self.entries
             stride = self._memory.slab.shape[1]
             self._memory = self._memory._replace(
@@ -305,7 +308,6 @@ class Table:
                 self._generations += 1
                 generation = self._generation = self._generations
                 self._chained, self._removed = True, []
-            cells = None if self._estimates is None or not in_chain else self._estimates.cut()
             moment = Moment(
                 generation,
                 only_changed,
