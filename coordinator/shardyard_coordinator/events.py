@@ -13,6 +13,7 @@ from shardyard.checkpoints.manifest import FeedbackFile
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataShardSource,
     Generation,
     Incarnation,
@@ -230,6 +231,15 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchAsked:
+    """By a person. `mode`, `staleness`: None, as it is."""
+
+    job_name: str
+    mode: ConsistencyMode | None
+    staleness: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class FeedbackRead:
     """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
 
@@ -419,6 +429,22 @@ class StepsUnread:
 
 
 @dataclass(frozen=True, slots=True)
+class ServersPaced:
+    """All servers of the map of that generation go by the job's switch of that number."""
+
+    job: JobId
+    generation: Generation
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServersUnpaced:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class PassedOver:
     """All servers go on with the source at the sequence that was asked for."""
 
@@ -447,6 +473,7 @@ Event = (
     | PassedOver
     | CheckpointAsked
     | StopAsked
+    | SwitchAsked
     | FeedbackRead
     | HandOverAsked
     | RestoreOrdered
@@ -467,4 +494,6 @@ Event = (
     | DepartedUnread
     | StepsRead
     | StepsUnread
+    | ServersPaced
+    | ServersUnpaced
 )
