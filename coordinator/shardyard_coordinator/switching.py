@@ -122,7 +122,7 @@ class Switching:
         """After the job's settings, and its workers."""
         if not self.latest.number:
             return []
-        return [self._switched, *(_gone_over(worker, self._gone_over[worker]) for worker in sorted(self._gone_over))]
+        return [self._switched, *(_gone_over(*each) for each in self._gone_over.items())]
 
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""

@@ -129,7 +129,8 @@ def _await_all(peer: Peer, told: wire.SwitchConsistencyReply) -> int:
                 click.echo(f"job {told.job_name} has ended", err=True)
                 return 1
             switch = found.consistency
-            if switch.consistency.number > number or (switch.servers and not switch.behind):
+            ahead = switch.consistency.number - number
+            if ahead > 0 or (ahead == 0 and switch.servers and not switch.behind):
                 break
             why = f" ({describe_switch(switch)})"
             explained.tick()

@@ -131,6 +131,8 @@ class Session:
         self.job_settings: JobSettings = parse_job_settings(reply.settings_json)
         given = self.job_settings.consistency
         self.consistency = Consistency(0, given.mode, given.bound)
+        if reply.HasField("consistency"):  # not all servers may go by the settings yet
+            self.consistency = convert.consistency_from_wire(reply.consistency)
         self._enrolment.job = JobId(reply.job)
         self.seed = reply.seed
         self.logical_ranks = reply.logical_ranks
