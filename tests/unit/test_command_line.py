@@ -735,6 +735,32 @@ def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
         assert told == {"reason": "loss is [nan]", "worker": worker or None, "step": step or None}
 
 
+def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
+    found = report()
+    assert json.loads(status_view.to_json(found))["jobs"][1]["switch"] is None
+    fourth, many = (1 << 32) + 4, [(1 << 32) + number for number in range(1, 11)]
+    listed = ", ".join(f"1.{number}" for number in range(1, 9))
+    for servers, behind, said in (
+        (False, [fourth], "switched to bounded, 3 steps; not all servers have gone over yet\n"),
+        (True, [fourth], "switched to bounded, 3 steps; worker 1.4 has not gone over yet\n"),
+        (True, many, f"switched to bounded, 3 steps; workers {listed} and 2 more have not gone over yet\n"),
+        (True, [], "switched to bounded, 3 steps\n"),
+    ):
+        switch = wire.SwitchStatus(consistency=BOUNDED, servers=servers, behind=behind)
+        found.status.jobs[1].consistency.CopyFrom(switch)
+        shown = io.StringIO()
+        status_view.show(found, Console(file=shown, width=200))
+        assert said in re.sub(r" +\n", "\n", shown.getvalue())
+        told = json.loads(status_view.to_json(found))["jobs"][1]["switch"]
+        assert told == {
+            "number": 2,
+            "mode": "bounded",
+            "staleness": 3,
+            "servers": servers,
+            "workers_behind": behind,
+        }
+
+
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     shown, found = io.StringIO(), report()
     found.status.waiting_for = "the journal j to be written, for 7.0 s"
