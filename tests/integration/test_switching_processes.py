@@ -67,8 +67,8 @@ def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_is_switche
     victim.kill()
     yard.kill_server(1)
     yard.kill_coordinator()
-    yard.restart_server(1)
     yard.restart_coordinator()
+    yard.restart_server(1)
     assert until_set(yard, "probe", "consistency.staleness=5") == "job probe goes over to bounded, 5 steps\n"
     told = until_set(yard, "consistency.mode=async", "--wait")
     assert told.splitlines() == [
