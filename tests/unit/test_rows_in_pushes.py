@@ -519,7 +519,7 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
     def fail(name: str) -> None:
         raise MemoryError(name)
 
-    with armed("push.before_rows", fail, at=1), pytest.raises(MemoryError):
+    with armed("rows.before_update", fail, at=1), pytest.raises(MemoryError):
         push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
     assert isinstance(told[0], Internal)
     assert "in part" in told[0].what
