@@ -306,8 +306,9 @@ def iter_of(sent: list[Frame]) -> Any:
 
 def test_headers_that_are_alike_keep_their_rows() -> None:
     writer, reader = HeaderWriter(), HeaderReader()
+    parts = tuple(PushPart(p, 64) for p in PARTS)
     for sequence, given in enumerate([GOOD, GOOD, GOOD, GOOD[:1], GOOD[:1], GOOD, (), GOOD]):
-        order = push_order(sequence, given)
+        order = push_order(sequence, given, parts=parts)
         found = reader.read(writer.write(order))
         assert (found.rows, found.table_groups, found.name) == (order.rows, order.table_groups, order.name)
 
