@@ -427,7 +427,7 @@ class Partition:
             return
         step, done = self._versions.newest.number + 1, False
         try:
-            failpoint("push.before_rows")
+            failpoint("rows.before_update")
             self._tables.push(contribution.rows, contribution.table_groups, step)
             done = True
         finally:

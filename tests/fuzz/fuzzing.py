@@ -108,6 +108,7 @@ def targets(folder: Path) -> Iterator[Target]:
     makers: dict[str, Callable[[], World]] = {
         "server, asynchronous": lambda: ServerWorld(UpdateMode.ASYNC),
         "server, synchronous": lambda: ServerWorld(UpdateMode.SYNC),
+        "server, tables": lambda: ServerWorld(UpdateMode.ASYNC, tables=True),
         "coordinator, asynchronous": lambda: CoordinatorWorld(UpdateMode.ASYNC),
         "coordinator, synchronous": lambda: CoordinatorWorld(UpdateMode.SYNC),
         "agent": lambda: AgentWorld(folder),

@@ -20,6 +20,7 @@ from shardyard.transport.serving import REPLY, serve
 WORLDS = {
     "server, asynchronous": lambda _: ServerWorld(UpdateMode.ASYNC),
     "server, synchronous": lambda _: ServerWorld(UpdateMode.SYNC),
+    "server, tables": lambda _: ServerWorld(UpdateMode.ASYNC, tables=True),
     "coordinator, asynchronous": lambda _: CoordinatorWorld(UpdateMode.ASYNC),
     "coordinator, synchronous": lambda _: CoordinatorWorld(UpdateMode.SYNC),
     "agent": AgentWorld,

@@ -19,12 +19,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
+import numpy as np
 import shop
 from coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
 from restoring import state_of
 
 from shardyard.checkpoints.manifest import partition_path
+from shardyard.codecs.ids import encode_ids
+from shardyard.codecs.rows import RowCode, encode_rows
 from shardyard.ground.errors import Internal, ShardyardError
+from shardyard.ground.row_ids import partition_of
 from shardyard.ground.types import Incarnation, MemberRole, PartitionId, Term, UpdateMode
 from shardyard.transport.peers import AtOnce, Context, Service
 from shardyard.transport.serving import serve, serve_at_once
@@ -34,6 +38,7 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
 from shardyard_coordinator.journal import Journal
+from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 from shardyard_worker.agent_launch import RunningLaunch
@@ -120,17 +125,19 @@ def encoded(*messages: Any) -> Sent:
 
 
 class ServerWorld:
-    """One job of two partitions, open, with a push or two; of one mode. Checkpoints lie in memory."""
+    """One job of two partitions, open, with a push or two; of one mode. Checkpoints lie in memory. With `tables` the
+    job has one, and pushes have rows of it."""
 
-    def __init__(self, mode: UpdateMode) -> None:
+    def __init__(self, mode: UpdateMode, *, tables: bool = False) -> None:
+        self.tables = tables
         self.store = Store()
         self.store.become(Incarnation(shop.SERVER), Term(shop.TERM))
         self.service = Servicer(self.store).service()
         self.mode = mode
-        shop.stock(lambda name, *sent: call(self.service, name, encoded(*sent)), mode)
+        shop.stock(lambda name, *sent: call(self.service, name, encoded(*sent)), mode, tables=tables)
         self.calls = self._calls()
         for sequence in range(2):
-            self._must("Push", *encoded(self._push(sequence)))
+            self._must("Push", *encoded(self._push_rows(sequence) if tables else self._push(sequence)))
         self._must("SaveCheckpoint", *encoded(self._save(1)))
         self._must("Pin", *encoded(self._pin(PIN)))
 
@@ -145,7 +152,7 @@ class ServerWorld:
                 digest = hashlib.sha256(b"".join(each[name].tobytes() for each in arrays for name in sorted(each)))
                 gate = partition._gate
                 waiting = None if gate is None else (gate.step, gate.missing())
-                found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting))
+                found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting, _rows(partition)))
                 cut.release()
             jobs.append((hosted.job, hosted.generation, hosted.open, tuple(hosted.partitions), found))
         standing, counters = self.store._standing, self.store.counters
@@ -173,6 +180,31 @@ class ServerWorld:
             header.name.token = 1
         return server.PushFrame(header=header, data=shop.GRADIENT)
 
+    def _push_rows(self, sequence: int) -> server.PushFrame:
+        frame = self._push(sequence)
+        codes = _codes()
+        frame.header.rows.add(
+            table=0,
+            partitions=list(codes),
+            rows=[1] * len(codes),
+            id_bytes=[len(ids) for ids, _ in codes.values()],
+            row_bytes=[len(rows) for _, rows in codes.values()],
+        )
+        frame.header.table_groups.add(values=shop.GROUPS[0])
+        frame.data += b"".join(ids + rows for ids, rows in codes.values())
+        return frame
+
+    def _look_up(self) -> server.LookUpFrame:
+        codes = _codes()
+        header = server.LookUpHeader(caller=shop.CALLER, server=shop.SERVER, generation=1)
+        header.wanted.add(
+            table=0,
+            partitions=list(codes),
+            rows=[1] * len(codes),
+            id_bytes=[len(ids) for ids, _ in codes.values()],
+        )
+        return server.LookUpFrame(header=header, data=b"".join(ids for ids, _ in codes.values()))
+
     def _save(self, number: int) -> server.SaveCheckpointRequest:
         step = {"step": 2} if self.mode is UpdateMode.SYNC else {}
         return server.SaveCheckpointRequest(
@@ -190,7 +222,16 @@ class ServerWorld:
         orders = {"caller": shop.ORDERS, "generation": 1}
         shard = {"data_shard": {"feed": 0, "index": 3}}
         leased = {"logical_rank": 1} if self.mode is UpdateMode.SYNC else shard
-        create = shop.creation(self.mode)
+        create = shop.creation(self.mode, tables=self.tables)
+        read = {**who, "partition": 1}
+        rows = [encoded(self._push_rows(1)), encoded(self._push_rows(2))] if self.tables else []
+        given = server.PushFrame(header=shop.header(kind=server.PUSH_KIND_VALUES))
+        if self.tables:
+            made = self._push_rows(0)
+            given.header.rows.extend(made.header.rows)
+            given.data = made.data[len(shop.GRADIENT) :]
+            for part in given.header.parts:
+                part.payload_bytes = 0
         again = server.CreatePartitionsRequest()
         again.CopyFrom(create)
         again.generation = 2
@@ -243,7 +284,7 @@ class ServerWorld:
         pinned.pin = PIN
         return {
             "CreatePartitions": [encoded(each) for each in (create, again, other, restore)],
-            "Initialize": [encoded(values)],
+            "Initialize": [encoded(values), *([encoded(given)] if self.tables else [])],
             "OpenPartitions": [encoded(server.OpenPartitionsRequest(**orders))],
             "SaveCheckpoint": [encoded(self._save(2))],
             "ForgetSources": [
@@ -280,7 +321,7 @@ class ServerWorld:
             "ReadLedger": [
                 encoded(server.ReadLedgerRequest(**who, sources=[{"source": leased}, {"source": self._source()}]))
             ],
-            "Push": [encoded(self._push(1)), encoded(self._push(2)), encoded(*halves)],
+            "Push": [encoded(self._push(1)), encoded(self._push(2)), encoded(*halves), *rows],
             "Pull": [encoded(shop.wish()), encoded(shop.wish(1)), encoded(pinned)],
             "Pin": [encoded(self._pin(PIN)), encoded(self._pin(bytes(15) + b"2")), encoded(self._pin(PIN, wait_ms=1))],
             "Unpin": [encoded(server.UnpinRequest(caller=shop.CALLER, pin=bytes(15) + b"2"))],
@@ -293,9 +334,28 @@ class ServerWorld:
                 encoded(frame(header=coded), self._push(2), frame(header=coded)),
                 encoded(frame(header=attach), frame(header=pulls)),
                 encoded(frame(header=pulls), frame(header=judges)),
+                *([encoded(self._push_rows(2), self._push_rows(3), frame(header=pulls))] if self.tables else []),
             ],
+            "LookUp": [encoded(self._look_up())],
+            "ReadRows": [encoded(server.ReadRowsRequest(**read, table=0))],
             "DescribeServer": [encoded(server.DescribeServerRequest())],
         }
+
+
+def _codes() -> dict[int, tuple[bytes, bytes]]:
+    """For each partition here the codes of an id of its own, and of a gradient for its row."""
+    ids = np.arange(100, dtype=np.int64)
+    owners = partition_of(ids, 3)
+    gradient = bytes(encode_rows(np.ones((1, shop.DIM), np.float32), RowCode.FLOAT32))
+    return {number: (bytes(encode_ids(ids[owners == number][:1])), gradient) for number in range(2)}
+
+
+def _rows(partition: Partition) -> list[object]:
+    return [
+        (name, sorted(zip(chunk.ids.tolist(), map(bytes, chunk.records), chunk.frequencies.tolist(), strict=False)))
+        for name, table in partition.tables.items()
+        for chunk in table.items()
+    ]
 
 
 # ---- a coordinator

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 from shardyard.ground import optimizers
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import OptimizerSpec, UpdateMode
 from shardyard.wire import convert
+from shardyard.wire.tables import table_to_wire
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 
 JOB, WORKER, SERVER, TERM = 7, 9, 2, 1
+DIM = 2
 GROUPS = (optimizers.make_group("sgd", {"lr": 0.5}),)
 CALLER = common.Caller(job=JOB, incarnation=WORKER)
 ORDERS = common.Caller(job=JOB, term=TERM)
@@ -23,8 +26,9 @@ VALUES = struct.pack("<16f", *range(16)) + struct.pack("<4f", *range(16, 20)) + 
 GRADIENT = struct.pack("<16f", *[1.0] * 16) + struct.pack("<4f", *[2.0] * 4) + bytes(48)
 
 
-def layout() -> common.JobLayout:
+def layout(*, tables: bool = False) -> common.JobLayout:
     """ "w", 20 float32: 16 in partition 0; 4 in partition 1; nothing in partition 2, which the server does not own."""
+    table = TableSettings("t", DIM, "sgd", GROUPS[0], rows_max=1 << 12)
     return common.JobLayout(
         variables=[{"name": "w", "dtype": common.DTYPE_FLOAT32, "shape": [20], "kind": common.VARIABLE_KIND_PARAMETER}],
         optimizer=convert.optimizer_to_wire(OptimizerSpec("sgd", GROUPS)),
@@ -33,6 +37,7 @@ def layout() -> common.JobLayout:
             {"partition": 1, "payload_bytes": 64, "blocks": [{"offset": 16, "length": 4}]},
             {"partition": 2},
         ],
+        tables=[table_to_wire(table)] if tables else [],
     )
 
 
@@ -54,12 +59,12 @@ def wish(number: int = 0) -> wire.PullRequest:
     return wire.PullRequest(caller=CALLER, server=SERVER, generation=1, partitions=[0, 1], number=number)
 
 
-def creation(mode: UpdateMode = UpdateMode.ASYNC) -> wire.CreatePartitionsRequest:
+def creation(mode: UpdateMode = UpdateMode.ASYNC, *, tables: bool = False) -> wire.CreatePartitionsRequest:
     """Synchronous: of one logical rank."""
     return wire.CreatePartitionsRequest(
         caller=ORDERS,
         generation=1,
-        layout=layout(),
+        layout=layout(tables=tables),
         partitions=[0, 1],
         mode=convert.mode_to_wire(mode),
         logical_ranks=1 if mode is UpdateMode.SYNC else 0,
@@ -67,9 +72,9 @@ def creation(mode: UpdateMode = UpdateMode.ASYNC) -> wire.CreatePartitionsReques
     )
 
 
-def stock(send: Callable[..., object], mode: UpdateMode = UpdateMode.ASYNC) -> None:
+def stock(send: Callable[..., object], mode: UpdateMode = UpdateMode.ASYNC, *, tables: bool = False) -> None:
     """`send(METHOD, *MESSAGES)` to a server that is SERVER, in TERM: creates the job, gives it values, opens it."""
-    send("CreatePartitions", creation(mode))
+    send("CreatePartitions", creation(mode, tables=tables))
     send("Initialize", wire.PushFrame(header=header(kind=wire.PUSH_KIND_VALUES), data=VALUES))
     send("OpenPartitions", wire.OpenPartitionsRequest(caller=ORDERS, generation=1))
     if mode is UpdateMode.SYNC:

@@ -18,7 +18,7 @@ import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import ShardyardError
+from shardyard.ground.errors import Internal, ShardyardError
 from shardyard.ground.failpoints import armed
 from shardyard.ground.types import PartitionId, SourceKey
 from shardyard.transport.serving import REPLY
@@ -29,6 +29,7 @@ from shardyard_launcher.yard_state import STATE_FILE, YardState, read_state
 sys.path.insert(0, str(Path(__file__).parent))
 
 import test_coordinator_archive as archives
+import test_rows_in_pushes as rows
 import test_server_checkpoints as servers
 import test_wal as logs
 
@@ -188,11 +189,28 @@ def in_yard(place: str, folder: Path) -> list[str]:
     return passed
 
 
+def in_rows(place: str, folder: Path) -> list[str]:
+    """What would be half a push is none: the partition takes nothing more, and the server is told to end."""
+    told: list[ShardyardError] = []
+    store = rows.server(on_failure=told.append)
+    try:
+        with broken(place) as passed, pytest.raises(Broken):
+            rows.push(store, rows.push_order(0, rows.GOOD), rows.DENSE + rows.GOOD_DATA)
+        for order in rows.push_order(0, rows.GOOD), rows.push_order(1, rows.GOOD):
+            with pytest.raises(Internal, match="applied in part"):
+                rows.push(store, order, rows.DENSE + rows.GOOD_DATA)
+        assert [error.code for error in told[:1]] == ["Internal"]
+    finally:
+        store.close()
+    return passed
+
+
 SCENARIOS: Final[dict[str, Callable[[str, Path], list[str]]]] = {
     "storage": in_storage,
     "checkpoint": in_archive,
     "journal": in_journal,
     "push": in_push,
+    "rows": in_rows,
     "wal": in_log,
     "yard": in_yard,
 }

@@ -305,10 +305,10 @@ def iter_of(sent: list[Frame]) -> Any:
 
 
 def test_headers_that_are_alike_keep_their_rows() -> None:
-    rows, _ = coded(ones())
     writer, reader = HeaderWriter(), HeaderReader()
-    for sequence, given in enumerate([rows, rows, rows, (), rows, rows[:1]]):
-        order = push_order(sequence, given)
+    parts = tuple(PushPart(p, 64) for p in PARTS)
+    for sequence, given in enumerate([GOOD, GOOD, GOOD, GOOD[:1], GOOD[:1], GOOD, (), GOOD]):
+        order = push_order(sequence, given, parts=parts)
         found = reader.read(writer.write(order))
         assert (found.rows, found.table_groups, found.name) == (order.rows, order.table_groups, order.name)
 
@@ -519,7 +519,7 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
     def fail(name: str) -> None:
         raise MemoryError(name)
 
-    with armed("push.before_rows", fail, at=1), pytest.raises(MemoryError):
+    with armed("rows.before_update", fail, at=1), pytest.raises(MemoryError):
         push(store, push_order(0, GOOD), DENSE + GOOD_DATA)
     assert isinstance(told[0], Internal)
     assert "in part" in told[0].what
