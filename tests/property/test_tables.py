@@ -157,7 +157,8 @@ class Pair:
             since = self.table.generation if self.restored is not None else None
             self.cut, self.chunks, self.then = self.table.cut(since), [], expected(self.plain)
         elif what == "again" and self.cut is not None:
-            self.chunks.extend(chunk for chunk, _ in zip(self.cut, range(1 + seed % 3), strict=False))
+            # the number first: a chunk that is taken after the last one would be lost
+            self.chunks.extend(chunk for _, chunk in zip(range(1 + seed % 3), self.cut, strict=False))
         elif what == "finish" and self.cut is not None:
             self.finish()
 
