@@ -397,13 +397,6 @@ def test_jobs_that_cannot_have_tables_say_so(connect: Connect, settings: dict[st
         job.prepare(model, dense(model))
 
 
-def test_a_job_that_is_written_down_refuses_tables(connect: Connect, tmp_path: Path) -> None:
-    job = connect(settings={"job.checkpoint.url": str(tmp_path)})
-    model = Model()
-    with pytest.raises(errors.ConfigurationError, match=r"written into checkpoints.*url to never"):
-        job.prepare(model, dense(model))
-
-
 def test_loss_scaling_is_refused(connect: Connect) -> None:
     job = connect(settings=NEVER)
     job.scaler()
