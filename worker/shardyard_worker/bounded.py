@@ -53,7 +53,7 @@ class BoundedStrategy(AsyncStrategy):
             return
         if self._bound is not None:
             self._training.complete()
-            self._join()
+            self._join(anew=self._resting)
         self._resting = False
 
     def rest(self) -> None:
@@ -114,7 +114,7 @@ class BoundedStrategy(AsyncStrategy):
             log.warning("worker.window %d is not used: staleness has a bound of %d now", self._window, latest.bound)
         if self._bound is not None and not self._resting:
             self._training.complete()
-            self._join()
+            self._join(anew=True)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         self._clock -= 1  # the step that was not taken
@@ -144,12 +144,13 @@ class BoundedStrategy(AsyncStrategy):
             return
         self._take(answer)
 
-    def _join(self) -> None:
-        """Takes its place beside the slowest."""
+    def _join(self, *, anew: bool) -> None:
+        """Takes its place beside the slowest; not `anew`: on servers that have not heard of it."""
         self._training.router.abandon_pull()
         answer = self._pull(self._wish_at(Stride.JOINS))
         # servers may have heard of the others at different times; what they gave is asked for again, at one clock
-        self._clock = answer.clock
+        # a clock does not fall while its worker takes steps
+        self._clock = answer.clock if anew else max(self._clock, answer.clock)
         self._training.router.abandon_pull()
         self._take(answer)
 
