@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ from shardyard.ground.types import (
 from shardyard_coordinator.placement import plan
 from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_ps_server import table_saver
-from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
+from shardyard_ps_server.checkpoints import Saved, SaveOrder
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.store import Restore, Store
 from shardyard_ps_server.tables import cuts
@@ -91,15 +90,15 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "CHUNK_ENTRIES", 100)
 
 
-def server(mode: UpdateMode = UpdateMode.ASYNC, restore: Restore | None = None, layout: JobLayout = LAYOUT) -> Store:
+def server(restore: Restore | None = None, layout: JobLayout = LAYOUT) -> Store:
     store = Store()
     MADE.append(store)
     store.become(HERE, Term(2))
     if restore is None:
-        store.create(JOB, GENERATION, layout, OWNED, mode, 1)
+        store.create(JOB, GENERATION, layout, OWNED, UpdateMode.ASYNC, 1)
         store.open(JOB, GENERATION)
     else:
-        store.create(JOB, GENERATION, layout, OWNED, mode, 1, restore)
+        store.create(JOB, GENERATION, layout, OWNED, UpdateMode.ASYNC, 1, restore)
     return store
 
 
@@ -318,24 +317,6 @@ def test_increments_of_a_zipf_load_are_a_tenth_of_the_table_at_most(tmp_path: Pa
 
 
 # ---- one moment
-
-
-def test_tables_of_a_synchronous_job_are_those_of_the_step(tmp_path: Path) -> None:
-    """The cut is taken when the step is there, before anything follows, though it is read later."""
-    store = server(UpdateMode.SYNC)
-    train(store, 1)
-    then, pushes = contents(store), iter(range(2, 99))
-
-    class Slow(Saver):
-        def _named(self, *given: Any) -> Any:
-            train(store, next(pushes))
-            return super()._named(*given)
-
-    saver = Slow(HERE, store.vigil, LAYOUT)
-    saved = saver.save(partitions(store), SaveOrder(1, 0, 0, 0), LocalStorage(tmp_path))
-    assert next(pushes) == 4
-    other = restored(tmp_path, [entry_of(tmp_path, each) for each in saved])
-    assert contents(other) == then
 
 
 def test_a_cut_has_the_tables_of_its_moment_whatever_is_pushed_while_it_is_written(tmp_path: Path) -> None:

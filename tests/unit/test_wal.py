@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.ground import failpoints
 from shardyard.ground.errors import (
     InvalidRequest,
@@ -535,13 +534,13 @@ def test_a_job_that_goes_back_counts_nothing_of_the_time_before(yard: Yard) -> N
     restore = partitions.Partition.restore
     outcomes: list[object] = []
 
-    def slow(partition: partitions.Partition, found: PartitionState) -> None:
+    def slow(partition: partitions.Partition, found: object, *tables: object) -> None:
         if not outcomes:
             try:
                 outcomes.append(send(first, late))
             except StaleGeneration as error:
                 outcomes.append(error)
-        restore(partition, found)
+        restore(partition, found, *tables)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partitions.Partition, "restore", slow)

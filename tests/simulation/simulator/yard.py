@@ -874,9 +874,9 @@ def _watch_ledgers() -> Callable[[], None]:
         real_fence(self, incarnations)
         self.__dict__.setdefault("told", set()).update(Incarnation(each) for each in incarnations)
 
-    def push(self: Any, hosted: Any, push_order: Any, payload: Any) -> Any:
+    def push(self: Any, hosted: Any, push_order: Any, *payloads: Any) -> Any:
         told = push_order.caller.incarnation in self.__dict__.get("told", ())
-        results = real_push(self, hosted, push_order, payload)
+        results = real_push(self, hosted, push_order, *payloads)
         if told and any(result.outcome not in (Outcome.DUPLICATE, Outcome.DROPPED) for result in results):
             _yard().world.violations.append(f"{push_order.name} of a fenced worker was counted")
         return results
