@@ -265,7 +265,6 @@ class Archive:
                 stale=subject.stale,
                 clipping=subject.clipping,
                 backup_workers=subject.backup_workers,
-                switches=subject.switches,
                 working=working,
                 folder=folder,
                 base=base,
