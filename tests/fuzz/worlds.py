@@ -152,8 +152,8 @@ class ServerWorld:
                 digest = hashlib.sha256(b"".join(each[name].tobytes() for each in arrays for name in sorted(each)))
                 gate = partition._gate
                 waiting = None if gate is None else (gate.step, gate.missing())
+                cut.release()  # which has the tables too
                 found.append((number, cut.version, cut.marks, cut.floor, digest.hexdigest(), waiting, _rows(partition)))
-                cut.release()
             jobs.append((hosted.job, hosted.generation, hosted.open, tuple(hosted.partitions), found))
         standing, counters = self.store._standing, self.store.counters
         return standing.incarnation, frozenset(standing.fenced), jobs, counters.pushes_applied, counters.streams
