@@ -24,8 +24,8 @@ import torch
 
 from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel, options_of, report
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table, warm
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from shardyard.ground import limits, row_optimizers
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, VariableConflict
-from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import Durability, UpdateMode
 from shardyard.runtime.settings import JobSettings

@@ -11,8 +11,8 @@ from typing import Final
 from shardyard.checkpoints.documents import Node
 from shardyard.ground import limits
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import KINDS, settings_of
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 
 _NAME: Final = re.compile(rf".{{1,{limits.VARIABLE_NAME_CHARACTERS_MAX}}}", re.DOTALL)

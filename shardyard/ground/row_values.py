@@ -7,44 +7,19 @@ where rows are kept.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import math
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from shardyard.ground.compiling import compiled
-from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.splitmix import drawn, mixed
 
 Rows = npt.NDArray[np.float32]
-
-
-class InitialKind(enum.Enum):
-    """The value is the code that loops know."""
-
-    ZEROS = 0
-    UNIFORM = 1
-    """In [-scale, scale)."""
-    NORMAL = 2
-    """Mean 0, standard deviation `scale`."""
-
-
-@dataclass(frozen=True, slots=True)
-class InitialValues:
-    """How new rows begin. `scale` is the half width of UNIFORM, the standard deviation of NORMAL, and means nothing for
-    ZEROS."""
-
-    kind: InitialKind = InitialKind.UNIFORM
-    scale: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and 0 <= self.scale <= float(np.finfo(np.float32).max)):
-            raise InvalidRequest(f"initial values of scale {self.scale!r}; expected a finite number, at least 0")
 
 
 def row_key(seed: int, table: str) -> int:

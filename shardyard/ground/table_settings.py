@@ -12,8 +12,8 @@ from typing import Final
 
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import TableError
+from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import FREQUENCY_MAX, TABLE_DIM_MAX, TABLE_ROWS_MAX
-from shardyard.ground.row_values import InitialValues
 
 AGE_UNITS: Final = 1 << 14
 """An age that expires is cut into at least so many units."""

@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 
 from shardyard.ground import limits, row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.layouts import check_tables
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Caller,

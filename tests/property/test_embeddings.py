@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.row_values import InitialKind, InitialValues, initial_rows, row_key
+from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.row_values import initial_rows, row_key
 from shardyard_worker.embedding import Embedding, EmbeddingBag, EmbeddingCollection
 from shardyard_worker.row_updates import SGD
 from shardyard_worker.table import Table

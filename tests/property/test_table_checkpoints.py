@@ -26,8 +26,8 @@ from shardyard.checkpoints.manifest import TableEntry
 from shardyard.checkpoints.storage import Buffer, RemoteStorage, Written
 from shardyard.checkpoints.table_state import TableState
 from shardyard.ground.errors import StorageUnavailable
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import Incarnation, JobLayout, OptimizerSpec, PartitionId, PartitionLayout
 from shardyard_ps_server import table_saver

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from plain_table import Entry, PlainTable
 
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables import cuts, expiry, stripes
 from shardyard_ps_server.tables.cuts import Chunk

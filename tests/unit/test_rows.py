@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_values import InitialKind, InitialValues, initial_rows, row_key
+from shardyard.ground.row_values import initial_rows, row_key
 
 EDGES = np.array([0, 1, -1, 2**63 - 1, -(2**63), 42], np.int64)
 RUNNING = np.arange(100_000, dtype=np.int64)

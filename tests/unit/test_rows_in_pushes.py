@@ -31,9 +31,10 @@ from shardyard.ground.errors import (
     UnsupportedOptimizer,
 )
 from shardyard.ground.failpoints import armed
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_values import InitialKind, InitialValues, initial_rows, row_key
+from shardyard.ground.row_values import initial_rows, row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     NO_NAME,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from shardyard.ground.errors import DTypeMismatch, ShapeMismatch, ShardyardError, TableError, TableFull, TooLarge
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import InitialKind, InitialValues, initial_rows, row_key
+from shardyard.ground.row_values import initial_rows, row_key
 from shardyard.ground.table_settings import AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.cuts import Chunk

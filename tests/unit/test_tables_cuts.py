@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shardyard.ground.errors import NotReady, TableError
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard_ps_server.tables.gate import Gate
 from shardyard_ps_server.tables.retirement import Retirement

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardyard.ground.errors import TableError
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
 

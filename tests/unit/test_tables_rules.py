@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import KINDS, make_group
-from shardyard.ground.row_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import TableSettings
 from shardyard_ps_server import optimizers
 from shardyard_ps_server.tables.table import Table

@@ -16,8 +16,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from shardyard.ground.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge
+from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import LOOK_UP_IDS_MAX
-from shardyard.ground.row_values import InitialValues
 from shardyard_worker.bags import Mode, gather, pool
 from shardyard_worker.distinct import Int64s
 from shardyard_worker.row_updates import RowOptimizer

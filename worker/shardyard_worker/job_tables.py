@@ -17,8 +17,8 @@ import torch
 
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
-from shardyard.ground.row_values import InitialValues
 from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import JobLayout
 from shardyard_worker.coded_rows import TableRows

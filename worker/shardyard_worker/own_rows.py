@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardyard.ground.row_values import InitialValues, initial_rows
+from shardyard.ground.initial_values import InitialValues
+from shardyard.ground.row_values import initial_rows
 from shardyard_worker.distinct import Float32s, Int64s, Numbers
 
 Update = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from shardyard.ground.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge, VariableConflict
+from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import TABLE_DIM_MAX, VARIABLE_NAME_CHARACTERS_MAX
-from shardyard.ground.row_values import InitialValues, row_key
+from shardyard.ground.row_values import row_key
 from shardyard_worker import table_files
 from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct, sum_rows
 from shardyard_worker.own_rows import OwnRows, Rows

@@ -3,7 +3,7 @@
 Owns: the names that users import.
 """
 
-from shardyard.ground.row_values import InitialKind, InitialValues
+from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard_worker.row_updates import FTRL, SGD, Adagrad, Adam, AdamW, RowOptimizer, RowWiseAdagrad, SparseAdam
 from shardyard_worker.table import Table, tables_of
 from shardyard_worker.table_optimizer import Optimizer
