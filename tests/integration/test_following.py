@@ -85,7 +85,8 @@ def test_metrics_are_told_as_they_were_logged(connect: Connect) -> None:
 
 
 def test_checkpoints_are_told_once_each(connect: Connect, tmp_path: Path) -> None:
-    job = connect(settings={"job.checkpoint.url": str(tmp_path), "membership.heartbeat_ms": 20})
+    """A checkpoint's step is that of the worker that asks, also where its next heartbeat is far away."""
+    job = connect(settings={"job.checkpoint.url": str(tmp_path), "membership.heartbeat_ms": 1_000})
     told: list[tuple[int, int]] = []
     job.on_checkpoint(lambda _, taken: told.append((taken.number, taken.step)))
     job.register({"w": torch.zeros(2)}, lr=0.1)

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import TooLarge
-from shardyard.ground.row_ids import partition_of, writable
-from shardyard.ground.splitmix import mixed
+from shardyard.ground.row_ids import writable
+from shardyard.ground.row_routes import partition_of
+from shardyard.ground.splitmix_loops import mixed
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

@@ -264,6 +264,7 @@ class Session:
 
     def take_checkpoint(self) -> int:
         """Waits until a checkpoint that begins after now is committed; its number. Raises what went wrong with it."""
+        self.learn()  # the checkpoint's step is what workers have reported
         request = wire.TakeCheckpointRequest(caller=convert.caller_to_wire(self.caller))
         with self.vigil.over(lambda: "a checkpoint of the job to be committed"):
             while True:
