@@ -20,7 +20,8 @@ from shardyard.codecs.rows import decode_rows
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShapeMismatch
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES
-from shardyard.ground.row_ids import Ids, partition_of
+from shardyard.ground.row_ids import Ids
+from shardyard.ground.row_routes import partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, PushedRows, WantedRows
 from shardyard_ps_server.table_states import Tables, make_tables

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardyard.ground.compiling import compiled
-from shardyard.ground.splitmix import drawn
+from shardyard.ground.splitmix_loops import drawn
 
 Array = npt.NDArray[np.floating[Any]]
 Float32s = npt.NDArray[np.float32]

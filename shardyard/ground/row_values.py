@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shardyard.ground.compiling import compiled
 from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.row_ids import Ids, writable
-from shardyard.ground.splitmix import drawn, mixed
+from shardyard.ground.splitmix_loops import drawn, mixed
 
 Rows = npt.NDArray[np.float32]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.splitmix import drawn, mixed
+from shardyard.ground.splitmix_loops import drawn, mixed
 from shardyard.ground.table_settings import Admission, TableSettings
 
 F = np.float32

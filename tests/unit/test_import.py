@@ -71,6 +71,18 @@ def test_server_and_coordinator_need_no_torch() -> None:
     assert int(run(code)) > 0
 
 
+def test_coordinator_needs_no_compiler() -> None:
+    """Its image has none, and its process starts without."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(numba=None, llvmlite=None)\n"
+        "import shardyard_coordinator.process, shardyard_launcher.checkpoint_command\n"
+        "import shardyard.checkpoints.library, shardyard.checkpoints.row_exports, shardyard.wire.convert\n"
+        "print(len(sys.modules))"
+    )
+    assert int(run(code)) > 0
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the sources, so that nothing is written into the checkout."""

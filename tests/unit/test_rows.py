@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from shardyard.ground import row_ids, row_routes
 from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_ids import partition_of
 from shardyard.ground.row_values import initial_rows, row_key
 
 EDGES = np.array([0, 1, -1, 2**63 - 1, -(2**63), 42], np.int64)
@@ -33,24 +34,32 @@ def words_of(ids: np.ndarray, key: int) -> np.ndarray:
 # ---- partitions
 
 
-def test_partitions_never_change() -> None:
+PartitionOf = Callable[[np.ndarray, int], np.ndarray]
+both = pytest.mark.parametrize("partition_of", [row_ids.partition_of, row_routes.partition_of], ids=["plain", "loop"])
+
+
+@both
+def test_partitions_never_change(partition_of: PartitionOf) -> None:
     assert partition_of(EDGES, 1 << 30).tolist() == GOLDEN_PARTITIONS
 
 
-def test_partitions_are_the_upper_half_of_the_mixer() -> None:
+@both
+def test_partitions_are_the_upper_half_of_the_mixer(partition_of: PartitionOf) -> None:
     upper = [int(word) >> 32 for word in mixed(RUNNING.view(np.uint64))]
     assert partition_of(RUNNING, 1_000).tolist() == [each * 1_000 >> 32 for each in upper]
 
 
+@both
 @pytest.mark.parametrize("ids", [RUNNING, RUNNING << 40, RUNNING * 4_096, -RUNNING], ids=["0,1", "high", "4096s", "-"])
-def test_partitions_have_equal_shares_of_ids_of_any_pattern(ids: np.ndarray) -> None:
+def test_partitions_have_equal_shares_of_ids_of_any_pattern(partition_of: PartitionOf, ids: np.ndarray) -> None:
     shares = np.bincount(partition_of(ids, 64), minlength=64)
     assert shares.size == 64
     expected = ids.size / 64
     assert np.abs(shares - expected).max() < 6 * math.sqrt(expected)
 
 
-def test_ids_may_lie_anywhere_and_be_read_only() -> None:
+@both
+def test_ids_may_lie_anywhere_and_be_read_only(partition_of: PartitionOf) -> None:
     frozen = RUNNING.copy()
     frozen.flags.writeable = False
     assert (partition_of(frozen[::3], 9) == partition_of(RUNNING, 9)[::3]).all()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import TableError
 from shardyard.ground.row_ids import Ids, writable
-from shardyard.ground.splitmix import mixed
+from shardyard.ground.splitmix_loops import mixed
 from shardyard_ps_server.tables.layout import Numbers
 from shardyard_ps_server.tables.memory import reserve
 

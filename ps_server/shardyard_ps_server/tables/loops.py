@@ -16,7 +16,7 @@ import numpy as np
 from shardyard.ground.compiling import compiled
 from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.row_values import fill_row
-from shardyard.ground.splitmix import drawn, mixed
+from shardyard.ground.splitmix_loops import drawn, mixed
 from shardyard_ps_server.tables import rules
 from shardyard_ps_server.tables.index import (
     array_at,

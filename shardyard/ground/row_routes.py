@@ -1,0 +1,31 @@
+"""Where the rows of a batch are: shardyard.ground.row_ids in one compiled pass.
+
+Owns: the loop. Invariant: it says what row_ids.partition_of says. Must not know: servers, maps of partitions.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from shardyard.ground.compiling import compiled
+from shardyard.ground.row_ids import Ids, Partitions, check, writable
+from shardyard.ground.splitmix_loops import mixed
+
+_S32: Final = np.uint64(32)
+
+
+@compiled
+def _put_partitions(ids: Ids, partitions: int, out: Partitions) -> None:
+    count = np.uint64(partitions)
+    for i in range(ids.size):
+        out[i] = np.int32((mixed(np.uint64(ids[i])) >> _S32) * count >> _S32)
+
+
+def partition_of(ids: Ids, partitions: int) -> Partitions:
+    """The partition of each id, in [0, partitions): int32, shape (n,). `ids`: int64, shape (n,)."""
+    check(ids, partitions)
+    out = np.empty(ids.size, np.int32)
+    _put_partitions(writable(ids), partitions, out)
+    return out
