@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardyard.ground.errors import CoordinatorUnavailable
 from shardyard.transport.channel import GrpcNetwork
 from shardyard_launcher.role_process import RoleProcess
 from shardyard_launcher.status_view import ask
@@ -460,7 +461,10 @@ def test_yard_that_has_died_goes_on_with_its_jobs_and_says_with_what(shell: Shel
         state = read_state(shell.state)
         if state is None or not any(process.role == "coordinator" and process.ready for process in state.roles):
             return 0
-        report = ask(GrpcNetwork(), state.address_of("coordinator"))
+        try:
+            report = ask(GrpcNetwork(), state.address_of("coordinator"))
+        except CoordinatorUnavailable:  # busy; it is asked again
+            return 0
         return max((job.checkpoint.number for job in report.status.jobs), default=0)
 
     await_true(lambda: checkpoints() >= 3, "three checkpoints")
