@@ -14,7 +14,7 @@ from shardyard.ground import limits, row_optimizers
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, VariableConflict
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import Durability, UpdateMode
+from shardyard.ground.types import ConsistencyMode, Durability
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.records import (
     Body,
@@ -42,10 +42,17 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
         return
     for cannot, what, why, todo in (
         (
-            settings.consistency.mode.updates is UpdateMode.SYNC,
-            f"in a job with job.consistency.mode {settings.consistency.mode.value}",
-            "rows are updated by each push as it comes, and have no versions",
-            "set job.consistency.mode to async or bounded",
+            settings.consistency.mode is ConsistencyMode.LOCAL,
+            "in a job with job.consistency.mode local",
+            "a round is steps that a worker takes by itself, and rows are on the servers",
+            "set job.consistency.mode to sync, async or bounded",
+        ),
+        (
+            settings.consistency.mode is ConsistencyMode.SYNC
+            and any(each.expiry != ExpirySettings() for each in tables),
+            "whose rows expire, in a job with job.consistency.mode sync",
+            "which rows go depends on where a walk stands, and a step's bits depend on its work alone",
+            "let rows stay, or set job.consistency.mode to async or bounded",
         ),
         (
             settings.consistency.stale is not None,

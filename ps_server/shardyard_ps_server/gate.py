@@ -22,18 +22,24 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from shardyard.ground.errors import InvalidRequest, NotReady, RateMismatch
 from shardyard.ground.types import Gathered, PartitionId, Rank, StepVerdict
 
+Groups = tuple[tuple[float, ...], ...]
+
 
 class Weighted(Protocol):
-    """What the gate must know of a contribution. `groups` is None for a named empty push."""
+    """What the gate must know of a contribution. `groups` is None for a named empty push; `table_groups` is empty where
+    it has no rows."""
 
     @property
     def weight(self) -> float: ...
 
     @property
-    def groups(self) -> tuple[tuple[float, ...], ...] | None: ...
+    def groups(self) -> Groups | None: ...
 
     @property
     def overflow(self) -> bool: ...
+
+    @property
+    def table_groups(self) -> Groups: ...
 
 
 T = TypeVar("T", bound=Weighted)
@@ -98,10 +104,18 @@ class Gate(Generic[T]):
         if contribution.groups is None:
             return
         for other, gathered in enumerate(self._gathered):
-            if gathered is not None and gathered.groups is not None and gathered.groups != contribution.groups:
+            if gathered is None or gathered.groups is None:
+                continue
+            if gathered.groups != contribution.groups:
+                difference = _first_difference(contribution.groups, gathered.groups, "parameter group")
                 raise RateMismatch(
-                    f"logical rank {rank} of step {step} has the settings {_first_difference(contribution, gathered)}"
-                    f" of logical rank {other}"
+                    f"logical rank {rank} of step {step} has the settings {difference} of logical rank {other}"
+                )
+            mine, theirs = contribution.table_groups, gathered.table_groups
+            if mine and theirs and mine != theirs:
+                difference = _first_difference(mine, theirs, "table")
+                raise RateMismatch(
+                    f"logical rank {rank} of step {step} has the settings {difference} of logical rank {other}"
                 )
 
     def record(self, rank: Rank, contribution: T) -> None:
@@ -120,6 +134,11 @@ class Gate(Generic[T]):
         assert self.completes(rank), (rank, self.missing())
         counted = self._gathered if self._members is None else [self._gathered[member] for member in self._members]
         return tuple([contribution if gathered is None else gathered for gathered in counted])
+
+    @property
+    def recorded(self) -> tuple[T, ...]:
+        """The contributions to the step that are there, as long as others are missing."""
+        return tuple([gathered for gathered in self._gathered if gathered is not None])
 
     @property
     def is_empty(self) -> bool:
@@ -234,8 +253,8 @@ class Gate(Generic[T]):
             )
 
 
-def _first_difference(mine: Weighted, theirs: Weighted) -> str:
-    for index, (left, right) in enumerate(zip(mine.groups or (), theirs.groups or (), strict=False)):
+def _first_difference(mine: Groups, theirs: Groups, what: str) -> str:
+    for index, (left, right) in enumerate(zip(mine, theirs, strict=False)):
         if left != right:
-            return f"{list(left)} in parameter group {index}, not {list(right)}"
-    return "of a different number of parameter groups, not those"
+            return f"{list(left)} in {what} {index}, not {list(right)}"
+    return f"of a different number of {what}s, not those"

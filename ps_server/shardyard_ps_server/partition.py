@@ -8,7 +8,8 @@ is applied, scaled.
 
 Whoever changes the partition has its turn meanwhile, however long the arithmetic takes. What others see, version,
 ledger and gate, changes under the lock, in one moment in which the turn's owner has all that it needs: so readers, and
-checkpoints that copy, wait for nobody's arithmetic.
+checkpoints that copy, wait for nobody's arithmetic. Rows are changed in place; in a synchronous job what they were is
+set aside before, so that look-ups see them as one version has them, the newest or the one before.
 
 Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all, so memory is asked for
 before anything changes; the generation is checked within the turn (rule A3), and who raises it takes the turn after;
@@ -20,8 +21,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,15 +64,25 @@ from shardyard.ground.types import (
     Version,
     Watermark,
 )
-from shardyard_ps_server.blocks import Blocks, Contribution
+from shardyard_ps_server.blocks import Blocks, Contribution, Groups
 from shardyard_ps_server.cuts import Cut
+from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
 from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.partition_tables import Floats, PartitionTables, Rows
+from shardyard_ps_server.partition_tables import Floats, PartitionTables, Rows, scaled, square_norm
 from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
+from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
+
+
+class Asked(NamedTuple):
+    """Rows of one table: ids, shape (n,), ascending, and `out`, shape (n, dim), into which their values are put."""
+
+    table: int
+    ids: Ids
+    out: Floats
 
 
 class Partition:
@@ -102,6 +113,8 @@ class Partition:
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
         self._tables = PartitionTables(layout)
+        self._former: FormerRows | None = None
+        """Of a synchronous job, from when the first step is taken: what it has changed."""
         self.torn: Internal | None = None
         """Why nothing is taken or given any more, if so."""
         self._versions = Versions(self._layout.payload_bytes, memory)
@@ -158,10 +171,70 @@ class Partition:
                 raise InvalidRequest(f"first rows for partition {self.id}, which is open")
             self._tables.load(rows)
 
-    def look_up(self, table: int, ids: Ids, out: Floats) -> None:
-        """out[i] becomes the row of ids[i] of a table as it is at this moment. Changes nothing."""
+    def look_up(self, asked: Sequence[Asked], number: int | None = None, until: float = 0.0) -> None:
+        """Puts the rows that are asked for into `out`, as they are at this moment; in a synchronous job all as one
+        version has them. `number`: that version, for which it waits until `until` (time.monotonic) as `hold` does.
+        Changes nothing. Raises NotReady where it does not come in time, NotFound (facts: newest) where it has passed,
+        InvalidRequest in an asynchronous job, which has no such versions."""
         self._check_whole()
-        self._tables.look_up(table, ids, out)
+        if self._gate is None:
+            if number is not None:
+                raise InvalidRequest(
+                    f"rows of version {number} of partition {self.id}, whose job is not synchronous",
+                    todo="look them up as they are",
+                )
+            self._read_rows(asked)
+            return
+        while True:
+            with self._changed:
+                wanted = self._version_of_rows(number, until)
+            self._read_rows(asked)
+            with self._changed:
+                former, newest = self._former, self._versions.newest.number
+            if former is None or former.number < wanted:
+                return
+            if former.number == wanted:
+                for each in asked:
+                    former.put_back(each.table, each.ids, each.out)
+                return
+            if number is not None:
+                raise self._passed(number, newest)
+
+    def _read_rows(self, asked: Sequence[Asked]) -> None:
+        for each in asked:
+            self._tables.look_up(each.table, each.ids, each.out)
+
+    def _version_of_rows(self, number: int | None, until: float) -> int:
+        if number is None:
+            return self._versions.newest.number
+        missing = self._await(number, until)
+        if missing is not None:
+            raise NotReady(
+                f"rows of version {number} of partition {self.id}, which is at version {missing.have.number} and waits "
+                f"for {missing.waiting_for}"
+            )
+        newest = self._versions.newest.number
+        if number < (newest if self._former is None else self._former.number):
+            raise self._passed(number, newest)
+        return number
+
+    def _passed(self, number: int, newest: int) -> NotFound:
+        return NotFound(
+            f"version {number} of partition {self.id}, whose newest is {newest}",
+            why="a partition keeps its last two versions",
+            facts={"partition": str(self.id), "newest": str(newest)},
+        )
+
+    def items(self, table: int) -> Iterator[Chunk]:
+        """All rows of a table as they are between two updates. Raises NotReady while they are read for somebody
+        else."""
+        found = self._tables.items(table)
+        with self._turn:
+            self._check_whole()
+            first = next(found, None)
+        if first is not None:
+            yield first
+            yield from found
 
     def open(self) -> None:
         """The first values are final from here on."""
@@ -282,6 +355,7 @@ class Partition:
             with self._changed:
                 self._versions.restore(state.version, new)
                 self._tables.become(tables)
+                self._former = None
                 self.torn = None
                 self._ledger.restore(state.marks, state.floor)
                 if self._stale is not None:
@@ -299,6 +373,7 @@ class Partition:
         """It is not this server's any more: the memory of rows is for others, until it is restored."""
         with self._turn, self._changed:
             self._tables.become({})
+            self._former = None
 
     def forget(
         self,
@@ -359,8 +434,9 @@ class Partition:
         """Raises what `push` would refuse; changes nothing. A server asks all its partitions before any applies."""
         with self._changed:
             duplicate = self._judge(name, contribution)
+            recorded = self._recorded_rows(contribution)
         if not duplicate:
-            self._tables.check_room(contribution.rows)
+            self._tables.check_room(contribution.rows, recorded)
 
     def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
         """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having
@@ -369,8 +445,9 @@ class Partition:
             with self._changed:
                 check_current()
                 duplicate = self._judge(name, contribution)
+                recorded = self._recorded_rows(contribution)
             if not duplicate:
-                self._tables.check_room(contribution.rows)
+                self._tables.check_room(contribution.rows, recorded)
             if duplicate:
                 outcome = self._repeated(name)
             elif self._gate is None:
@@ -395,6 +472,12 @@ class Partition:
             self._gate.check(source.rank, name.first, contribution)
         return duplicate
 
+    def _recorded_rows(self, contribution: Contribution) -> list[Rows]:
+        """Those for which there must be room beside a contribution's, which are to be updated together."""
+        if self._gate is None or not contribution.rows:
+            return []
+        return [rows for other in self._gate.recorded for rows in other.rows]
+
     def _repeated(self, name: PushName) -> Outcome:
         """Of work whose sequence is over: it was counted, or came late."""
         source = name.key.source
@@ -411,7 +494,7 @@ class Partition:
         if stale is not None:
             applied, staleness, compensated = self._amend(stale, contribution)
         new = self._next(Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
-        self._push_rows(contribution)
+        self._push_rows(contribution.rows, contribution.table_groups)
         with self._changed:
             self._ledger.advance(name)
             if new is not None:
@@ -421,14 +504,18 @@ class Partition:
                 stale.passed(contribution.base)
         return Outcome.APPLIED
 
-    def _push_rows(self, contribution: Contribution) -> None:
-        """In place: look-ups see them before the push is acknowledged, as nobody can tell."""
-        if not contribution.rows:
+    def _push_rows(self, rows: Sequence[Rows], groups: Groups, former: FormerRows | None = None) -> None:
+        """In place. Without `former`, what they were, look-ups see them before the push is acknowledged, as nobody can
+        tell."""
+        if former is not None:
+            with self._changed:
+                self._former = former
+        if not rows:
             return
         step, done = self._versions.newest.number + 1, False
         try:
             failpoint("rows.before_update")
-            self._tables.push(contribution.rows, contribution.table_groups, step)
+            self._tables.push(rows, groups, step)
             done = True
         finally:
             if not done:
@@ -499,18 +586,21 @@ class Partition:
     ) -> Outcome:
         """All that counts in the step is there. `advance` is called in the moment in which that is seen."""
         taken = verdict(contributions)
+        rows, groups = self._mean_rows(taken)
         if self._clipping.norm and not taken.skips:  # a step that is skipped is so everywhere, whatever its norm
             mean, own = self._gather(taken.members, taken.shares)
-            square_norm = self._blocks.square_norm(mean)
+            whole = self._blocks.square_norm(mean) + square_norm(rows)
             with self._changed:
                 advance()
-                gate.gather(square_norm)
-                self._mean = mean
+                gate.gather(whole)
+                self._mean = mean._replace(rows=rows, table_groups=groups)
                 self._changed.notify_all()
             self._spare += self._kept
             self._kept = [own]
             return Outcome.RECORDED
+        former = self._set_aside(rows)
         new = self._next(taken)
+        self._push_rows(rows, groups, former)
         with self._changed:
             advance()
             gate.next_step()
@@ -518,6 +608,18 @@ class Partition:
         self._spare += self._kept
         self._kept = []
         return Outcome.APPLIED
+
+    def _mean_rows(self, taken: Verdict[Contribution]) -> tuple[tuple[Rows, ...], Groups]:
+        """What a step gives to rows, and the settings for it. Raises TooLarge."""
+        if taken.skips:
+            return (), ()
+        groups = next((member.table_groups for member in taken.members if member.rows), ())
+        rows = [member.rows for member in taken.members]
+        return self._tables.mean(rows, taken.shares, self._clipping.value), groups
+
+    def _set_aside(self, rows: Sequence[Rows]) -> FormerRows | None:
+        """What a step is about to change. Raises TooLarge."""
+        return self._tables.set_aside(rows, self._versions.newest.number) if self._tables.names else None
 
     def _gather(self, members: Sequence[Contribution], shares: Sequence[float]) -> tuple[Contribution, Bytes]:
         """The mean, in memory of our own, and that memory. Raises TooLarge."""
@@ -548,7 +650,10 @@ class Partition:
                 return
             assert verdict.square_norm is not None
             scale = scale_of(verdict.square_norm, self._clipping.norm)
+            rows = scaled(mean.rows, scale)
+            former = self._set_aside(rows)
             new = self._next(Verdict(() if mean.groups is None else (mean,), (1.0,)), scale)
+            self._push_rows(rows, mean.table_groups, former)
             with self._changed:
                 gate.next_step()
                 self._mean = None
@@ -627,21 +732,24 @@ class Partition:
         where that waits for a verdict, which the asker may be the one to bring. The buffer is the caller's to read
         until it calls `release`. Raises NotFound where an exact version is gone."""
         with self._changed:
-            while self._versions.newest.number < number:
-                left = until - time.monotonic()
-                if left <= 0 or self._awaits_verdict_on(number - 1) or not self._changed.wait(left):
-                    return Missing(self.id, self._versions.newest, number, self._waits_for())
+            missing = self._await(number, until)
+            if missing is not None:
+                return missing
             newest = self._versions.newest
             wanted = number if exactly else newest.number
             buffer = self._versions.find(wanted)
             if buffer is None:
-                raise NotFound(
-                    f"version {wanted} of partition {self.id}, whose newest is {newest.number}",
-                    why="a partition keeps its last two versions",
-                    facts={"partition": str(self.id), "newest": str(newest.number)},
-                )
+                raise self._passed(wanted, newest.number)
             self._versions.hold(buffer)
             return Version(newest.life, wanted), buffer
+
+    def _await(self, number: int, until: float) -> Missing | None:
+        """That version or a later one; what is missing where it does not come in time."""
+        while self._versions.newest.number < number:
+            left = until - time.monotonic()
+            if left <= 0 or self._awaits_verdict_on(number - 1) or not self._changed.wait(left):
+                return Missing(self.id, self._versions.newest, number, self._waits_for())
+        return None
 
     def place(self, buffer: Bytes) -> Place | None:
         """Where processes on this machine find a buffer that is held, if they can."""

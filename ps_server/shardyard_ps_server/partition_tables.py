@@ -2,8 +2,9 @@
 
 Owns: which rows of a push belong to the partition, and what they do to its tables. Invariants: rows are decoded and
 checked, all of them, before anything changes: ids ascend strictly and are the partition's own, gradients are finite;
-room for the rows of all tables is made sure of before the first changes; who fails after that has left the tables torn,
-and says so. Whoever changes them has the partition's turn. Must not know: names, ledgers, versions.
+room for the rows of all tables is made sure of before the first changes, in a synchronous job when they are recorded;
+who fails after that has left the tables torn, and says so. Whoever changes them has the partition's turn. Must not
+know: names, ledgers, which version is the newest.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import numpy.typing as npt
 from shardyard.codecs.ids import decode_ids, encode_ids
 from shardyard.codecs.rows import decode_rows
 from shardyard.ground import row_optimizers
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShapeMismatch
-from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, ShapeMismatch, TooLarge
+from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES, ROWS_PER_PART_MAX
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.row_routes import partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, PushedRows, WantedRows
+from shardyard_ps_server import row_sums
+from shardyard_ps_server.former_rows import FormerRows
+from shardyard_ps_server.row_sums import Given, Mean
 from shardyard_ps_server.table_states import Tables, make_tables
 from shardyard_ps_server.tables import table
+from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes
 
@@ -37,8 +42,8 @@ HOMES_PER_ROW: Final = 2
 
 
 class Rows(NamedTuple):
-    """Rows of one table for one partition, checked. `values`: gradients, or first values; `counts` None: each id
-    occurred once."""
+    """Rows of one table for one partition, checked, ids ascending, in memory of their own. `values`: gradients, or
+    first values; `counts` None: each id occurred once."""
 
     table: int
     ids: Ids
@@ -62,16 +67,44 @@ class PartitionTables:
         """All of them, as a checkpoint has them; or none, where the partition is somebody else's now."""
         self._tables = tables
 
-    def check_room(self, rows: Sequence[Rows]) -> None:
-        """Raises TableFull where a table cannot take them."""
+    def check_room(self, rows: Sequence[Rows], recorded: Sequence[Rows] = ()) -> None:
+        """Raises TableFull where a table cannot take them, and `recorded` before."""
         for each in rows:
-            self._of(each).check_room(each.ids)
+            into, others = self._of(each), [other.ids for other in recorded if other.table == each.table]
+            if not others:
+                into.check_room(each.ids)
+            elif into.rows + each.ids.size + sum([ids.size for ids in others]) > into.settings.rows_max:
+                into.check_room(np.unique(np.concatenate([each.ids, *others])))
+
+    def mean(self, given: Sequence[Sequence[Rows]], shares: Sequence[float], limit: float) -> tuple[Rows, ...]:
+        """The mean of what members of a step give, in their order; elements beyond `limit`, unless that is 0, are
+        brought to it. Raises TooLarge."""
+        found: dict[int, list[Given]] = {}
+        for rows, share in zip(given, shares, strict=True):
+            for each in rows:
+                found.setdefault(each.table, []).append(Given(each.ids, each.values, each.counts, share))
+        return tuple([Rows(number, *row_sums.mean_of(found[number], limit)) for number in sorted(found)])
+
+    def set_aside(self, rows: Sequence[Rows], number: int) -> FormerRows:
+        """What these, each table once, read as now, which is version `number`. Raises TooLarge."""
+        found = {}
+        for each in rows:
+            try:
+                values = np.empty_like(each.values)
+            except MemoryError:
+                raise TooLarge(f"{each.values.nbytes} bytes of rows to be kept, for which there is no memory") from None
+            self._of(each).look_up(each.ids, values)
+            found[each.table] = each.ids, values
+        return FormerRows(number, found)
 
     def push(self, rows: Sequence[Rows], groups: Groups, step: int) -> None:
         """Update number `step` of the partition. What raises here has torn the tables."""
         for each in rows:
             into = self._of(each)
-            into.push(each.ids, each.values, step, group=groups[each.table], counts=each.counts)
+            for begin in range(0, each.ids.size, ROWS_PER_PART_MAX):  # several ranks may have more together
+                part = slice(begin, begin + ROWS_PER_PART_MAX)
+                counts = None if each.counts is None else each.counts[part]
+                into.push(each.ids[part], each.values[part], step, group=groups[each.table], counts=counts)
             if into.settings.expiry != _STAYS:
                 into.expire(step, HOMES_PER_ROW * each.ids.size)
 
@@ -82,11 +115,36 @@ class PartitionTables:
             self._of(each).load(each.ids, each.values)
 
     def look_up(self, number: int, ids: Ids, out: Floats) -> None:
-        """out[i] becomes the row of ids[i] of a table. Changes nothing."""
-        self._tables[self._settings[number].name].look_up(ids, out)
+        """out[i] becomes the row of ids[i] of a table. Changes nothing. Raises NotReady where the partition has been
+        given up."""
+        self._at(number).look_up(ids, out)
+
+    def items(self, number: int) -> Iterator[Chunk]:
+        """All rows of a table, as they are when the first is taken. Raises NotReady as `look_up`, and while they are
+        read for somebody else."""
+        yield from self._at(number).items()
+
+    def _at(self, number: int) -> Table:
+        found = self._tables.get(self._settings[number].name)
+        if found is None:
+            raise NotReady(f"rows of table {self._settings[number].name!r}, which have left this server")
+        return found
 
     def _of(self, rows: Rows) -> Table:
         return self._tables[self._settings[rows.table].name]
+
+
+def square_norm(rows: Sequence[Rows]) -> float:
+    """Of all elements, table by table."""
+    total = 0.0
+    for each in rows:
+        total += row_sums.square_norm(Mean(*each[1:]))
+    return total
+
+
+def scaled(rows: Sequence[Rows], scale: float) -> tuple[Rows, ...]:
+    """Raises TooLarge."""
+    return tuple([Rows(each.table, *row_sums.scaled(Mean(*each[1:]), scale)) for each in rows])
 
 
 _STAYS: Final = ExpirySettings()
@@ -96,6 +154,7 @@ _STAYS: Final = ExpirySettings()
 def warm() -> None:
     """Compiles the loops of tables, or loads them from disk: half a minute, or a second, once in a process."""
     table.warm()
+    row_sums.warm()
     ids = np.arange(2, dtype=np.int64)
     decode_ids(encode_ids(ids), ids.size)
     partition_of(ids, 2)

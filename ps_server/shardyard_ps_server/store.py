@@ -38,6 +38,7 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.row_ids import Ids
+from shardyard.ground.table_settings import ExpirySettings
 from shardyard.ground.types import (
     NO_CLIPPING,
     Caller,
@@ -78,7 +79,7 @@ from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
 from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.pacing import Pacing
-from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import (
     Floats,
     Rows,
@@ -431,7 +432,7 @@ class Store:
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
-            _check_tables(job, mode, durability, stale)
+            _check_tables(job, layout, mode, durability, stale)
             with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
                 warm()
         logs = self._logs
@@ -845,9 +846,7 @@ class Store:
                 return tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
             return tuple([p.push(order.name, c, check_current) for p, c in work])
         finally:
-            torn = next((each.torn for each, _ in work if each.torn is not None), None)
-            if torn is not None:
-                self._on_failure(torn)
+            self._tell_torn([partition for partition, _ in work])
 
     def _record(
         self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work]
@@ -888,17 +887,26 @@ class Store:
         self, partitions: Sequence[Partition], verdict: StepVerdict, check_current: Callable[[], None]
     ) -> None:
         works = [partial(partition.take_verdict, verdict, check_current) for partition in partitions]
-        if sum([partition.payload_bytes for partition in partitions]) >= CREW_BYTES_MIN:
-            self._crew.run(works)
-            return
-        for work in works:
-            work()
+        try:
+            if sum([partition.payload_bytes for partition in partitions]) >= CREW_BYTES_MIN:
+                self._crew.run(works)
+                return
+            for work in works:
+                work()
+        finally:
+            self._tell_torn(partitions)
+
+    def _tell_torn(self, partitions: Sequence[Partition]) -> None:
+        torn = next((each.torn for each in partitions if each.torn is not None), None)
+        if torn is not None:
+            self._on_failure(torn)
 
     # ---- rows
 
     def look_up(self, asked: LookUp, codes: Bytes) -> Bytes:
-        """The rows that are asked for, one after the other, float32. `codes`: of their ids. Changes nothing. Raises
-        InvalidRequest, MalformedPayload, TooLarge, NotReady where there are no first values."""
+        """The rows that are asked for, one after the other, float32; of each partition as of one version where the job
+        is synchronous. `codes`: of their ids. Changes nothing. Raises InvalidRequest, MalformedPayload, TooLarge,
+        NotReady where there are no first values or a version does not come in time, NotFound where it has passed."""
         hosted = self.admit(asked.caller, asked.server, asked.generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
@@ -914,14 +922,18 @@ class Store:
             raise MalformedPayload(f"{len(codes)} bytes of ids; announced {announced}")
         found, out = aligned_empty(nbytes), 0
         at = 0
+        until = time.monotonic() + asked.wait_ms / 1000
+        by_partition: dict[PartitionId, list[Asked]] = {}
         for each in asked.wanted:
             dim, name = tables[each.table].dim, tables[each.table].name
             for number, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
                 ids = read_ids(hosted.layout, name, number, n, codes[at : at + length])
                 at += length
                 rows = found[out : out + 4 * dim * n].view(np.float32).reshape(n, dim)
-                hosted.find(number).look_up(each.table, ids, rows)
+                by_partition.setdefault(number, []).append(Asked(each.table, ids, rows))
                 out += rows.nbytes
+        for number, of_partition in by_partition.items():
+            hosted.find(number).look_up(of_partition, asked.number, until)
         hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
         self.note_sent(nbytes)
         return found
@@ -929,13 +941,13 @@ class Store:
     def read_rows(
         self, caller: Caller, server: Incarnation, generation: Generation, number: PartitionId, table: int
     ) -> Iterator[tuple[Ids, Floats]]:
-        """All rows of a table that a partition has, as they are at one moment, in pieces. Raises NotReady while they
-        are read for somebody else."""
+        """All rows of a table that a partition has, as they are between two of its updates, in pieces. Raises NotReady
+        while they are read for somebody else."""
         hosted = self.admit(caller, server, generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
-        name = table_at(hosted.layout.tables, table).name
-        for chunk in hosted.find(number).tables[name].items():
+        table_at(hosted.layout.tables, table)
+        for chunk in hosted.find(number).items(table):
             yield chunk.ids[: chunk.values.shape[0]], chunk.values
 
     def admit_pull(self, wish: PullWish) -> HostedJob:
@@ -1189,15 +1201,23 @@ def _by_partition(layout: JobLayout, order: PushOrder, rows: Bytes) -> dict[Part
     return found
 
 
-def _check_tables(job: JobId, mode: UpdateMode, durability: Durability, stale: StaleRule | None) -> None:
+def _check_tables(
+    job: JobId, layout: JobLayout, mode: UpdateMode, durability: Durability, stale: StaleRule | None
+) -> None:
     """Raises InvalidRequest for what rows cannot be part of."""
     for cannot, what in (
-        (mode is UpdateMode.SYNC, "which is synchronous"),
         (durability is Durability.WAL, "which has a log"),
         (stale is not None, "which has a rule for stale gradients"),
     ):
         if cannot:
             raise InvalidRequest(f"tables of job {job}, {what}", why="rows are not part of that yet")
+    expiring = next((each.name for each in layout.tables if each.expiry != ExpirySettings()), None)
+    if mode is UpdateMode.SYNC and expiring is not None:
+        raise InvalidRequest(
+            f"table {expiring!r} of job {job}, which is synchronous, with rows that expire",
+            why="which rows go depends on where a walk stands, and a step's bits depend on its work alone",
+            todo="let rows of synchronous jobs stay",
+        )
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -429,12 +429,15 @@ class PushedRows:
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """What is asked of one server."""
+    """What is asked of one server. `number`: in a synchronous job, the version of which rows are wanted, for at most
+    `wait_ms`; None: the newest."""
 
     caller: Caller
     server: Incarnation
     generation: Generation
     wanted: tuple[WantedRows, ...]
+    number: int | None = None
+    wait_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

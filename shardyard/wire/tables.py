@@ -173,11 +173,13 @@ def look_up_to_header(asked: LookUp) -> bytes:
             server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
             for each in asked.wanted
         ],
+        number=asked.number,
+        wait_ms=asked.wait_ms,
     ).SerializeToString()
 
 
 def look_up_from_header(header: bytes) -> LookUp:
-    """Raises MalformedPayload, TooLarge."""
+    """Raises MalformedPayload, TooLarge, InvalidRequest."""
     try:
         message = server.LookUpHeader.FromString(header)
     except DecodeError as error:
@@ -187,12 +189,16 @@ def look_up_from_header(header: bytes) -> LookUp:
         for each in message.wanted
     )
     _check_tables_once([each.table for each in wanted])
+    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
+        raise InvalidRequest(f"a look-up that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
     caller = message.caller
     return LookUp(
         Caller(JobId(caller.job), Incarnation(caller.incarnation), Term(caller.term)),
         Incarnation(message.server),
         Generation(message.generation),
         wanted,
+        message.number if message.HasField("number") else None,
+        message.wait_ms,
     )
 
 

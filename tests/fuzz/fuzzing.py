@@ -109,6 +109,7 @@ def targets(folder: Path) -> Iterator[Target]:
         "server, asynchronous": lambda: ServerWorld(UpdateMode.ASYNC),
         "server, synchronous": lambda: ServerWorld(UpdateMode.SYNC),
         "server, tables": lambda: ServerWorld(UpdateMode.ASYNC, tables=True),
+        "server, synchronous tables": lambda: ServerWorld(UpdateMode.SYNC, tables=True),
         "coordinator, asynchronous": lambda: CoordinatorWorld(UpdateMode.ASYNC),
         "coordinator, synchronous": lambda: CoordinatorWorld(UpdateMode.SYNC),
         "agent": lambda: AgentWorld(folder),

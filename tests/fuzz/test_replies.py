@@ -21,6 +21,7 @@ WORLDS = {
     "server, asynchronous": lambda _: ServerWorld(UpdateMode.ASYNC),
     "server, synchronous": lambda _: ServerWorld(UpdateMode.SYNC),
     "server, tables": lambda _: ServerWorld(UpdateMode.ASYNC, tables=True),
+    "server, synchronous tables": lambda _: ServerWorld(UpdateMode.SYNC, tables=True),
     "coordinator, asynchronous": lambda _: CoordinatorWorld(UpdateMode.ASYNC),
     "coordinator, synchronous": lambda _: CoordinatorWorld(UpdateMode.SYNC),
     "agent": AgentWorld,

@@ -194,9 +194,9 @@ class ServerWorld:
         frame.data += b"".join(ids + rows for ids, rows in codes.values())
         return frame
 
-    def _look_up(self) -> server.LookUpFrame:
+    def _look_up(self, **more: Any) -> server.LookUpFrame:
         codes = _codes()
-        header = server.LookUpHeader(caller=shop.CALLER, server=shop.SERVER, generation=1)
+        header = server.LookUpHeader(caller=shop.CALLER, server=shop.SERVER, generation=1, **more)
         header.wanted.add(
             table=0,
             partitions=list(codes),
@@ -224,6 +224,7 @@ class ServerWorld:
         leased = {"logical_rank": 1} if self.mode is UpdateMode.SYNC else shard
         create = shop.creation(self.mode, tables=self.tables)
         read = {**who, "partition": 1}
+        versions = [{"number": 1}, {"number": 2, "wait_ms": 1}] if self.mode is UpdateMode.SYNC else []
         rows = [encoded(self._push_rows(1)), encoded(self._push_rows(2))] if self.tables else []
         given = server.PushFrame(header=shop.header(kind=server.PUSH_KIND_VALUES))
         if self.tables:
@@ -328,7 +329,7 @@ class ServerWorld:
                 encoded(frame(header=pulls), frame(header=judges)),
                 *([encoded(self._push_rows(2), self._push_rows(3), frame(header=pulls))] if self.tables else []),
             ],
-            "LookUp": [encoded(self._look_up())],
+            "LookUp": [encoded(self._look_up()), *(encoded(self._look_up(**each)) for each in versions)],
             "ReadRows": [encoded(server.ReadRowsRequest(**read, table=0))],
             "DescribeServer": [encoded(server.DescribeServerRequest())],
         }

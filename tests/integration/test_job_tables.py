@@ -106,6 +106,9 @@ def trained_alone(steps: int, optimizer: sy.tables.RowOptimizer | None = None) -
         {"yard.servers": 1, "job.partitions": 1},
         {"job.consistency.mode": "bounded"},
         {"job.compression.push": "bf16"},
+        SYNC,
+        SYNC | {"worker.prefetch": "always", "worker.same_host": "never"},
+        SYNC | {"job.clip.norm": 1e6},
     ],
 )
 def test_rows_of_a_job_are_those_of_a_model_that_trains_by_itself(connect: Connect, given: dict[str, Any]) -> None:
@@ -119,6 +122,7 @@ def test_rows_of_a_job_are_those_of_a_model_that_trains_by_itself(connect: Conne
     assert len(model.author.table) == len(alone.author.table) > 20
 
 
+@pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -131,9 +135,11 @@ def test_rows_of_a_job_are_those_of_a_model_that_trains_by_itself(connect: Conne
         sy.tables.FTRL(lr=0.1, l1=0.01, l2=0.1),
     ],
 )
-def test_each_optimizer_of_tables_is_the_same_on_servers(connect: Connect, optimizer: sy.tables.RowOptimizer) -> None:
+def test_each_optimizer_of_tables_is_the_same_on_servers(
+    connect: Connect, optimizer: sy.tables.RowOptimizer, mode: dict[str, Any]
+) -> None:
     alone = trained_alone(9, optimizer)
-    job = connect(settings=NEVER)
+    job = connect(settings=NEVER | mode)
     model = Model(optimizer)
     model, moved = job.prepare(model, dense(model))
     train(model, [moved], 9)
@@ -385,7 +391,6 @@ def test_workers_push_rows_at_the_same_time(yard: Yard) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        (SYNC, "job.consistency.mode sync"),
         ({"job.consistency.mode": "local"}, "job.consistency.mode local"),
         ({"job.consistency.staleness_scaling": "inverse"}, "a rule for stale gradients"),
     ],

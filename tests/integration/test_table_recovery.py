@@ -1,4 +1,5 @@
-"""Processes of a job with an embedding table die: each sample's row counts it once an epoch."""
+"""Processes of a job with an embedding table die: each sample's row counts it once an epoch, and a synchronous job has
+the bits of one to which nothing happens."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from yards import Probes, RoleYard, Script, finish
+from yards import Probes, RoleYard, Script, computed, finish
 
 SAMPLES, EPOCHS = 203, 3
+SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
+MODES = pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
 
 
 @pytest.fixture
@@ -25,12 +28,12 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
         yield running
 
 
-def begin(yard: RoleYard, probes: Probes, **settings: Any) -> list[tuple[Script, Path]]:
+def begin(yard: RoleYard, probes: Probes, script: str = "rows", **settings: Any) -> list[tuple[Script, Path]]:
     """Two workers, with a checkpoint every few steps, once there is one."""
     settings |= {"coordinator": yard.address, "job__workers_expected": 2, "job__checkpoint__every_steps": 7}
     settings |= {"job__data__batches_per_data_shard": 5}
     options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--pause-ms", "30")
-    started = [probes.start("rows", *options, **settings) for _ in range(2)]
+    started = [probes.start(script, *options, **settings) for _ in range(2)]
     yard.coordinator.wait_for("checkpoint 2 of step")
     return started
 
@@ -40,9 +43,12 @@ def assert_counted(started: list[tuple[Script, Path]]) -> None:
         assert result["totals"] == [float(EPOCHS)] * SAMPLES
 
 
+@MODES
 @pytest.mark.parametrize("returns", [True, False])
-def test_promise_1_and_2_hold_for_rows_when_a_server_dies(yard: RoleYard, probes: Probes, returns: bool) -> None:
-    started = begin(yard, probes)
+def test_promise_1_and_2_hold_for_rows_when_a_server_dies(
+    yard: RoleYard, probes: Probes, returns: bool, mode: dict[str, object]
+) -> None:
+    started = begin(yard, probes, **mode)
     yard.kill_server(1)
     if returns:
         yard.restart_server(1)
@@ -50,8 +56,9 @@ def test_promise_1_and_2_hold_for_rows_when_a_server_dies(yard: RoleYard, probes
     assert "are restored, of step" in yard.coordinator.output
 
 
-def test_promise_2_holds_for_rows_when_a_worker_dies(yard: RoleYard, probes: Probes) -> None:
-    (killed, _), other = begin(yard, probes)
+@MODES
+def test_promise_2_holds_for_rows_when_a_worker_dies(yard: RoleYard, probes: Probes, mode: dict[str, object]) -> None:
+    (killed, _), other = begin(yard, probes, **mode)
     killed.kill()
     assert_counted([other])
 
@@ -65,3 +72,22 @@ def test_promise_1_and_2_hold_for_rows_when_all_services_die_at_once(yard: RoleY
     for index in range(2):
         yard.restart_server(index)
     assert_counted(started)
+
+
+@pytest.mark.parametrize("clip", [{}, {"job__clip__norm": 0.3}], ids=["plain", "clipped"])
+def test_promise_6_rows_have_the_same_bits_when_a_server_and_a_worker_die(
+    yard: RoleYard, probes: Probes, clip: dict[str, object]
+) -> None:
+    undisturbed = [finish(*each) for each in begin(yard, probes, "words", job="one", **SYNC, **clip)]
+    options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS))
+    undisturbed.append(probes.run("words", *options, job="alone", job__checkpoint__url="never", **SYNC, **clip))
+    (survivor, out), (victim, _) = begin(yard, probes, "words", job="two", **SYNC, **clip)
+    yard.coordinator.wait_for("job 'two' (1.2): checkpoint ")
+    yard.kill_server(0)
+    yard.restart_server(0)
+    survivor.wait_for(f"computed {computed(survivor) + 3}")
+    victim.kill()
+    disturbed = finish(survivor, out)
+    assert {result["digest"] for result in undisturbed} == {disturbed["digest"]}
+    assert disturbed["step"] == undisturbed[0]["step"]
+    assert "are restored, of step" in yard.coordinator.output

@@ -24,6 +24,7 @@ class Word:
     weight: float = 1.0
     groups: tuple[tuple[float, ...], ...] | None = ((0.1, 0.9),)
     overflow: bool = False
+    table_groups: tuple[tuple[float, ...], ...] = ()
 
 
 EMPTY = Word("empty", 0.0, None)

@@ -59,6 +59,7 @@ class Word:
 
     weight = 1.0
     groups: tuple[tuple[float, ...], ...] | None = RATE
+    table_groups: tuple[tuple[float, ...], ...] = ()
 
 
 def gathered(ranks: int = 2, *, step: int = 0, square_norm: float = 4.0) -> Gate[Word]:

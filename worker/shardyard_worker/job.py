@@ -346,12 +346,11 @@ class Job:
         """Raises UnsupportedModel for what tables cannot be part of here; the coordinator knows the rest."""
         if self._scaler is not None:
             raise _scaled_rows()
-        if self._session.job_settings.consistency.mode.updates is UpdateMode.SYNC:
+        if self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL:
             raise ConfigurationError(
-                f"embedding table {name!r} in a job with job.consistency.mode"
-                f" {self._session.job_settings.consistency.mode.value}",
-                why="rows are updated by each push as it comes, and have no versions",
-                todo="set job.consistency.mode to async or bounded",
+                f"embedding table {name!r} in a job with job.consistency.mode local",
+                why="a round is steps that a worker takes by itself, and rows are on the servers",
+                todo="set job.consistency.mode to sync, async or bounded",
             )
 
     def scaler(

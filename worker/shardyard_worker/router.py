@@ -68,6 +68,8 @@ Describe = Callable[[], str]
 Make = Callable[[Line], tuple[PushOrder, Sequence[Piece]] | None]
 """What to ask of a server, if anything; made when the line is open."""
 
+ROWS_WAIT_MS = 200
+"""How long a server holds a look-up of rows before the worker looks around."""
 LOOK_AGAIN_MS = 50
 """Between two looks for a map that is to come."""
 THREADS_BYTES_MIN = 256 * KIB
@@ -231,15 +233,19 @@ class Router:
         """The partitions of each server."""
         return self._owned
 
-    def look_up(self, asked: Mapping[Incarnation, Sequence[Question]], into: Sequence[Float32s]) -> None:
+    def look_up(
+        self, asked: Mapping[Incarnation, Sequence[Question]], into: Sequence[Float32s], number: int | None = None
+    ) -> None:
         """Asks all servers at once; the rows that come are put into the arrays of the look-ups. Beside an exchange that
-        is under way in another thread."""
+        is under way in another thread. `number`: of a synchronous job, the version of which rows are wanted; None: the
+        newest of each partition. Raises NotFound (facts: newest) where that has passed."""
 
         def ask(server: Incarnation) -> None:
             peer = self._lines[server].peer
             for question in asked[server]:
+                wait_ms = 0 if number is None else ROWS_WAIT_MS
                 header = tables.look_up_to_header(
-                    LookUp(self._session.caller, server, self._map.generation, question.wanted)
+                    LookUp(self._session.caller, server, self._map.generation, question.wanted, number, wait_ms)
                 )
                 frame = Frame(header, 0, b"".join(question.codes))
                 answer = peer.call(methods.LOOK_UP, frame, timeout_ms=self._deadline_ms)

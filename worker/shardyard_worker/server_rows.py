@@ -1,7 +1,8 @@
 """Rows that are on a job's servers, as the modules of a model ask for them.
 
 Owns: the port `RowSource` over a router. Invariants: nothing is changed by a look-up, so it is asked again wherever no
-answer came, and under the newest map where partitions have moved. Must not know: how rows are pooled, bytes.
+answer came, and under the newest map where partitions have moved; in a synchronous job rows are those of the version
+that the targets hold, or the work at hand does not count. Must not know: how rows are pooled, bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from shardyard.ground.errors import InvalidRequest
+from shardyard.ground.errors import InvalidRequest, NotFound
 from shardyard_worker.coded_rows import questions
 from shardyard_worker.distinct import Float32s, Int64s
 from shardyard_worker.job_tables import JobTables
@@ -47,7 +48,18 @@ class ServerRows:
         found = [np.empty((each.found.ids.size, each.table.dim), np.float32) for each in wanted]
 
         def ask(router: Router) -> None:
-            router.look_up({server: questions(asked, owned) for server, owned in router.owned.items()}, found)
+            by_server = {server: questions(asked, owned) for server, owned in router.owned.items()}
+            number = self._training.version_of_rows()
+            if number is not None:
+                try:
+                    router.look_up(by_server, found, number)
+                except NotFound as error:
+                    if "newest" not in error.facts:
+                        raise
+                    self._training.version_passed(error)
+                else:
+                    return
+            router.look_up(by_server, found)
 
         self._reach(ask)
         return found

@@ -48,6 +48,8 @@ class Strategy(ABC):
         self._session = training.session
         training.ask_again = self._ask_again
         training.go_over = self._go_over_beside
+        training.version_of_rows = self._version_of_rows
+        training.version_passed = self._version_passed
 
     @property
     @abstractmethod
@@ -93,6 +95,14 @@ class Strategy(ABC):
     def _go_over_beside(self) -> None:
         """To the newest map, while a push may be under way. The targets stay as they are."""
         self._training.follow_map()
+
+    def _version_of_rows(self) -> int | None:
+        """The version of which rows are looked up, None: the newest."""
+        return None
+
+    def _version_passed(self, error: errors.NotFound) -> None:
+        """Rows of that version are there no more."""
+        raise error
 
     def _note(self, answer: Answer, sending: Sending | None) -> None:
         fresh = [result for result in answer.results if result.outcome is not Outcome.DUPLICATE]
@@ -349,13 +359,17 @@ class SyncStrategy(Strategy):
         self._version: int | None = None
         self._refused: dict[Rank, Token] = {}
         self._mixed = False
+        """Whether what is computed now is so on values, or rows, of different versions."""
+        self._step = 0
         backups = self._session.job_settings.consistency.backup_workers
         self._decisions = Decisions(self._session) if backups else None
         self._told: list[_Told] = []
 
     @property
     def step(self) -> int:
-        return self._version or 0
+        if self._version is not None:
+            self._step = self._version
+        return self._step
 
     def resume(self) -> None:
         """The version to compute on is that of the rank."""
@@ -377,6 +391,21 @@ class SyncStrategy(Strategy):
         before = self._version
         self.catch_up(0)
         self._mixed = self._mixed or self._version != before
+
+    def _go_over_beside(self) -> None:
+        """In the midst of a forward, or between two batches. The targets stay as they are, and may be of a step that is
+        to be computed again."""
+        self._go_over()
+        self._mixed = True
+
+    def _version_of_rows(self) -> int | None:
+        return None if self._mixed else self._version
+
+    def _version_passed(self, error: errors.NotFound) -> None:
+        """The step of that version is complete everywhere, and another one too: this worker's part in it was another's,
+        or came too late."""
+        log.info("rows are read as they are now, and the batch does not count: %s", error.what)
+        self._mixed = True
 
     def begin(self) -> None:
         self.catch_up(0)
@@ -453,6 +482,8 @@ class SyncStrategy(Strategy):
 
     def prepare_work(self) -> None:
         """Until a rank is due. The targets then hold its version. Standby must have been asked for before."""
+        if self._mixed:  # by a look-up that belongs to no batch
+            self._mixed, self._version = False, None
         self._following(self._prepare_work)
 
     def _prepare_work(self) -> None:
@@ -464,7 +495,7 @@ class SyncStrategy(Strategy):
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         self._training.complete()
         if self._mixed:
-            log.info("a batch is dropped: the job went back to an earlier step while values for it arrived")
+            log.info("a batch is dropped: it was computed on values, or rows, of different steps")
             self._mixed, self._version = False, None
             self._training.not_counted()
             self._following(self._find_work)

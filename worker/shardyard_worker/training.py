@@ -143,6 +143,10 @@ class Training:
         """To the newest map, beside what is under way; the strategy knows what is."""
         self.ask_again: Callable[[], object] = self.pull_newest
         """Loads the values that were on their way to the targets, and were lost; the strategy knows which."""
+        self.version_of_rows: Callable[[], int | None] = lambda: None
+        """The version of which rows are to be looked up, None: the newest; the strategy knows it."""
+        self.version_passed: Callable[[errors.NotFound], object] = lambda _: None
+        """Rows of that version are there no more; the strategy knows what becomes of the work at hand."""
         self.optimizer = optimizer
         self._pushes = 0
         self.variables = tuple(variables)

@@ -662,16 +662,20 @@ class WantedRows(_message.Message):
     def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookUpHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "wanted")
+    __slots__ = ("caller", "server", "generation", "wanted", "number", "wait_ms")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
     wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
+    number: int
+    wait_ms: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class LookUpFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

@@ -243,8 +243,8 @@ class ParameterServerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LookUp(self, request, context):
-        """Rows of tables by their ids, of partitions here, as they are at this moment. Changes nothing: an id without a row reads
-        as its initial values.
+        """Rows of tables by their ids, of partitions here, as they are at this moment; in a synchronous job those of a partition
+        as one version has them. Changes nothing: an id without a row reads as its initial values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -2,7 +2,8 @@
 
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
 `count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
-`rows`: an embedding table; a sample's gradient adds 1 to a row of its own.
+`rows`: an embedding table; a sample's gradient adds 1 to a row of its own, in a synchronous job whatever its share.
+`words`: a network on top of bags of rows, which learns; the digest of all its values, rows among them, is written.
 `own`: four variables, to all of which each push adds 1, without leased data.
 `sums`: a matrix, to which each sample adds whole numbers of its own; what compression has not sent is written too, also
     where it is held.
@@ -92,7 +93,10 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
 
 
 def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
-    table = sy.tables.Table(1, name="counts", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    # whose step is 1, whatever the gradient's size
+    sign = sy.tables.Adam(lr=1.0, betas=(0.0, 0.0), eps=1e-30)
+    optimizer = sy.tables.SGD(lr=1.0) if job.mode.value == "async" else sign
+    table = sy.tables.Table(1, name="counts", optimizer=optimizer, initial=sy.tables.zeros())
     model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     computed = 0
@@ -105,6 +109,25 @@ def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         announce(computed)
     totals = model["counts"](torch.arange(options.samples) * 1_000_003).flatten()
     return {"totals": totals.tolist(), "rows": len(table), "computed": computed}
+
+
+def train_words(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
+    torch.manual_seed(5)
+    words = sy.tables.Table(4, name="words", seed=3, optimizer=sy.tables.Adagrad(lr=0.3))
+    model = torch.nn.ModuleDict({"words": sy.EmbeddingBag(4, "mean", table=words), "top": torch.nn.Linear(4, 1)})
+    model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    ids = torch.randint(-40, 40, (options.samples, 5)) * 0x1_0000_0001
+    computed = 0
+    for chosen, wanted in job.batches(
+        TensorDataset(ids, torch.randn(options.samples, 1)), batch_size=4, epochs=options.epochs
+    ):
+        time.sleep(options.pause_ms / 1000)
+        optimizer.zero_grad()
+        (model["top"](model["words"](chosen)) - wanted).square().mean().backward()
+        optimizer.step()
+        computed += 1
+        announce(computed)
+    return {"digest": digest(model), "rows": len(words), "computed": computed}
 
 
 def whole_numbers(samples: int) -> torch.Tensor:
@@ -161,6 +184,7 @@ MODES = {
     "loader": train_model,
     "count": train_count,
     "rows": train_rows,
+    "words": train_words,
     "sums": train_sums,
     "own": train_own,
 }

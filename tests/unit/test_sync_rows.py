@@ -1,0 +1,673 @@
+"""Rows of tables in synchronous steps (docs/ledger.md, rules B1 to B3, B6): summed over the ranks that count, once an
+id, and readable as of two versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.ground.errors import (
+    Internal,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RateMismatch,
+    TableFull,
+    TooLarge,
+)
+from shardyard.ground.failpoints import armed
+from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.row_values import initial_rows, row_key
+from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.ground.types import (
+    NO_CLIPPING,
+    Block,
+    Caller,
+    Clipping,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    LookUp,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PushKind,
+    PushName,
+    PushOrder,
+    Rank,
+    RankSource,
+    SourceKey,
+    StepVerdict,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    Version,
+)
+from shardyard.wire import tables as wire_tables
+from shardyard_ps_server import partition_tables, row_sums
+from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.checkpoints import SaveOrder
+from shardyard_ps_server.former_rows import FormerRows
+from shardyard_ps_server.partition import Asked, Partition
+from shardyard_ps_server.partition_tables import PartitionTables, Rows
+from shardyard_ps_server.row_sums import Given, Mean
+from shardyard_ps_server.store import NO_RESTORE, Restore, Store
+from shardyard_ps_server.versions import aligned_empty
+
+HERE, JOB, GENERATION, WORKER = Incarnation(3), JobId(1), Generation(4), Incarnation(10)
+RATE = make_group("sgd", {"lr": 1.0})
+HALF = (0.5, *RATE[1:])
+WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
+NARROW = TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12)
+PARTITION = PartitionId(0)
+LAYOUT = JobLayout(
+    (VariableSpec("a", DType.FLOAT32, (16,)),),
+    OptimizerSpec("sgd", (RATE,)),
+    (PartitionLayout(PARTITION, 64, (Block(0, 0, 16, 0),)),),
+    (WIDE, NARROW),
+)
+IDS = np.arange(-4, 12, dtype=np.int64) * 1_000_003
+INITIAL = initial_rows(IDS, 2, WIDE.initial, row_key(5, "wide"))
+
+
+def current() -> None:
+    """The generation has not changed."""
+
+
+def partition_of(ranks: int, layout: JobLayout = LAYOUT, **more: Any) -> Partition:
+    """All ranks are open."""
+    made = Partition(layout, PARTITION, UpdateMode.SYNC, ranks, **more)
+    for rank in range(ranks):
+        made.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
+    made.open()
+    return made
+
+
+def work(
+    given: Mapping[int, float] | None = None,
+    *,
+    weight: float = 1.0,
+    table: int = 0,
+    dense: float = 0.0,
+    groups: tuple[tuple[float, ...], ...] = (RATE, RATE),
+) -> Contribution:
+    """Of each of these, by its place in IDS, a gradient of equal elements."""
+    payload = aligned_empty(64)
+    payload.view(np.float32)[:] = dense
+    if not given:
+        return Contribution(weight, (RATE,), payload, (True,))
+    places = sorted(given)
+    dim = LAYOUT.tables[table].dim
+    values = np.array([[given[place]] * dim for place in places], np.float32)
+    return Contribution(
+        weight, (RATE,), payload, (True,), rows=(Rows(table, IDS[places], values),), table_groups=groups
+    )
+
+
+EMPTY = Contribution(0.0, None, aligned_empty(0), (False,))
+
+
+def push(partition: Partition, rank: int, step: int, contribution: Contribution) -> Outcome:
+    name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
+    partition.check_push(name, contribution)
+    return partition.push(name, contribution, current).outcome
+
+
+def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
+    """Rows of all IDS."""
+    out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
+    partition.look_up([Asked(table, IDS, out)], number, time.monotonic() + wait_s)
+    return out
+
+
+def moved(partition: Partition, number: int | None = None) -> dict[int, float]:
+    """What the rows of "wide" have moved by, where they have."""
+    by = (read(partition, number) - INITIAL)[:, 0]
+    return {place: float(by[place]) for place in np.flatnonzero(by).tolist()}
+
+
+# ---- sums
+
+
+@pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
+def test_rule_b1_rows_are_the_mean_over_ranks_in_rank_order_whoever_came_first(arrival: tuple[int, ...]) -> None:
+    draw = np.random.default_rng(3)
+    given = [
+        (float(weight), np.sort(draw.choice(16, n, replace=False)), draw.standard_normal((n, 2)).astype(np.float32))
+        for weight, n in ((3, 9), (1, 12), (2, 7))
+    ]
+    partition = partition_of(3)
+    for rank in arrival:
+        weight, places, values = given[rank]
+        contribution = work(weight=weight)._replace(rows=(Rows(0, IDS[places], values),), table_groups=(RATE, RATE))
+        outcome = push(partition, rank, 0, contribution)
+    assert outcome is Outcome.APPLIED
+    means: dict[int, np.ndarray] = {}
+    for weight, places, values in given:
+        for place, value in zip(places.tolist(), values, strict=True):
+            part = value * np.float32(weight / 6.0)
+            means[place] = means[place] + part if place in means else part
+    expected = INITIAL.copy()
+    for place, mean in means.items():
+        expected[place] -= np.float32(1.0) * mean
+    assert read(partition).tobytes() == expected.tobytes()
+
+
+def test_an_id_of_several_ranks_is_updated_once() -> None:
+    layout = dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, optimizer="adagrad", group=ADAGRAD), NARROW))
+    partition = partition_of(2, layout)
+    for rank in range(2):
+        push(partition, rank, 0, work({1: 4.0}, groups=(ADAGRAD, RATE)))
+    # one update by the mean: of two each would move by less
+    np.testing.assert_allclose(read(partition)[1] - INITIAL[1], -1.0, rtol=1e-5)
+    (chunk,) = partition.items(0)
+    assert chunk.frequencies.tolist() == [2]
+    assert chunk.steps.tolist() == [1]
+
+
+ADAGRAD = make_group("adagrad", {"lr": 1.0})
+
+
+def test_ranks_without_rows_or_without_samples_lower_the_mean_as_they_do_of_variables() -> None:
+    partition = partition_of(3)
+    push(partition, 0, 0, work({2: 8.0}, weight=1.0))
+    push(partition, 1, 0, work(weight=3.0))
+    push(partition, 2, 0, EMPTY)
+    assert moved(partition) == pytest.approx({2: -2.0})
+
+
+def test_a_step_in_which_nothing_counts_changes_no_row() -> None:
+    partition = partition_of(2)
+    for step in range(2):
+        for rank in range(2):
+            push(partition, rank, step, EMPTY)
+    assert partition.describe()[0].number == 2
+    assert moved(partition) == {}
+    assert not list(partition.items(0))
+
+
+def test_a_recorded_contribution_that_comes_again_changes_nothing() -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work({1: 2.0}))
+    assert push(partition, 0, 0, work({1: 50.0, 2: 1.0})) is Outcome.DUPLICATE
+    assert moved(partition) == {}
+    push(partition, 1, 0, work({1: 4.0}))
+    assert moved(partition) == pytest.approx({1: -3.0})
+
+
+def test_several_tables_are_one_step() -> None:
+    partition = partition_of(1)
+    both = work({0: 1.0})
+    both = both._replace(rows=(*both.rows, *work({0: 4.0, 3: 8.0}, table=1).rows))
+    push(partition, 0, 0, both)
+    assert moved(partition) == pytest.approx({0: -1.0})
+    assert read(partition, table=1)[[0, 3], 0].tolist() == [-4.0, -8.0]
+
+
+def test_ranks_that_disagree_on_a_tables_rate_are_refused() -> None:
+    partition = partition_of(3)
+    push(partition, 0, 0, work({1: 1.0}))
+    push(partition, 1, 0, work())
+    with pytest.raises(RateMismatch, match=r"in table 1, not .* of logical rank 0"):
+        push(partition, 2, 0, work({2: 1.0}, groups=(RATE, HALF)))
+    assert push(partition, 2, 0, work({2: 3.0})) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({1: -1 / 3, 2: -1.0})
+
+
+def test_rates_of_a_step_are_those_that_came_with_its_rows() -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work())
+    push(partition, 1, 0, work({1: 4.0}, groups=(HALF, RATE)))
+    assert moved(partition) == pytest.approx({1: -1.0})
+
+
+def test_rows_of_a_step_may_be_more_than_one_push_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition_tables, "ROWS_PER_PART_MAX", 3)
+    partition = partition_of(2)
+    push(partition, 0, 0, work({0: 2.0, 1: 2.0, 2: 2.0}))
+    push(partition, 1, 0, work({2: 2.0, 3: 2.0, 4: 4.0}))
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -1.0, 2: -2.0, 3: -1.0, 4: -2.0})
+    assert moved(partition, 0) == {}
+
+
+# ---- room
+
+
+def full(rows: int) -> JobLayout:
+    return dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, rows_max=rows), NARROW))
+
+
+def test_room_is_made_sure_of_when_rows_are_recorded_not_when_the_step_is_taken() -> None:
+    partition = partition_of(3, full(5))
+    push(partition, 0, 0, work({0: 3.0, 1: 3.0}))
+    push(partition, 1, 0, work({1: 3.0, 2: 3.0, 3: 3.0}))
+    for refused in ({4: 3.0, 5: 3.0}, {0: 1.0, 5: 1.0, 6: 1.0}):
+        with pytest.raises(TableFull, match="at most 5 are kept"):
+            push(partition, 2, 0, work(refused))
+        assert partition.describe()[0].number == 0
+        assert moved(partition) == {}
+    assert push(partition, 2, 0, work({0: 3.0, 4: 3.0})) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({0: -2.0, 1: -2.0, 2: -1.0, 3: -1.0, 4: -1.0})
+    with pytest.raises(TableFull):
+        push(partition, 0, 1, work({7: 1.0}))
+    assert push(partition, 0, 1, work({0: 1.0, 4: 1.0})) is Outcome.RECORDED
+
+
+def test_a_rank_alone_that_is_too_large_is_not_recorded() -> None:
+    partition = partition_of(2, full(2))
+    with pytest.raises(TableFull):
+        push(partition, 0, 0, work({0: 1.0, 1: 1.0, 2: 1.0}))
+    assert push(partition, 0, 0, work({0: 1.0, 1: 1.0})) is Outcome.RECORDED
+
+
+@pytest.mark.parametrize("place", ["mean_of", "set_aside"])
+def test_a_step_for_which_memory_is_refused_has_changed_nothing(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work({0: 1.0}, dense=1.0))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(row_sums.np if place == "mean_of" else partition_tables.np, "empty_like", refuse)
+        patch.setattr(row_sums.np, "unique", refuse if place == "mean_of" else np.unique)
+        with pytest.raises(TooLarge):
+            push(partition, 1, 0, work({1: 1.0}, dense=1.0))
+    assert partition.describe()[0].number == 0
+    assert partition.torn is None
+    assert push(partition, 1, 0, work({1: 1.0}, dense=1.0)) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({0: -0.5, 1: -0.5})
+
+
+# ---- two versions
+
+
+def test_rule_b3_rows_are_read_as_the_last_two_versions_have_them() -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    push(partition, 0, 1, work({1: 2.0, 2: 4.0}))
+    assert moved(partition, 1) == pytest.approx({0: -1.0, 1: -1.0})
+    assert moved(partition, 2) == moved(partition) == pytest.approx({0: -1.0, 1: -3.0, 2: -4.0})
+    with pytest.raises(NotFound, match="version 0 of partition 0, whose newest is 2") as passed:
+        read(partition, 0)
+    assert passed.value.facts["newest"] == "2"
+
+
+def test_rows_of_which_nothing_was_pushed_are_the_same_in_both_versions() -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0}))
+    push(partition, 0, 1, work())
+    assert moved(partition, 1) == moved(partition, 2) == pytest.approx({0: -1.0})
+    with pytest.raises(NotFound):
+        read(partition, 0)
+    push(partition, 0, 2, work({0: 1.0}))
+    assert moved(partition, 2) == pytest.approx({0: -1.0})
+
+
+def test_what_is_kept_of_the_version_before_is_one_steps_rows() -> None:
+    partition = partition_of(2)
+    for step in range(20):
+        push(partition, 0, step, work({0: 1.0, 1: 1.0, step % 10 + 2: 1.0}))
+        push(partition, 1, step, work({0: 1.0, 1: 1.0}))
+        assert partition._former is not None
+        assert partition._former.number == step
+        assert sum(ids.size for ids, _ in partition._former.rows.values()) == 3
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1.0)])
+def test_a_look_up_sees_one_version_however_far_an_update_is(
+    monkeypatch: pytest.MonkeyPatch, clipping: Clipping
+) -> None:
+    partition = partition_of(1, clipping=clipping)
+    push(partition, 0, 0, work({0: 0.5}))
+    judge(partition, 0)
+    seen: list[tuple[dict[int, float], dict[int, float]]] = []
+    real = PartitionTables.push
+
+    def look() -> None:
+        seen.append((moved(partition), moved(partition, 1)))
+        with pytest.raises(NotReady):
+            read(partition, 2)
+
+    def and_after(self: PartitionTables, *given: Any) -> None:
+        real(self, *given)
+        look()  # rows are changed, the version is not there
+
+    monkeypatch.setattr(PartitionTables, "push", and_after)
+    with armed("rows.before_update", lambda _: look()):
+        push(partition, 0, 1, work({0: 0.5, 1: 0.5}))
+        judge(partition, 1)
+    before = {0: pytest.approx(seen[0][0][0])}
+    assert seen == [(before, before)] * 2
+    assert moved(partition).keys() == {0, 1}
+    assert moved(partition, 1) == before
+
+
+def judge(partition: Partition, step: int) -> None:
+    """Takes the step, if it waits for a verdict."""
+    told = partition.gathered(step)
+    if told is not None:
+        partition.take_verdict(StepVerdict(step, told.square_norm), current)
+
+
+def test_a_look_up_waits_for_a_version_as_a_pull_does() -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work({0: 2.0}))
+    with pytest.raises(NotReady, match="version 1 of partition 0, which is at version 0 and waits for logical rank 1"):
+        read(partition, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(read, partition, 1, wait_s=30)
+        push(partition, 1, 0, work({1: 2.0}))
+        found = waiting.result(30)
+    assert (found - INITIAL)[[0, 1], 0].tolist() == pytest.approx([-1.0, -1.0])
+
+
+def test_a_look_up_of_what_waits_for_a_verdict_is_answered_at_once() -> None:
+    partition = partition_of(1, clipping=Clipping(norm=1.0))
+    push(partition, 0, 0, work({0: 2.0}))
+    begin = threading.Event()
+    with pytest.raises(NotReady, match="the verdict on step 0"):
+        read(partition, 1, wait_s=600)
+    assert not begin.is_set()
+
+
+def test_a_reader_that_is_overtaken_by_two_steps_is_told_or_reads_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0}))
+    real = PartitionTables.look_up
+    steps = iter(range(1, 100))
+
+    def overtaken(self: PartitionTables, *given: Any) -> None:
+        real(self, *given)
+        if len(overtakes) < 2:
+            overtakes.append(1)
+            push(partition, 0, next(steps), work({0: 1.0}))
+            push(partition, 0, next(steps), work({1: 1.0}))
+
+    overtakes: list[int] = []
+    monkeypatch.setattr(PartitionTables, "look_up", overtaken)
+    with pytest.raises(NotFound, match="version 1 of partition 0, whose newest is"):
+        read(partition, 1)
+    overtakes.clear()
+    found = read(partition)
+    assert len(overtakes) == 2
+    assert (found - INITIAL)[[0, 1], 0].tolist() == pytest.approx([-4.0, -3.0])
+
+
+def test_an_asynchronous_partition_has_no_versions_of_rows() -> None:
+    partition = Partition(LAYOUT, PARTITION, UpdateMode.ASYNC, 0)
+    partition.open()
+    read(partition)
+    with pytest.raises(InvalidRequest, match="whose job is not synchronous"):
+        read(partition, 0)
+    assert partition._former is None
+
+
+def test_all_rows_are_read_between_two_updates() -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0}))
+    chunks = partition.items(0)
+    read_before: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        with armed("rows.before_update", lambda _: read_before.append(pool.submit(next, chunks) and 1)):
+            push(partition, 0, 1, work({0: 1.0, 1: 1.0}))  # has the turn while the first piece is asked for
+        pool.shutdown(wait=True)
+    assert read_before == [1]
+    assert not list(chunks)
+
+
+# ---- verdicts
+
+
+def test_squares_of_rows_belong_to_the_norm_and_rows_are_scaled() -> None:
+    partition = partition_of(2, clipping=Clipping(norm=1.0))
+    push(partition, 0, 0, work({0: 4.0}, dense=1.0))
+    push(partition, 1, 0, work({1: 8.0}, dense=1.0))
+    told = partition.gathered(0)
+    assert told is not None
+    assert told.square_norm == 16 * 1.0 + 2 * (2.0**2 + 4.0**2)
+    assert moved(partition) == {}
+    partition.take_verdict(StepVerdict(0, told.square_norm), current)
+    scale = np.float32(1.0 / (told.square_norm**0.5 + 1e-6))
+    assert moved(partition) == pytest.approx({0: -2.0 * scale, 1: -4.0 * scale})
+    assert moved(partition, 0) == {}
+    values = partition._versions.values.view(np.float32)
+    assert values.tolist() == pytest.approx([-float(scale)] * 16)
+
+
+def test_a_norm_below_the_limit_leaves_rows_as_they_are() -> None:
+    partition = partition_of(1, clipping=Clipping(norm=100.0))
+    push(partition, 0, 0, work({0: 4.0}))
+    judge(partition, 0)
+    assert moved(partition) == pytest.approx({0: -4.0})
+
+
+@pytest.mark.parametrize("norm", [0.0, 1_000.0])
+def test_elements_of_the_mean_of_rows_are_clipped_by_value(norm: float) -> None:
+    partition = partition_of(2, clipping=Clipping(value=1.5, norm=norm))
+    push(partition, 0, 0, work({0: 4.0, 1: -4.0, 2: 2.0}))
+    push(partition, 1, 0, work({0: 4.0}))
+    judge(partition, 0)
+    assert moved(partition) == pytest.approx({0: -1.5, 1: 1.5, 2: -1.0})
+
+
+def test_rows_of_a_rank_that_came_late_change_nothing() -> None:
+    partition = partition_of(3, backup_workers=1)
+    push(partition, 0, 0, work({0: 2.0}))
+    push(partition, 2, 0, work({1: 2.0}))
+    partition.take_verdict(StepVerdict(0, None, (Rank(0), Rank(1))), current)
+    assert moved(partition) == {}
+    assert push(partition, 2, 0, work({2: 2.0})) is Outcome.DROPPED
+    assert push(partition, 1, 0, work({3: 4.0})) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({0: -1.0, 3: -2.0})
+    assert push(partition, 2, 0, work({2: 2.0})) is Outcome.DROPPED
+    assert moved(partition) == pytest.approx({0: -1.0, 3: -2.0})
+
+
+def test_a_torn_step_is_never_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of(1)
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PartitionTables, "push", refuse)
+    with pytest.raises(MemoryError):
+        push(partition, 0, 0, work({0: 1.0}, dense=1.0))
+    assert partition.describe()[0].number == 0
+    assert isinstance(partition.torn, Internal)
+    for ask in (lambda: read(partition), lambda: push(partition, 0, 0, work({0: 1.0}))):
+        with pytest.raises(Internal, match="rows of update 1 of partition 0"):
+            ask()
+
+
+def test_a_step_that_a_verdict_tears_stops_the_server() -> None:
+    told: list[Any] = []
+    store = server(on_failure=told.append, clipping=Clipping(norm=1.0))
+    partition = only(store)
+    for rank in range(2):
+        push(partition, rank, 0, work({0: 1.0}))
+    gathered = partition.gathered(0)
+    assert gathered is not None
+
+    def fail(name: str) -> None:
+        raise MemoryError(name)
+
+    name = PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)
+    order = PushOrder(Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.NOTHING, (), 0.0, ())
+    with armed("rows.before_update", fail, at=1), pytest.raises(MemoryError):
+        store.take_verdict(store.hosted()[0], order, StepVerdict(0, gathered.square_norm))
+    assert [type(each) for each in told] == [Internal]
+
+
+# ---- checkpoints
+
+
+def server(
+    restore: Restore | None = None, ranks: int = 2, on_failure: Any = None, clipping: Clipping = NO_CLIPPING
+) -> Store:
+    store = Store(shareable=False, on_failure=on_failure)
+    store.become(HERE, Term(1))
+    begin = NO_RESTORE if restore is None else restore
+    store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateMode.SYNC, ranks, begin, clipping=clipping)
+    if restore is None:
+        store.open(JOB, GENERATION)
+    STORES.append(store)
+    leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]
+    store.open_sources(store.hosted()[0], leased)
+    return store
+
+
+STORES: list[Store] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while STORES:
+        STORES.pop().close()
+
+
+def only(store: Store) -> Partition:
+    return store.hosted()[0].partitions[PARTITION]
+
+
+def steps(partition: Partition, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        for rank in range(2):
+            push(partition, rank, step, work({step: 2.0, step + rank: 4.0}))
+
+
+def test_rule_b7_a_checkpoint_of_a_step_has_its_rows_and_comes_back_to_the_bit(tmp_path: Path) -> None:
+    store = server()
+    partition = only(store)
+    steps(partition, 0, 3)
+    with ThreadPoolExecutor(1) as pool:
+        order = SaveOrder(1, 5, 0, 30_000)
+        saving = pool.submit(store.save, Caller(JOB, term=Term(1)), HERE, GENERATION, order, str(tmp_path))
+        until = time.monotonic() + 30
+        while partition._named is None:
+            assert time.monotonic() < until
+        steps(partition, 3, 5)
+        then = read(partition)
+        push(partition, 0, 5, work({0: 64.0}))
+        push(partition, 1, 5, work({15: 64.0}))
+        (saved,) = saving.result(30)
+    assert saved.version.number == 5
+    assert read(partition).tobytes() != then.tobytes()
+    version = Version(2, 5)
+    entry = PartitionEntry(saved.partition, version, (saved.file,), saved.tables)
+    other = only(server(Restore(str(tmp_path), (entry,))))
+    assert other.describe()[0] == version
+    assert read(other).tobytes() == read(other, 5).tobytes() == then.tobytes()
+    with pytest.raises(NotFound):
+        read(other, 4)
+    for rank, place in ((0, 0), (1, 15)):
+        push(other, rank, 5, work({place: 64.0}))
+    assert read(other).tobytes() == read(partition).tobytes()
+    assert read(other, 5).tobytes() == then.tobytes()
+
+
+def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
+    store = server()
+    partition = only(store)
+    steps(partition, 0, 2)
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveOrder(1, 2, 0, 0), str(tmp_path))
+    then = read(partition)
+    steps(partition, 2, 4)
+    assert partition._former is not None
+    entry = PartitionEntry(saved.partition, Version(2, 2), (saved.file,), saved.tables)
+    store.create(JOB, Generation(5), LAYOUT, [PARTITION], UpdateMode.SYNC, 2, Restore(str(tmp_path), (entry,), job=JOB))
+    assert only(store)._former is None
+    assert read(only(store)).tobytes() == then.tobytes()
+    with pytest.raises(NotFound):
+        read(only(store), 1)
+
+
+# ---- asked over the wire
+
+
+def asked(**more: Any) -> LookUp:
+    return dataclasses.replace(LookUp(Caller(JOB), HERE, GENERATION, ()), **more)
+
+
+@pytest.mark.parametrize("given", [asked(), asked(number=0), asked(number=7, wait_ms=1_000)])
+def test_a_look_up_says_its_version_on_the_wire(given: LookUp) -> None:
+    assert wire_tables.look_up_from_header(wire_tables.look_up_to_header(given)) == given
+
+
+def test_a_look_up_that_waits_too_long_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="a look-up that waits 1001 ms; at most 1000"):
+        wire_tables.look_up_from_header(wire_tables.look_up_to_header(asked(number=1, wait_ms=1_001)))
+
+
+def test_rows_that_expire_are_refused_in_a_synchronous_job() -> None:
+    store = Store(shareable=False)
+    STORES.append(store)
+    store.become(HERE, Term(1))
+    expiring = dataclasses.replace(NARROW, expiry=ExpirySettings(age_steps=5))
+    layout = dataclasses.replace(LAYOUT, tables=(WIDE, expiring))
+    with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire"):
+        store.create(JOB, GENERATION, layout, [PARTITION], UpdateMode.SYNC, 2)
+    assert not store.hosted()
+
+
+# ---- the parts
+
+
+def test_a_lone_rank_is_taken_as_it_is_and_shares_are_rounded_to_the_rows_dtype() -> None:
+    ids, values = np.array([3, 9]), np.array([[1.0], [3.0]], np.float32)
+    alone = row_sums.mean_of([Given(ids, values, None, 1.0)])
+    assert alone.values is values
+    third = row_sums.mean_of([Given(ids, values, None, 1 / 3)])
+    assert third.values.tobytes() == (values * np.float32(1 / 3)).tobytes()
+    assert third.counts is None
+
+
+def test_counts_of_ranks_are_added() -> None:
+    values = np.ones((2, 1), np.float32)
+    counts = np.array([5, 7])
+    found = row_sums.mean_of([Given(np.array([1, 2]), values, counts, 0.5), Given(np.array([2, 4]), values, None, 0.5)])
+    assert found.ids.tolist() == [1, 2, 4]
+    assert found.counts is not None
+    assert found.counts.tolist() == [5, 8, 1]
+
+
+def test_a_scale_of_one_changes_nothing_and_another_all() -> None:
+    mean = Mean(np.array([1]), np.array([[3.0, -4.0]], np.float32), None)
+    assert row_sums.scaled(mean, 1.0) is mean
+    assert row_sums.scaled(mean, 0.5).values.tolist() == [[1.5, -2.0]]
+    assert row_sums.square_norm(mean) == 25.0
+
+
+FORMER: dict[str, tuple[list[int], Callable[[], list[float]]]] = {
+    "none of them": ([1, 2], lambda: [10.0, 20.0]),
+    "all": ([4, 6], lambda: [-4.0, -6.0]),
+    "some, and beyond the last": ([3, 4, 5, 6, 7], lambda: [10.0, -4.0, 30.0, -6.0, 50.0]),
+}
+
+
+@pytest.mark.parametrize("case", FORMER.values(), ids=FORMER.keys())
+def test_former_rows_are_put_back_where_they_are_known(case: tuple[list[int], Callable[[], list[float]]]) -> None:
+    ids, expected = case
+    former = FormerRows(3, {0: (np.array([4, 6]), np.array([[-4.0], [-6.0]], np.float32))})
+    out = np.array([[10.0 * (at + 1)] for at in range(len(ids))], np.float32)
+    other = out.copy()
+    former.put_back(0, np.array(ids, np.int64), out)
+    former.put_back(1, np.array(ids, np.int64), other)
+    assert out[:, 0].tolist() == expected()
+    assert other[:, 0].tolist() == [10.0 * (at + 1) for at in range(len(ids))]
