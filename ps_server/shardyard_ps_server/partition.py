@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.optimizers import check_update
+from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
     NO_CLIPPING,
@@ -63,6 +64,7 @@ from shardyard.ground.types import (
     Version,
     Watermark,
 )
+from shardyard.runtime.clock import SystemClock
 from shardyard_ps_server.blocks import Blocks, Contribution
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
@@ -72,6 +74,8 @@ from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
+
+SYSTEM_CLOCK: Final = SystemClock()
 
 
 class Partition:
@@ -93,15 +97,16 @@ class Partition:
         backup_workers: int = 0,
         *,
         logged: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`stale`: of an asynchronous job that has a rule for gradients of older versions; `clipping`: of a
         synchronous job's mean gradients; `backup_workers`: so many of its ranks need not count; `logged`: the job has
-        logs."""
+        logs; `clock`: by which rows of tables age."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._tables = PartitionTables(layout)
+        self._tables = PartitionTables(layout, clock)
         self.torn: Internal | None = None
         """Why nothing is taken or given any more, if so."""
         self._versions = Versions(self._layout.payload_bytes, memory)
