@@ -32,6 +32,8 @@ ROWS_MAX: Final = 1 << 26
 """Rows of a table in one partition, where there is address space for as many."""
 ROWS_MAX_LEAST: Final = 1 << 12
 _RECORD_ITEMS: Final = 18
+_TIMED_RECORD_ITEMS: Final = 20
+"""Of a table whose rows' ages are told in time."""
 _STATES: Final = 4
 """A row with its optimizer state has at most so many times its values."""
 
@@ -104,6 +106,8 @@ def _described(table: TableSettings) -> str:
     return (
         f"{table.name!r} of dim {table.dim}, {table.initial.kind.name.lower()} {table.initial.scale:g}, "
         f"{table.optimizer} ({settings})"
+        + (f", {table.admission}" if table.admission != AdmissionSettings() else "")
+        + (f", {table.expiry}" if table.expiry != ExpirySettings() else "")
     )
 
 
@@ -131,6 +135,7 @@ def to_record(tables: Tables) -> list[object]:
             each.expiry.norm_min,
             each.expiry.rows_kept,
             each.expiry.grace_steps,
+            *([each.expiry.age_ms, each.expiry.grace_ms] if each.expiry.by_time else []),
         ]
         for each in tables
     ]
@@ -146,7 +151,8 @@ def of_record(body: Body) -> tuple[TableSettings, ...]:
 
 
 def _table_of(item: object) -> TableSettings:
-    said = checked_items(item, "a table", count=_RECORD_ITEMS)
+    said = checked_items(item, "a table")
+    require(len(said) in (_RECORD_ITEMS, _TIMED_RECORD_ITEMS), f"a table of {len(said)} items")
     seed = checked_text(said[4], "a table's seed")
     kinds = {kind.value: kind for kind in InitialKind}
     admissions = {kind.value: kind for kind in Admission}
@@ -174,6 +180,7 @@ def _table_of(item: object) -> TableSettings:
                 checked_float(said[15], "a norm"),
                 checked_number(said[16], "rows kept"),
                 checked_number(said[17], "a grace"),
+                *[checked_number(each, "an age in ms") for each in said[_RECORD_ITEMS:]],
             ),
         )
     except (InvalidRequest, ValueError) as error:

@@ -198,6 +198,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "best": _best(job.best) if job.HasField("best") else None,
         "readers": job.readers,
         "generation": job.map.generation,
+        "tables": [_table_document(table, _of_table(report, job.job, table.name)) for table in job.tables],
         "partitions": [
             {
                 "partition": owner.partition,
@@ -221,6 +222,21 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
             }
             for feed in job.feeds
         ],
+    }
+
+
+def _table_document(table: wire.TableStatus, held: TableOnServers) -> dict[str, object]:
+    return {
+        "name": table.name,
+        "dim": table.dim,
+        "optimizer": table.optimizer,
+        "rows": held.rows if held.servers else table.rows,
+        "ids": held.ids,
+        "bytes": held.nbytes,
+        "load": held.load,
+        "admitted": held.admitted,
+        "expired": held.expired,
+        "servers": held.servers,
     }
 
 
@@ -315,6 +331,35 @@ def _lateness(report: YardReport, job: int) -> dict[str, float] | None:
         "most": max(each.most for each in found),
         "uncompensated": sum(each.uncompensated for each in found),
     }
+
+
+@dataclass(frozen=True)
+class TableOnServers:
+    """What servers say of a table. `servers`: so many of them did; `load`: the share of the index's places that ids
+    take, None where nobody said."""
+
+    servers: int
+    rows: int
+    ids: int
+    nbytes: int
+    load: float | None
+    admitted: int
+    expired: int
+
+
+def _of_table(report: YardReport, job: int, name: str) -> TableOnServers:
+    said = [each for each in report.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
+    found = [each for reply in said for each in reply.tables if each.job == job and each.name == name]
+    ids, homes = sum(each.ids for each in found), sum(each.homes for each in found)
+    return TableOnServers(
+        len(found),
+        sum(each.rows for each in found),
+        ids,
+        sum(each.bytes for each in found),
+        ids / homes if homes else None,
+        sum(each.admitted for each in found),
+        sum(each.expired for each in found),
+    )
 
 
 def _versions(report: YardReport, job: int) -> dict[int, common.Version]:
@@ -480,6 +525,8 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         size = f"{job.parameters:,} parameters, {job.payload_bytes:,} bytes"
         title = f"partitions of {name}, generation {job.map.generation}, {size}"
         found += [_title(title), _partitions_table(report, job.job, owners)]
+    if job.tables:
+        found += [_title(f"tables of {name}"), _rows_table(report, job)]
     if job.feeds:
         feeds = _table("feed", "samples", "epochs", "free", "leased", "done", "quarantined", "finished")
         for feed in job.feeds:
@@ -542,6 +589,31 @@ def _partitions_table(report: YardReport, job: int, owners: list[common.Partitio
         span = "-" if low is None else str(low) if low == high else f"{low} to {high}"
         table.add_row(str(Incarnation(server)), address, ", ".join(map(str, partitions)), span)
     return table
+
+
+def _rows_table(report: YardReport, job: wire.JobStatus) -> Table:
+    """Where no server has said more, of a job that has ended for example, what the coordinator has heard last."""
+    table = _table("table", "dim", "optimizer", "rows", "ids", "memory", "index", "admitted", "expired")
+    for each in job.tables:
+        held = _of_table(report, job.job, each.name)
+        cells = [each.name, str(each.dim), each.optimizer, f"{held.rows if held.servers else each.rows:,}"]
+        if held.servers:
+            load = "-" if held.load is None else f"{held.load:.0%} full"
+            cells += [f"{held.ids:,}", _size(held.nbytes), load, f"{held.admitted:,}", f"{held.expired:,}"]
+        else:
+            cells += ["-"] * 5
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _size(nbytes: int) -> str:
+    """For example `1.5 GiB`."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 def _duration(duration_ms: int) -> str:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.optimizers import check_update
+from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
     NO_CLIPPING,
@@ -64,6 +65,7 @@ from shardyard.ground.types import (
     Version,
     Watermark,
 )
+from shardyard.runtime.clock import SystemClock
 from shardyard_ps_server.blocks import Blocks, Contribution, Groups
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.former_rows import FormerRows
@@ -75,6 +77,8 @@ from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tab
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
+
+SYSTEM_CLOCK: Final = SystemClock()
 
 
 class Asked(NamedTuple):
@@ -104,15 +108,16 @@ class Partition:
         backup_workers: int = 0,
         *,
         logged: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`stale`: of an asynchronous job that has a rule for gradients of older versions; `clipping`: of a
         synchronous job's mean gradients; `backup_workers`: so many of its ranks need not count; `logged`: the job has
-        logs."""
+        logs; `clock`: by which rows of tables age."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._tables = PartitionTables(layout)
+        self._tables = PartitionTables(layout, clock)
         self._former: FormerRows | None = None
         """Of a synchronous job, from when the first step is taken: what it has changed."""
         self.torn: Internal | None = None

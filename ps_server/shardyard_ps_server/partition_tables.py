@@ -3,8 +3,8 @@
 Owns: which rows of a push belong to the partition, and what they do to its tables. Invariants: rows are decoded and
 checked, all of them, before anything changes: ids ascend strictly and are the partition's own, gradients are finite;
 room for the rows of all tables is made sure of before the first changes, in a synchronous job when they are recorded;
-who fails after that has left the tables torn, and says so. Whoever changes them has the partition's turn. Must not
-know: names, ledgers, which version is the newest.
+who fails after that has left the tables torn, and says so; a table's clock goes on from where it was when the table was
+cut. Whoever changes them has the partition's turn. Must not know: names, ledgers, which version is the newest.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shardyard.codecs.rows import decode_rows
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, ShapeMismatch, TooLarge
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES, ROWS_PER_PART_MAX
+from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.row_routes import partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
@@ -54,10 +55,11 @@ class Rows(NamedTuple):
 class PartitionTables:
     """Raises TableError where the address space for rows is refused."""
 
-    def __init__(self, layout: JobLayout) -> None:
+    def __init__(self, layout: JobLayout, clock: Clock) -> None:
         self._settings = layout.tables
+        self._clock = clock
         self.names = frozenset(settings.name for settings in layout.tables)
-        self._tables: Tables = make_tables(layout)
+        self.become(make_tables(layout))
 
     @property
     def by_name(self) -> Tables:
@@ -66,6 +68,9 @@ class PartitionTables:
     def become(self, tables: Tables) -> None:
         """All of them, as a checkpoint has them; or none, where the partition is somebody else's now."""
         self._tables = tables
+        now_ms = self._clock.now_ms()
+        self._begun_ms = {name: now_ms - table.now_ms for name, table in tables.items()}
+        """When each table's clock was 0."""
 
     def check_room(self, rows: Sequence[Rows], recorded: Sequence[Rows] = ()) -> None:
         """Raises TableFull where a table cannot take them, and `recorded` before."""
@@ -99,14 +104,17 @@ class PartitionTables:
 
     def push(self, rows: Sequence[Rows], groups: Groups, step: int) -> None:
         """Update number `step` of the partition. What raises here has torn the tables."""
+        now_ms = self._clock.now_ms()
         for each in rows:
             into = self._of(each)
+            time_ms = now_ms - self._begun_ms[into.settings.name]
             for begin in range(0, each.ids.size, ROWS_PER_PART_MAX):  # several ranks may have more together
                 part = slice(begin, begin + ROWS_PER_PART_MAX)
                 counts = None if each.counts is None else each.counts[part]
-                into.push(each.ids[part], each.values[part], step, group=groups[each.table], counts=counts)
+                values = each.values[part]
+                into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
             if into.settings.expiry != _STAYS:
-                into.expire(step, HOMES_PER_ROW * each.ids.size)
+                into.expire(step, HOMES_PER_ROW * each.ids.size, time_ms)
 
     def load(self, rows: Sequence[Rows]) -> None:
         """First values, over what is there. Raises TableFull."""

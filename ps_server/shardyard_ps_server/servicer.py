@@ -249,7 +249,16 @@ class Servicer:
         for hosted in self._store.hosted():
             reply.pins += len(hosted.pins)
             for table in hosted.describe_tables():
-                reply.tables.add(job=hosted.job, name=table.name, rows=table.rows, bytes=table.nbytes)
+                reply.tables.add(
+                    job=hosted.job,
+                    name=table.name,
+                    rows=table.rows,
+                    bytes=table.nbytes,
+                    ids=table.ids,
+                    homes=table.homes,
+                    admitted=table.admitted,
+                    expired=table.expired,
+                )
             if hosted.pacing is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
             if hosted.stale is not None:

@@ -172,11 +172,17 @@ class Held:
 
 @dataclass(frozen=True)
 class TableCount:
-    """All rows of a table at this server, and the memory that they take."""
+    """A table at this server: its rows, and the memory that it takes; the ids of its index, with those that are only
+    counted, and for how many there is room; rows that pushes have made and ids that have expired since the partitions
+    are here."""
 
     name: str
     rows: int
     nbytes: int
+    ids: int
+    homes: int
+    admitted: int
+    expired: int
 
 
 @dataclass
@@ -279,14 +285,21 @@ class HostedJob:
     def describe_tables(self) -> list[TableCount]:
         """What is here of each table."""
         held = [self.partitions[number].tables for number in sorted(self.partitions)]
-        return [
-            TableCount(
-                settings.name,
-                sum([tables[settings.name].rows for tables in held]),
-                sum([tables[settings.name].nbytes for tables in held]),
+        found = []
+        for settings in self.layout.tables:
+            tables = [each[settings.name] for each in held]
+            found.append(
+                TableCount(
+                    settings.name,
+                    sum([table.rows for table in tables]),
+                    sum([table.nbytes for table in tables]),
+                    sum([table.entries for table in tables]),
+                    sum([table.homes for table in tables]),
+                    sum([table.admitted for table in tables]),
+                    sum([table.expired for table in tables]),
+                )
             )
-            for settings in self.layout.tables
-        ]
+        return found
 
     def find(self, partition: PartitionId) -> Partition:
         found = self.partitions.get(partition)

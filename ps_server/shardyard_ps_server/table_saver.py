@@ -115,7 +115,7 @@ class TableSaver:
         chain.generation = cut.generation
         chain.numbers.append(number)
         chain.cells = cells
-        return TableEntry(cut.updates, cut.rows, cut.entries, tuple(chain.base), tuple(chain.increments))
+        return TableEntry(cut.updates, cut.rows, cut.entries, tuple(chain.base), tuple(chain.increments), cut.now_ms)
 
 
 def _bytes(files: list[FileRef]) -> int:

@@ -7,10 +7,12 @@ know: pushes, ledgers, when a partition is open.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardyard.checkpoints.rows_file import Cells, Removed
 from shardyard.checkpoints.table_state import TableState
 from shardyard.ground.errors import CheckpointDamaged, ShardyardError, TableError
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import JobLayout
 from shardyard_ps_server.tables.cuts import Cut
 from shardyard_ps_server.tables.table import Table
@@ -22,7 +24,13 @@ Since = Mapping[str, int]
 
 def make_tables(layout: JobLayout) -> Tables:
     """Empty ones. Raises TableError where address space is refused."""
-    return {settings.name: Table(settings) for settings in layout.tables}
+    return {settings.name: Table(in_partition(settings, layout)) for settings in layout.tables}
+
+
+def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
+    """Rows that are kept of a table are its partitions' together: each has its share, rounded up."""
+    kept = -(-settings.expiry.rows_kept // len(layout.partitions))
+    return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))
 
 
 def read_tables(states: tuple[TableState, ...]) -> Tables:
@@ -47,7 +55,7 @@ def cut_tables(tables: Tables, since: Since) -> Mapping[str, Cut]:
 
 
 def _read(state: TableState) -> Table:
-    table = Table(state.settings)
+    table = Table(in_partition(state.settings, state.layout))
     called = f"table {state.settings.name!r} of partition {state.partition} in {state.storage.locate(state.folder)}"
     try:
         for part in state.parts():
@@ -57,7 +65,7 @@ def _read(state: TableState) -> Table:
                 table.load_cells(part.cells, part.begin)
             else:
                 table.load(part.ids, part.values, part.state, part.frequencies, part.steps)
-        table.resume(state.entry.updates)
+        table.resume(state.entry.updates, state.entry.now_ms)
     except TableError as error:  # files that are whole, each by itself, and do not fit together
         raise CheckpointDamaged(f"{called}: {error.what}") from error
     found, expected = (table.rows, table.entries), (state.entry.rows, state.entry.ids)

@@ -45,6 +45,7 @@ def tables_to_wire(tables: Iterable[TableEntry]) -> list[server.TableFiles]:
     return [
         server.TableFiles(
             updates=table.updates,
+            now_ms=table.now_ms,
             rows=table.rows,
             ids=table.ids,
             base=[_ref_to_wire(file) for file in table.base],
@@ -64,6 +65,7 @@ def tables_from_wire(messages: Sequence[server.TableFiles]) -> tuple[TableEntry,
             message.ids,
             _rows_refs(message.base),
             _rows_refs(message.increments),
+            message.now_ms,
         )
         for message in messages
     )

@@ -27,6 +27,7 @@ from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.storage import Written
 from shardyard.ground import limits
 from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, TooLarge
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import Incarnation, JobId, JobLayout, PartitionId, Token, UpdateMode, Version
 
 FORMAT: Final = "shardyard-checkpoint"
@@ -113,13 +114,14 @@ class PartitionFile:
 class TableEntry:
     """Where the rows of a table in one partition lie: files that have all of it, and those that say what has changed
     after them, in their order. `updates`: the number of the table's last update; `rows` and `ids`: how many there are,
-    ids without a row among the latter."""
+    ids without a row among the latter; `now_ms`: the table's clock, where its ages are told in time."""
 
     updates: int
     rows: int
     ids: int
     base: tuple[FileRef, ...] = ()
     increments: tuple[FileRef, ...] = ()
+    now_ms: int = 0
 
     @property
     def files(self) -> tuple[FileRef, ...]:
@@ -242,6 +244,7 @@ def _table_document(table: TableEntry) -> dict[str, object]:
         "ids": table.ids,
         "base": [_file_document(file) for file in table.base],
         "increments": [_file_document(file) for file in table.increments],
+        **({"now_ms": table.now_ms} if table.now_ms else {}),
     }
 
 
@@ -350,17 +353,19 @@ def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEn
         if taken != list(range(len(layout.partitions[index].blocks))):
             fields["files"].refuse(f"each of {len(layout.partitions[index].blocks)} blocks from one file")
         version = Version(fields["life"].number(), fields["number"].number())
-        tables = _tables(fields["tables"], number, index, len(layout.tables)) if layout.tables else ()
+        tables = _tables(fields["tables"], number, index, layout.tables) if layout.tables else ()
         found.append(PartitionEntry(PartitionId(index), version, files, tables))
     if len(found) != len(layout.partitions):
         node.refuse(f"all {len(layout.partitions)} partitions")
     return tuple(found)
 
 
-def _tables(node: Node, number: int, partition: int, count: int) -> tuple[TableEntry, ...]:
+def _tables(node: Node, number: int, partition: int, tables: tuple[TableSettings, ...]) -> tuple[TableEntry, ...]:
     found = []
-    for index, each in enumerate(node.items(count)):
-        fields = each.fields(("updates", "rows", "ids", "base", "increments"))
+    for index, each in enumerate(node.items(len(tables))):
+        # it came later, and is written where it is not 0
+        timed = ["now_ms"] if tables[index].expiry.by_time and "now_ms" in each.mapping() else []
+        fields = each.fields(("updates", "rows", "ids", "base", "increments", *timed))
         name = f"rows-{partition:04d}-{index:04d}-"
         entry = TableEntry(
             fields["updates"].number(rows_file.STEP_MAX),
@@ -368,14 +373,15 @@ def _tables(node: Node, number: int, partition: int, count: int) -> tuple[TableE
             fields["ids"].number(),
             tuple(_rows_file(file, number, name) for file in fields["base"].items(limits.ROWS_FILES_MAX)),
             tuple(_rows_file(file, number, name) for file in fields["increments"].items(limits.ROWS_FILES_MAX)),
+            fields["now_ms"].number(rows_file.STEP_MAX) if timed else 0,
         )
         if entry.rows > entry.ids:
             fields["ids"].refuse(f"at least {entry.rows}, as many as rows")
         if len({file.path for file in entry.files}) != len(entry.files):
             each.refuse("each file once")
         found.append(entry)
-    if len(found) != count:
-        node.refuse(f"all {count} tables")
+    if len(found) != len(tables):
+        node.refuse(f"all {len(tables)} tables")
     return tuple(found)
 
 

@@ -45,6 +45,7 @@ def to_document(table: TableSettings) -> dict[str, object]:
             "norm_min": float(expiry.norm_min),
             "rows_kept": expiry.rows_kept,
             "grace_steps": expiry.grace_steps,
+            **({"age_ms": expiry.age_ms, "grace_ms": expiry.grace_ms} if expiry.by_time else {}),
         },
     }
 
@@ -104,13 +105,16 @@ def _admission(node: Node) -> AdmissionSettings:
 
 
 def _expiry(node: Node) -> ExpirySettings:
-    fields = node.fields(("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps"))
+    # they came later, and are written where ages are told in time
+    timed = ("age_ms", "grace_ms") if "age_ms" in node.mapping() else ()
+    fields = node.fields(("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps", *timed))
     return ExpirySettings(
         fields["age_steps"].number(),
         fields["frequency_min"].number(),
         _real(fields["norm_min"]),
         fields["rows_kept"].number(),
         fields["grace_steps"].number(),
+        *[fields[name].number() for name in timed],
     )
 
 

@@ -57,26 +57,53 @@ class AdmissionSettings:
 class ExpirySettings:
     """Why rows go; 0 is no reason. `age_steps`: longer ago pushed last. `frequency_min`: pushed less often.
     `norm_min`: a smaller L2 norm of its values. `rows_kept`: beyond so many, the least frequent. `grace_steps`: for so
-    long after its last push a row stays, whatever its frequency and norm."""
+    long after its last push a row stays, whatever its frequency and norm. `age_ms`, `grace_ms`: the same in
+    milliseconds of the table's clock. A table tells ages in steps or in milliseconds, not in both."""
 
     age_steps: int = 0
     frequency_min: int = 0
     norm_min: float = 0.0
     rows_kept: int = 0
     grace_steps: int = 0
+    age_ms: int = 0
+    grace_ms: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("age_steps", "frequency_min", "rows_kept", "grace_steps"):
+        for name in ("age_steps", "frequency_min", "rows_kept", "grace_steps", "age_ms", "grace_ms"):
             if not 0 <= getattr(self, name) < 1 << 47:
                 raise TableError(f"expiry with {name} = {getattr(self, name)}; expected 0 or more, below 2**47")
         if not (math.isfinite(self.norm_min) and self.norm_min >= 0):
             raise TableError(f"expiry with norm_min = {self.norm_min!r}; expected a finite number, at least 0")
+        if self.by_time and (self.age_steps or self.grace_steps):
+            raise TableError(
+                f"expiry by ages of {max(self.age_steps, self.grace_steps)} steps and {max(self.age_ms, self.grace_ms)}"
+                " ms; expected ages in steps or in seconds",
+                todo="say age and grace in steps, or both in seconds",
+            )
 
     @property
-    def step_unit(self) -> int:
-        """Steps that are told apart no further: ages are told in units of so many, a power of two."""
-        longest = max(self.age_steps, self.grace_steps)
+    def by_time(self) -> bool:
+        """Ages are told in milliseconds, not in steps."""
+        return self.age_ms > 0 or self.grace_ms > 0
+
+    def time(self, step: int, now_ms: int) -> int:
+        """Now, as ages are told: a step, or a time."""
+        return now_ms if self.by_time else step
+
+    @property
+    def age_unit(self) -> int:
+        """Steps, or milliseconds, that are told apart no further: ages are told in units of so many, a power of two."""
+        longest = max(self.age_steps, self.grace_steps, self.age_ms, self.grace_ms)
         return 1 << max(0, (longest // AGE_UNITS).bit_length())
+
+    @property
+    def age_units(self) -> int:
+        """Of more a row goes; 0: of none."""
+        return max(self.age_steps, self.age_ms) // self.age_unit
+
+    @property
+    def grace_units(self) -> int:
+        return max(self.grace_steps, self.grace_ms) // self.age_unit
 
 
 @dataclass(frozen=True, slots=True)

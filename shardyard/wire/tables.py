@@ -81,6 +81,8 @@ def table_to_wire(table: TableSettings) -> common.TableSpec:
             norm_min=expiry.norm_min,
             rows_kept=expiry.rows_kept,
             grace_steps=expiry.grace_steps,
+            age_ms=expiry.age_ms,
+            grace_ms=expiry.grace_ms,
         ),
     )
 
@@ -109,7 +111,15 @@ def table_from_wire(message: common.TableSpec) -> TableSettings:
         InitialValues(initial, message.scale),
         message.rows_max or limits.TABLE_ROWS_MAX,
         _admission(message),
-        ExpirySettings(expiry.age_steps, expiry.frequency_min, expiry.norm_min, expiry.rows_kept, expiry.grace_steps),
+        ExpirySettings(
+            expiry.age_steps,
+            expiry.frequency_min,
+            expiry.norm_min,
+            expiry.rows_kept,
+            expiry.grace_steps,
+            expiry.age_ms,
+            expiry.grace_ms,
+        ),
     )
 
 

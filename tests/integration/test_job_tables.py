@@ -36,11 +36,11 @@ DIM = 4
 class Model(torch.nn.Module):
     """Two tables, one of them shared by two features, beside a dense layer."""
 
-    def __init__(self, optimizer: sy.tables.RowOptimizer | None = None, seed: int = 7) -> None:
+    def __init__(self, optimizer: sy.tables.RowOptimizer | None = None, seed: int = 7, **given: Any) -> None:
         super().__init__()
-        optimizer = optimizer or sy.tables.SGD(lr=1.0)
-        users = sy.tables.Table(DIM, name="users", seed=seed, optimizer=optimizer, initial=sy.tables.zeros())
-        words = sy.tables.Table(2, name="words", seed=seed + 1, optimizer=optimizer, initial=sy.tables.zeros())
+        given = {"optimizer": optimizer or sy.tables.SGD(lr=1.0), "initial": sy.tables.zeros(), **given}
+        users = sy.tables.Table(DIM, name="users", seed=seed, **given)
+        words = sy.tables.Table(2, name="words", seed=seed + 1, **given)
         self.author = sy.Embedding(DIM, table=users)
         self.friends = sy.EmbeddingBag(DIM, "sum", table=users, padding_idx=0)
         self.words = sy.EmbeddingBag(2, "sum", table=words)
@@ -144,6 +144,45 @@ def test_each_optimizer_of_tables_is_the_same_on_servers(
     model, moved = job.prepare(model, dense(model))
     train(model, [moved], 9)
     assert_same(model.state_dict(), alone.state_dict(), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "admission",
+    [sy.tables.AdmitAfter(3), sy.tables.AdmitAfter(3, cells=1 << 16, zeros=True), sy.tables.AdmitByChance(0.3)],
+)
+def test_ids_are_admitted_on_servers_as_in_the_process(connect: Connect, admission: Any) -> None:
+    alone, every = Model(admission=admission), trained_alone(9)
+    train(alone, [dense(alone), sy.tables.Optimizer(alone)], 9)
+    job = connect(settings=NEVER)
+    model = Model(admission=admission)
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 9)
+    assert_same(model.state_dict(), alone.state_dict())
+    assert 0 < len(model.author.table) < len(every.author.table)
+
+
+def test_rows_expire_on_servers_as_the_job_goes_on(connect: Connect) -> None:
+    job = connect(settings=NEVER | {"job.partitions": 2})
+    model = sy.Embedding(
+        1,
+        optimizer=sy.tables.SGD(lr=1.0),
+        initial=sy.tables.zeros(),
+        expiry=sy.tables.Expiry(age_steps=3),
+    )
+    model, optimizer = job.prepare(model, dense(model))
+    often, once = torch.arange(20), torch.arange(20, 60)
+    for ids in (once, *[often] * 3):
+        optimizer.zero_grad()
+        model(ids).sum().backward()
+        optimizer.step()
+    assert len(model.table) == 60
+    assert (model(once) == -1).all()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(often).sum().backward()
+    optimizer.step()
+    assert len(model.table) == 20
+    assert (model(once) == 0).all()
 
 
 def test_a_model_of_tables_alone_is_trained(connect: Connect) -> None:
@@ -417,6 +456,8 @@ def test_loss_scaling_is_refused(connect: Connect) -> None:
         (lambda: sy.Embedding(4, table="u"), "got 'u'"),
         (lambda: sy.Embedding(4, table="t", optimizer=sy.tables.Adam()), "adam"),
         (lambda: sy.Embedding(4, table="t", initial=sy.tables.normal(1.0)), "normal 1"),
+        (lambda: sy.Embedding(4, table="t", admission=sy.tables.AdmitAfter(3)), "threshold=3"),
+        (lambda: sy.Embedding(4, table="t", expiry=sy.tables.Expiry(rows_kept=9)), "rows_kept=9"),
         (lambda: torch.nn.ModuleList([sy.Embedding(4, table="t"), sy.Embedding(4, table="u")]), "'u' is on one side"),
     ],
 )

@@ -20,6 +20,7 @@ class Entry:
     """Values, then state."""
     frequency: int
     step: int
+    """Of its last push; or the time of that, where the table tells ages in time."""
 
 
 @dataclass
@@ -38,8 +39,9 @@ class PlainTable:
                 out[i] = self.initial(number)
         return out
 
-    def push(self, ids: list[int], gradients: Row | None, step: int, counts: list[int]) -> None:
-        admission = self.settings.admission
+    def push(self, ids: list[int], gradients: Row | None, step: int, counts: list[int], now_ms: int = 0) -> None:
+        admission, expiry = self.settings.admission, self.settings.expiry
+        time = (now_ms if expiry.age_ms or expiry.grace_ms else step) // expiry.age_unit * expiry.age_unit
         before = [0] * len(ids)
         if admission.kind is Admission.ESTIMATE:
             before = [self.estimate(number, counts[i]) for i, number in enumerate(ids)]
@@ -48,7 +50,7 @@ class PlainTable:
                 continue
             entry = self.entries.setdefault(number, Entry(None, before[i], 0))
             entry.frequency = min(entry.frequency + counts[i], 65_535)
-            entry.step = max(entry.step, step)
+            entry.step = max(entry.step, time)
             if entry.row is None and (admission.kind is not Admission.COUNT or entry.frequency >= admission.threshold):
                 entry.row = np.concatenate([self.initial(number), self.fresh(self.initial(number))])
             if entry.row is not None and gradients is not None:
@@ -74,6 +76,24 @@ class PlainTable:
         for at in places:
             self.cells[at] = max(self.cells[at], min(fewest + times, 255))
         return fewest
+
+    def expired(self, step: int, now_ms: int = 0) -> set[int]:
+        """The ids that go in a walk through the whole table; for a table that does not keep the most frequent alone."""
+        expiry = self.settings.expiry
+        assert not expiry.rows_kept
+        by_time = expiry.age_ms or expiry.grace_ms
+        longest, grace = (expiry.age_ms, expiry.grace_ms) if by_time else (expiry.age_steps, expiry.grace_steps)
+        unit, gone = expiry.age_unit, set()
+        for number, entry in self.entries.items():
+            age = (now_ms if by_time else step) // unit - entry.step // unit
+            if longest and age > longest // unit:
+                gone.add(number)
+            elif age >= grace // unit:
+                values = np.zeros(0, F) if entry.row is None else entry.row[: self.settings.dim]
+                small = entry.row is not None and sum(float(value) ** 2 for value in values) < expiry.norm_min**2
+                if entry.frequency < expiry.frequency_min or small:
+                    gone.add(number)
+        return gone
 
     def initial(self, number: int) -> Row:
         settings = self.settings

@@ -84,8 +84,8 @@ class Trained:
         self.saver = TableSaver(Incarnation(7))
         self.storage = Busy(self.push_a_little)
         self.rng = np.random.default_rng(0)
-        self.step = self.number = self.base = 0
-        self.entry, self.then, self.step_then = TableEntry(0, 0, 0), PlainTable(table_settings), 0
+        self.step = self.now_ms = self.number = self.base = 0
+        self.entry, self.then, self.step_then, self.then_ms = TableEntry(0, 0, 0), PlainTable(table_settings), 0, 0
 
     def do(self, what: str, seed: int, ids: list[int]) -> None:
         self.rng = np.random.default_rng(seed)
@@ -94,7 +94,7 @@ class Trained:
         elif what == "remove":
             self.forget(self.table.remove(np.unique(np.array(ids, np.int64))))
         elif what == "expire":
-            self.forget(self.table.expire(self.step, int(self.rng.integers(1, 200))).ids)
+            self.forget(self.table.expire(self.step, int(self.rng.integers(1, 200)), self.now_ms).ids)
         elif what == "restore":
             self.restore()
         else:
@@ -102,14 +102,15 @@ class Trained:
 
     def push(self, ids: list[int], *, gradients: bool) -> None:
         self.step += int(self.rng.integers(1, 4))
+        self.now_ms += int(self.rng.integers(0, 9)) * self.settings.expiry.age_unit
         counts = self.rng.integers(1, 4, len(ids))
         array = np.array(ids, np.int64)
         given_gradients = self.rng.standard_normal((len(ids), self.settings.dim)).astype(np.float32)
         if gradients:
-            self.table.push(array, given_gradients, self.step, counts=counts)
+            self.table.push(array, given_gradients, self.step, counts=counts, now_ms=self.now_ms)
         else:
-            self.table.count(array, counts, self.step)
-        self.plain.push(ids, given_gradients if gradients else None, self.step, counts.tolist())
+            self.table.count(array, counts, self.step, self.now_ms)
+        self.plain.push(ids, given_gradients if gradients else None, self.step, counts.tolist(), self.now_ms)
 
     def push_a_little(self) -> None:
         self.push(self.rng.integers(-40, 40, 9).tolist(), gradients=True)
@@ -126,7 +127,7 @@ class Trained:
         self.number += 1
         name = self.settings.name
         since = self.saver.since(PARTITION, name, self.table, self.base)
-        then, step = copy.deepcopy(self.plain), self.step
+        then, step, now_ms = copy.deepcopy(self.plain), self.step, self.now_ms
         found = cut_tables({name: self.table}, {} if since is None else {name: since})[name]
         assert found.only_changed == (since is not None)
         self.push_a_little()
@@ -142,13 +143,13 @@ class Trained:
         finally:
             found.close()
         if what == "saved":
-            self.base, self.entry, self.then, self.step_then = self.number, entry, then, step
+            self.base, self.entry, self.then, self.step_then, self.then_ms = self.number, entry, then, step, now_ms
 
     def restore(self) -> None:
         """Goes back to the newest checkpoint."""
         self.table = self.read()
         self.check(self.table, self.then)
-        self.plain, self.step = copy.deepcopy(self.then), self.step_then
+        self.plain, self.step, self.now_ms = copy.deepcopy(self.then), self.step_then, self.then_ms
 
     def read(self) -> Table:
         if not self.base:
@@ -165,6 +166,7 @@ class Trained:
         }
         found = read_tables((state,))[self.settings.name]
         assert found.updates == self.step_then
+        assert found.now_ms == (self.then_ms if self.settings.expiry.by_time else 0)
         return found
 
     def check(self, table: Table, plain: PlainTable) -> None:
@@ -178,13 +180,13 @@ class Trained:
         self.check(self.table, self.plain)
         restored = self.read()
         self.check(restored, self.then)
-        plain, step = copy.deepcopy(self.then), self.step_then
+        plain, step, now_ms = copy.deepcopy(self.then), self.step_then, self.then_ms
         for _ in range(3):
-            step += 2
+            step, now_ms = step + 2, now_ms + 2 * self.settings.expiry.age_unit
             ids = self.rng.integers(-60, 60, 30)
             gradients = self.rng.standard_normal((30, self.settings.dim)).astype(np.float32)
-            restored.push(ids, gradients, step)
-            plain.push(ids.tolist(), gradients, step, [1] * 30)
+            restored.push(ids, gradients, step, now_ms=now_ms)
+            plain.push(ids.tolist(), gradients, step, [1] * 30, now_ms)
         self.check(restored, plain)
 
 
@@ -206,13 +208,15 @@ def table_settings(draw: st.DrawFn) -> TableSettings:
             ),
         )
     )
-    gone = st.builds(
-        ExpirySettings,
-        age_steps=st.integers(0, 30),
-        frequency_min=st.integers(0, 3),
-        norm_min=st.sampled_from([0.0, 0.5]),
-        rows_kept=st.integers(0, 60),
-        grace_steps=st.integers(0, 10),
+    others = {
+        "frequency_min": st.integers(0, 3),
+        "norm_min": st.sampled_from([0.0, 0.5]),
+        "rows_kept": st.integers(0, 60),
+    }
+    gone = st.one_of(
+        st.builds(ExpirySettings, age_steps=st.integers(0, 30), grace_steps=st.integers(0, 10), **others),
+        st.builds(ExpirySettings, age_ms=st.integers(0, 90), grace_ms=st.integers(1, 30), **others),
+        st.builds(ExpirySettings, age_ms=st.just(1 << 20), **others),
     )
     return TableSettings(
         draw(st.text(min_size=1, max_size=9)),

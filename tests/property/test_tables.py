@@ -4,7 +4,6 @@ that they grow, split and end all the time."""
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +49,20 @@ def table_settings(draw: st.DrawFn) -> TableSettings:
             st.builds(AdmissionSettings, st.just(Admission.COUNT), st.integers(1, 5), zeros=st.booleans()),
         )
     )
+    # ages in steps, or in time; units of one, and of several
+    of_steps = st.builds(
+        ExpirySettings,
+        age_steps=st.sampled_from([0, 12, 100_000]),
+        frequency_min=st.integers(0, 3),
+        norm_min=st.sampled_from([0.0, 0.5]),
+        grace_steps=st.sampled_from([0, 5, 50_000]),
+    )
+    of_time = st.builds(
+        ExpirySettings,
+        age_ms=st.sampled_from([0, 100, 300_000]),
+        frequency_min=st.integers(0, 3),
+        grace_ms=st.sampled_from([1, 40, 200_000]),
+    )
     return TableSettings(
         draw(st.sampled_from(["users", "items"])),
         draw(st.sampled_from([1, 3, 8, 17])),
@@ -59,12 +72,16 @@ def table_settings(draw: st.DrawFn) -> TableSettings:
         InitialValues(draw(st.sampled_from(InitialKind)), 0.5),
         rows_max=1 << 14,
         admission=admission,
+        expiry=draw(st.one_of(st.just(ExpirySettings()), of_steps, of_time)),
     )
 
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["push"] * 6 + ["count", "look_up", "remove", "copy", "load", "cut", "cut", "finish", "again"]),
+        st.sampled_from(
+            ["push"] * 6
+            + ["count", "look_up", "remove", "expire", "expire", "copy", "load", "cut", "cut", "finish", "again"]
+        ),
         st.integers(0, 2**32),
         st.lists(IDS, max_size=80),
     ),
@@ -115,7 +132,7 @@ class Pair:
     def __init__(self, given_settings: TableSettings) -> None:
         self.settings = given_settings
         self.table, self.plain = Table(given_settings), PlainTable(given_settings)
-        self.step = 0
+        self.step = self.now_ms = 0
         self.cut: cuts.Cut | None = None
         self.chunks: list[Chunk] = []
         self.then: dict[int, tuple[bytes | None, int, int]] = {}
@@ -126,15 +143,16 @@ class Pair:
         rng = np.random.default_rng(seed)
         array = np.array(ids, np.int64)
         if what in ("push", "count"):
-            self.step += int(rng.integers(1, 4))
+            self.step += int(rng.integers(1, 4 * self.settings.expiry.age_unit))
+            self.now_ms += int(rng.integers(0, 40 * self.settings.expiry.age_unit))
             counts = rng.integers(1, 4, array.size) if seed % 2 else None
             told = [1] * array.size if counts is None else counts.tolist()
             gradients = rng.standard_normal((array.size, self.settings.dim)).astype(np.float32)
             if what == "push":
-                self.table.push(array, gradients, self.step, counts=counts)
+                self.table.push(array, gradients, self.step, counts=counts, now_ms=self.now_ms)
             else:
-                self.table.count(array, counts, self.step)
-            self.plain.push(ids, gradients if what == "push" else None, self.step, told)
+                self.table.count(array, counts, self.step, self.now_ms)
+            self.plain.push(ids, gradients if what == "push" else None, self.step, told, self.now_ms)
         elif what == "look_up":
             out = np.full((array.size, self.settings.dim), np.nan, np.float32)
             self.table.look_up(array, out)
@@ -144,15 +162,19 @@ class Pair:
             assert sorted(gone.tolist()) == sorted(set(ids) & set(self.plain.entries))
             for number in gone.tolist():
                 del self.plain.entries[number]
+        elif what == "expire":
+            self.expire()
         elif what == "load":
             self.load(array, rng)
         elif what == "copy" and self.cut is None:
             chunks = list(self.table.items())
             assert contents(chunks) == expected(self.plain)
+            updates, now_ms = self.table.updates, self.table.now_ms
             self.table = Table(self.settings)
             self.restored = None
             rng.shuffle(chunks)
             load_all(self.table, chunks)
+            self.table.resume(updates, now_ms)
         elif what == "cut" and self.cut is None:
             since = self.table.generation if self.restored is not None else None
             self.cut, self.chunks, self.then = self.table.cut(since), [], expected(self.plain)
@@ -165,11 +187,28 @@ class Pair:
     def load(self, array: np.ndarray, rng: np.random.Generator) -> None:
         ids = np.unique(array)
         values = rng.standard_normal((ids.size, self.settings.dim)).astype(np.float32)
-        frequencies, steps = rng.integers(1, 65_536, ids.size), rng.integers(0, self.step + 1, ids.size)
+        expiry, now = self.settings.expiry, self.now_ms if self.settings.expiry.by_time else self.step
+        now -= now % expiry.age_unit
+        frequencies = rng.integers(1, 65_536, ids.size)
+        steps = rng.integers(max(0, now - 20_000 * expiry.age_unit), now + 1, ids.size)
+        steps -= steps % expiry.age_unit
         self.table.load(ids, values, None, frequencies, steps)
         for i, number in enumerate(ids.tolist()):
             row = np.concatenate([values[i], self.plain.fresh(values[i])])
             self.plain.entries[number] = Entry(row, int(frequencies[i]), int(steps[i]))
+
+    def expire(self) -> None:
+        """In one walk, and what that leaves."""
+        gone: list[int] = []
+        over = False
+        while not over:
+            done = self.table.expire(self.step, 1, self.now_ms)
+            gone += done.ids.tolist()
+            over = done.over
+        assert set(gone) == self.plain.expired(self.step, self.now_ms)
+        assert len(gone) == len(set(gone))
+        for number in gone:
+            del self.plain.entries[number]
 
     def finish(self) -> None:
         assert self.cut is not None
@@ -181,6 +220,7 @@ class Pair:
             assert contents(self.chunks).items() <= self.then.items()
             self.restored.remove(self.cut.removed)
         load_all(self.restored, self.chunks)
+        self.restored.resume(self.cut.updates, self.cut.now_ms)
         assert contents(list(self.restored.items())) == self.then
         self.cut = None
 
@@ -199,6 +239,3 @@ def test_a_table_is_a_dictionary(given_settings: TableSettings, operations: list
     for what, seed, ids in operations:
         pair.do(what, seed, ids)
     pair.check()
-
-
-_ = (threading, ExpirySettings)

@@ -689,6 +689,50 @@ def test_status_as_json_has_all_there_is() -> None:
     ]
 
 
+def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
+    found = report()
+    job = found.status.jobs[1]
+    job.tables.add(name="users", dim=16, optimizer="adagrad", rows=7)
+    job.tables.add(name="words", dim=8, optimizer="adam", rows=12)
+    first = found.servers[1]
+    assert isinstance(first, server_wire.DescribeServerReply)
+    users = {"name": "users", "rows": 1_000, "bytes": 3 << 20, "ids": 1_200, "homes": 2_000}
+    first.tables.add(job=9, **users, admitted=1_100, expired=100)
+    first.tables.add(job=8, **users, admitted=50, expired=50)
+    second = server_wire.DescribeServerReply(server=2)
+    second.tables.add(job=9, **users, admitted=1_500, expired=500)
+    found = status_view.YardReport(
+        found.coordinator, found.status, {1: first, 2: second, 3: errors.ServerUnavailable("it is away")}
+    )
+    text = shown_status(found)
+    assert re.search(r"tables of mine \(id 9\)", text)
+    assert re.search(r"users +16 +adagrad +2,000 +2,400 +6\.0 MiB +60% full +2,600 +600\b", text)
+    # what the coordinator heard last, where no server says more
+    assert re.search(r"words +8 +adam +12 +- +- +- +- +-", text)
+    tables = json.loads(status_view.to_json(found))["jobs"][1]["tables"]
+    assert tables[0] == {
+        "name": "users",
+        "dim": 16,
+        "optimizer": "adagrad",
+        "rows": 2_000,
+        "ids": 2_400,
+        "bytes": 6 << 20,
+        "load": 0.6,
+        "admitted": 2_600,
+        "expired": 600,
+        "servers": 2,
+    }
+    assert (tables[1]["rows"], tables[1]["servers"], tables[1]["load"]) == (12, 0, None)
+    assert json.loads(status_view.to_json(found))["jobs"][0]["tables"] == []
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (1 << 50, "1024.0 TiB")]
+)
+def test_sizes_are_told_in_their_unit(nbytes: int, text: str) -> None:
+    assert status_view._size(nbytes) == text
+
+
 def test_status_tables_show_members_jobs_and_versions() -> None:
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed below
     try:

@@ -13,6 +13,7 @@ import pytest
 
 from shardyard.ground import limits
 from shardyard.ground.errors import ConfigurationError, NotReady, ServerLost, StaleIncarnation, StaleToken
+from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Caller,
     ConsistencyMode,
@@ -200,6 +201,10 @@ def test_layout_and_map_come_back_to_the_last_offset() -> None:
     assert max(block.position for part in layout.partitions for block in part.blocks) > 128
     assert max(block.offset for part in layout.partitions for block in part.blocks) > 0
     assert layouts.of_record(Body(json.loads(json.dumps(layouts.to_record(layout))))) == layout
+    in_time = ExpirySettings(norm_min=0.5, age_ms=70_000, grace_ms=9)
+    tables = (TableSettings("steps", 3, expiry=ExpirySettings(age_steps=4)), TableSettings("time", 3, expiry=in_time))
+    with_tables = dataclasses.replace(layout, tables=tables)
+    assert layouts.of_record(Body(json.loads(json.dumps(layouts.to_record(with_tables))))) == with_tables
     servers = [placement.Server(Incarnation(number << 32 | 1), f"s:{number}") for number in range(2)]
     map_ = placement.assign([part.payload_bytes for part in layout.partitions], servers, generation=Generation(4))
     assert layouts.map_of_record(Body(json.loads(json.dumps(layouts.map_to_record(map_)))), 3) == map_

@@ -26,6 +26,7 @@ from shardyard.ground.errors import (
     ShardyardError,
     StaleGeneration,
     StaleIncarnation,
+    TableError,
     TableFull,
     TooLarge,
     UnsupportedOptimizer,
@@ -73,8 +74,10 @@ from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.exchanges import Exchanges
+from shardyard_ps_server.partition_tables import PartitionTables, Rows
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.tables.table import Table
 
 JOB, HERE, GENERATION, WORKER = JobId(1), Incarnation(3), Generation(4), Incarnation(10)
 RATE = make_group("sgd", {"lr": 1.0})
@@ -583,6 +586,7 @@ def test_tables_travel_as_they_are() -> None:
             "all of it", 7, "ftrl", (0.1, 1.0, 0.5, 0.25, 0.0), -3, InitialValues(InitialKind.NORMAL, 0.1), 99,
             AdmissionSettings(Admission.ESTIMATE, 3, 0.5, 128, zeros=True), ExpirySettings(1_000, 2, 0.5, 50, 9),
         ),
+        TableSettings("in time", 7, expiry=ExpirySettings(age_ms=2_000, grace_ms=3)),
     )  # fmt: skip
     layout = dataclasses.replace(LAYOUT, tables=every)
     assert convert.layout_from_wire(convert.layout_to_wire(layout)) == layout
@@ -635,7 +639,81 @@ def test_rows_expire_by_their_tables_settings() -> None:
         rows, data = coded([(0, 0, ids, np.ones((ids.size, 3), np.float32))])
         push(store, push_order(sequence, rows), DENSE + data)
     assert (look_up(store, 0, first) == INITIAL[OWNER == 0][:1]).all()
-    assert store.hosted()[0].describe_tables()[0].rows == rest.size
+    found = store.hosted()[0].describe_tables()[0]
+    assert (found.rows, found.ids, found.admitted, found.expired) == (rest.size, rest.size, rest.size + 1, 1)
+    assert 0 < found.ids <= found.homes
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ms = 7_000_000
+
+    def now_ms(self) -> int:
+        return self.ms
+
+
+def aging(clock: Clock) -> PartitionTables:
+    table = TableSettings("t", 1, rows_max=64, expiry=ExpirySettings(age_ms=5_000))
+    return PartitionTables(dataclasses.replace(LAYOUT, tables=(table,)), clock)
+
+
+def pushed(into: PartitionTables, step: int, *ids: int) -> int:
+    """How many rows there are then."""
+    values = np.ones((len(ids), 1), np.float32)
+    into.push([Rows(0, np.array(ids, np.int64), values)], [into.by_name["t"].settings.group], step)
+    return into.by_name["t"].rows
+
+
+def test_rows_expire_by_the_clock() -> None:
+    clock = Clock()
+    into = aging(clock)
+    assert pushed(into, 1, 1, 2) == 2
+    clock.ms += 5_000
+    assert pushed(into, 2, 1) == 2
+    clock.ms += 1
+    assert pushed(into, 3, 1) == 1
+
+
+def test_ages_go_on_from_where_a_checkpoint_was_cut() -> None:
+    clock, later = Clock(), Clock()
+    into = aging(clock)
+    pushed(into, 1, 1, 2)
+    clock.ms += 3_000
+    pushed(into, 2, 1)
+    table = into.by_name["t"]
+    restored = Table(table.settings)
+    with table.cut() as cut:
+        for chunk in cut:
+            restored.load(chunk.ids, chunk.values.copy(), chunk.state.copy(), chunk.frequencies, chunk.steps)
+        restored.resume(cut.updates, cut.now_ms)
+    # a day in which no server had the partition
+    later.ms = 86_400_000
+    again = aging(later)
+    again.become({"t": restored})
+    later.ms += 2_000
+    assert pushed(again, 3, 1) == 2
+    later.ms += 1
+    assert pushed(again, 4, 1) == 1
+
+
+def test_a_clock_that_a_table_does_not_age_by_is_not_kept() -> None:
+    table = Table(TableSettings("t", 1, rows_max=64, expiry=ExpirySettings(age_steps=5)))
+    table.push(np.arange(3), np.ones((3, 1), np.float32), 1, now_ms=9)
+    assert table.now_ms == 0
+    table.resume(1, 5)
+    assert table.now_ms == 0
+
+
+def test_a_time_that_cannot_be_is_refused() -> None:
+    table = Table(TableSettings("t", 1, rows_max=64, expiry=ExpirySettings(age_ms=5)))
+    for wrong in (-1, 1 << 47):
+        with pytest.raises(TableError, match="ms"):
+            table.push(np.arange(3), np.ones((3, 1), np.float32), 1, now_ms=wrong)
+    table.push(np.arange(3), np.ones((3, 1), np.float32), 1, now_ms=9)
+    for wrong in (8, 1 << 47):
+        with pytest.raises(TableError, match="ms as the time"):
+            table.resume(1, wrong)
+    assert (table.rows, table.now_ms) == (3, 9)
 
 
 def test_the_memory_of_tables_is_given_back_with_their_job() -> None:

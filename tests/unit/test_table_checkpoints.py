@@ -63,7 +63,7 @@ COORDINATOR = Caller(JOB, term=Term(2))
 USERS = TableSettings("users", 4, "adam", seed=3, rows_max=1 << 16, expiry=ExpirySettings(age_steps=40_000))
 WORDS = TableSettings(
     "words.in", 3, "rowwise_adagrad", rows_max=1 << 16,
-    admission=AdmissionSettings(Admission.ESTIMATE, threshold=2, cells=1 << 12),
+    admission=AdmissionSettings(Admission.ESTIMATE, threshold=2, cells=1 << 12), expiry=ExpirySettings(age_ms=10**9),
 )  # fmt: skip
 DENSE = plan(
     [VariableSpec("w", DType.FLOAT32, (32,))],
@@ -116,7 +116,7 @@ def train(store: Store, step: int, ids: np.ndarray = IDS) -> None:
             gradients = np.random.default_rng((step, partition.id, len(name))).standard_normal(
                 (own.size, table.settings.dim)
             )
-            table.push(own, gradients.astype(np.float32), step)
+            table.push(own, gradients.astype(np.float32), step, now_ms=max(table.now_ms, 70_000 * step))
 
 
 def rows(table: Table) -> dict[int, tuple[bytes | None, int, int]]:
@@ -131,7 +131,7 @@ def rows(table: Table) -> dict[int, tuple[bytes | None, int, int]]:
 def contents(store: Store) -> list[object]:
     """All that tables are, as values that can be compared bit by bit."""
     return [
-        (partition.id, name, table.updates, table.rows, table.entries, rows(table), cells(table))
+        (partition.id, name, table.updates, table.now_ms, table.rows, table.entries, rows(table), cells(table))
         for partition in partitions(store)
         for name, table in partition.tables.items()
     ]

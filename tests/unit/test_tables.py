@@ -135,7 +135,7 @@ def test_the_last_step_is_told_as_far_back_as_a_bucket_tells_it() -> None:
         assert told == [max(each, step - far + 1) for each in pushed]
     coarse = make(expiry=ExpirySettings(age_steps=1_000_000))
     coarse.push(IDS, ones(5), 12_345)
-    unit = coarse.settings.expiry.step_unit
+    unit = coarse.settings.expiry.age_unit
     assert unit == 64
     assert {step for _, _, step in contents(coarse).values()} == {12_345 // unit * unit}
 

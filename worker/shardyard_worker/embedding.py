@@ -20,6 +20,7 @@ from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import LOOK_UP_IDS_MAX
 from shardyard_worker.bags import Mode, gather, pool
 from shardyard_worker.distinct import Int64s
+from shardyard_worker.row_lives import Admission, Expiry
 from shardyard_worker.row_updates import RowOptimizer
 from shardyard_worker.table import ID_DTYPES, Table, fetch
 
@@ -52,6 +53,8 @@ class _LookUp(torch.nn.Module):
         padding_idx: int | None,
         initial: InitialValues | None,
         optimizer: RowOptimizer | None,
+        admission: Admission | None,
+        expiry: Expiry | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
@@ -63,14 +66,24 @@ class _LookUp(torch.nn.Module):
                     why="all modules that share a table look up rows of one dim",
                     todo=f"give dim={table.dim}, or another table",
                 )
-            if any(each is not None for each in (initial, optimizer, dtype, device)):
+            if any(each is not None for each in (initial, optimizer, admission, expiry, dtype, device)):
                 raise InvalidRequest(
-                    f"initial, optimizer, dtype or device of a {type(self).__name__} on a table that is there already",
+                    f"initial, optimizer, admission, expiry, dtype or device of a {type(self).__name__} on a table that"
+                    " is there already",
                     todo="give them to the sy.tables.Table",
                 )
             self.table = table
         else:
-            self.table = Table(dim, name=table or "", initial=initial, optimizer=optimizer, dtype=dtype, device=device)
+            self.table = Table(
+                dim,
+                name=table or "",
+                initial=initial,
+                optimizer=optimizer,
+                admission=admission,
+                expiry=expiry,
+                dtype=dtype,
+                device=device,
+            )
         if padding_idx is not None and not -(1 << 63) <= padding_idx < 1 << 63:
             raise InvalidRequest(f"padding_idx is {padding_idx}; an id is a number of 64 bits")
         self.padding_idx = padding_idx
@@ -102,8 +115,9 @@ class Embedding(_LookUp):
     """`torch.nn.Embedding` without a size: any int64 id has a row of `dim` numbers.
 
     `table`: a `sy.tables.Table` that several modules share, or the name of one of this module's own. `padding_idx`: an
-    id whose row is zeros and has no gradient. `initial`, `optimizer`: how rows begin and are updated; dtype and device:
-    of what comes out. Raises InvalidRequest, ShapeMismatch, DTypeMismatch, TooLarge.
+    id whose row is zeros and has no gradient. `initial`, `optimizer`: how rows begin and are updated; `admission`,
+    `expiry`: which ids get a row, and which rows go; dtype and device: of what comes out. Raises InvalidRequest,
+    ShapeMismatch, DTypeMismatch, TooLarge.
     """
 
     def __init__(
@@ -114,10 +128,12 @@ class Embedding(_LookUp):
         padding_idx: int | None = None,
         initial: InitialValues | None = None,
         optimizer: RowOptimizer | None = None,
+        admission: Admission | None = None,
+        expiry: Expiry | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(dim, table, padding_idx, initial, optimizer, dtype, device)
+        super().__init__(dim, table, padding_idx, initial, optimizer, admission, expiry, dtype, device)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Shape (*ids.shape, dim), for ids of any shape, int64 or int32. Raises DTypeMismatch, TooLarge,
@@ -159,10 +175,12 @@ class EmbeddingBag(_LookUp):
         include_last_offset: bool = False,
         initial: InitialValues | None = None,
         optimizer: RowOptimizer | None = None,
+        admission: Admission | None = None,
+        expiry: Expiry | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(dim, table, padding_idx, initial, optimizer, dtype, device)
+        super().__init__(dim, table, padding_idx, initial, optimizer, admission, expiry, dtype, device)
         if mode not in list(Mode):
             raise InvalidRequest(f"mode is {mode!r}; expected one of {', '.join(Mode)}")
         self.mode = Mode(mode)

@@ -146,7 +146,17 @@ def _settings(name: str, table: Table) -> TableSettings:
     given |= dict(zip(("beta1", "beta2"), getattr(table.optimizer, "betas", ()), strict=False))
     group = row_optimizers.make_group(table.optimizer.kind, {key: float(value) for key, value in given.items()})
     initial = InitialValues(table.initial.kind, float(table.initial.scale))
-    return TableSettings(name, table.dim, table.optimizer.kind, group, table.seed, initial, rows_max=TABLE_ROWS_MAX)
+    return TableSettings(
+        name,
+        table.dim,
+        table.optimizer.kind,
+        group,
+        table.seed,
+        initial,
+        TABLE_ROWS_MAX,
+        table.lives.admission,
+        table.lives.expiry,
+    )
 
 
 class _Left:

@@ -1,8 +1,9 @@
 """Rows of a table in this process: what a table has that belongs to no job.
 
-Owns: rows by id, what a table's optimizer keeps with each, and their growth. Invariants: looking up changes nothing (an
-id without a row reads as its initial value, which is a function of seed, table and id); a row is made by its first
-update, or when it is put here; a call that raises has changed nothing. Must not know: modules, files.
+Owns: rows by id, what a table's optimizer keeps with each, their growth, and when a walk for expired ones is due.
+Invariants: looking up changes nothing (an id without a row reads as its initial value, which is a function of seed,
+table and id, or as zeros); a row is made by the first update that its table admits, or when it is put here; a call that
+raises has changed nothing. Must not know: modules, files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.row_values import initial_rows
 from shardyard_worker.distinct import Float32s, Int64s, Numbers
+from shardyard_worker.own_entries import Entries, Lives, SavedEntries
 
 Update = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor], None]
 """Of rows by gradients, with their state and which of them are fresh: in place."""
@@ -31,13 +33,21 @@ class Rows:
     rows: Float32s
 
 
+ALL_LIVE = Lives()
+
+
 class OwnRows:
     """A store that grows, on the CPU. One thread at a time."""
 
     partitions = 1
 
-    def __init__(self, dim: int, initial: InitialValues, key: int) -> None:
-        self.dim, self.initial, self.key = dim, initial, key
+    def __init__(self, dim: int, initial: InitialValues, key: int, lives: Lives = ALL_LIVE) -> None:
+        self.dim, self.initial, self.key, self.lives = dim, initial, key, lives
+        self._entries = Entries(lives, key) if lives.are_kept else None
+        self._time = 0
+        """Of the last update: a step, or milliseconds, as the table tells ages."""
+        self._pushed = 0
+        """Ids, since the last walk for what expires."""
         self._numbers = Numbers()
         self._rows = np.empty((0, dim), np.float32)
         self._fresh: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
@@ -54,13 +64,59 @@ class OwnRows:
             return self._rows[numbers]
         found = np.empty((ids.size, self.dim), np.float32)
         found[~absent] = self._rows[numbers[~absent]]
-        found[absent] = initial_rows(ids[absent], self.dim, self.initial, self.key)
+        found[absent] = 0 if self.lives.admission.zeros else self._initial(ids[absent])
         return found
 
-    def update(self, ids: Int64s, gradients: Float32s, widths: Mapping[str, int], change: Update) -> None:
-        """Changes the rows of `ids`, each once, by their gradients, shape (n, dim). `widths`: what is kept with a
-        row."""
+    def update(
+        self,
+        ids: Int64s,
+        gradients: Float32s,
+        widths: Mapping[str, int],
+        change: Update,
+        step: int,
+        now_ms: int = 0,
+    ) -> None:
+        """Update number `step` of the table, at `now_ms` of its clock: changes the rows of `ids`, each once, by their
+        gradients, shape (n, dim), but for those that are not admitted. `widths`: what is kept with a row."""
         self._keep(widths)
+        self._time = max(self._time, self.lives.expiry.time(step, now_ms))
+        if self._entries is None:
+            self._change(ids, gradients, widths, change)
+            return
+        admitted = self._entries.push(ids, step, self._time)
+        self._change(ids[admitted], gradients[admitted], widths, change)
+        self._pushed += ids.size
+
+    def tend(self) -> None:
+        """Takes out what has expired by the last update, if it is time to look."""
+        # so a walk costs each id that is pushed as much, whatever the number of rows
+        if self._entries is not None and self.lives.expires and self._pushed >= len(self._entries):
+            self._pushed = 0
+            self.drop(self.expired())
+
+    def expired(self) -> Int64s:
+        """The ids that have expired by the last update, also of those that are only counted."""
+        if self._entries is None:
+            return np.empty(0, np.int64)
+        return self._entries.expired(self._time, self._square_norms)
+
+    def drop(self, ids: Int64s) -> None:
+        """The rows of `ids`, where there are any, are no more."""
+        if not ids.size:
+            return
+        if self._entries is not None:
+            self._entries.drop(ids)
+        found = self._numbers.find(ids)
+        count = len(self._numbers)
+        stays = np.ones(count, np.bool_)
+        stays[found[found >= 0]] = False
+        kept = self._numbers.ids[stays]
+        self._numbers = Numbers(kept.size)
+        self._numbers.add(kept)
+        self._rows, self._fresh = self._rows[:count][stays], self._fresh[:count][stays]
+        self._state = {name: values[:count][stays] for name, values in self._state.items()}
+
+    def _change(self, ids: Int64s, gradients: Float32s, widths: Mapping[str, int], change: Update) -> None:
         numbers = self._add(ids)
         rows, fresh = torch.from_numpy(self._rows[numbers]), torch.from_numpy(self._fresh[numbers])
         state = {name: torch.from_numpy(self._state[name][numbers]) for name in widths}
@@ -74,14 +130,18 @@ class OwnRows:
         """The rows of `ids`, each once, become these; what is kept with those that were here stays."""
         numbers = self._add(ids)
         self._rows[numbers] = rows
+        if self._entries is not None:
+            self._entries.put(ids, self._time)
 
     def with_rows(self, ids: Int64s, rows: Float32s, key: int) -> OwnRows:
         """Another store, of another key, whose rows are these; what is kept here with any of them is kept there too."""
-        made = OwnRows(self.dim, self.initial, key)
+        made = OwnRows(self.dim, self.initial, key, self.lives)
         made.put(ids, rows)
         kept, state = self.kept()
         there = made._numbers.find(kept) >= 0
-        made.keep(kept[there], {name: values[there] for name, values in state.items()})
+        made.keep(kept[there], {name: values[there] for name, values in state.items()}, self._time)
+        if made._entries is not None and self._entries is not None:
+            made._entries.adopt(self._entries)
         return made
 
     def everything(self) -> Rows:
@@ -100,8 +160,23 @@ class OwnRows:
         """Those that have no row."""
         return ids[self._numbers.find(ids) < 0]
 
-    def keep(self, ids: Int64s, state: Mapping[str, Float32s]) -> None:
-        """What is kept with the rows of `ids`, which are here, becomes this; with all others nothing is."""
+    def entries(self) -> SavedEntries | None:
+        """How often and when ids were pushed; None where nobody has to know."""
+        return None if self._entries is None else self._entries.save(self._pushed)
+
+    def keep(
+        self, ids: Int64s, state: Mapping[str, Float32s], time: int = 0, entries: SavedEntries | None = None
+    ) -> None:
+        """What is kept with the rows of `ids`, which are here, becomes this; with all others nothing is. `time`: a step
+        or milliseconds, as ages are told. Without `entries` all rows count as pushed once, and then."""
+        self._time, self._pushed = time, 0
+        if self._entries is not None:
+            self._entries = Entries(self.lives, self.key)
+            told = np.empty(0, np.int64) if entries is None else entries.ids
+            if entries is not None:
+                self._entries.load(entries, self._numbers.find(told) >= 0)
+                self._pushed = int(entries.pushed[0])
+            self._entries.put(np.setdiff1d(self._numbers.ids, told), time)
         self._state = {}
         self._keep({name: values.shape[1] for name, values in state.items()})
         self._fresh[:] = True
@@ -123,9 +198,18 @@ class OwnRows:
             if after > self._rows.shape[0]:
                 self._grow(max(after, 2 * self._rows.shape[0]))
             new = self._numbers.ids[before:]
-            self._rows[before:after] = initial_rows(new, self.dim, self.initial, self.key)
+            self._rows[before:after] = self._initial(new)
             self._fresh[before:after] = True
         return numbers
+
+    def _initial(self, ids: Int64s) -> Float32s:
+        return initial_rows(ids, self.dim, self.initial, self.key)
+
+    def _square_norms(self, ids: Int64s) -> npt.NDArray[np.float64]:
+        """Summed in the order of the values, as servers do."""
+        values = np.ascontiguousarray(self._rows[self._numbers.find(ids)].T, np.float64)
+        total: npt.NDArray[np.float64] = np.square(values).sum(axis=0)
+        return total
 
     def _grow(self, rows: int) -> None:
         def grown(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

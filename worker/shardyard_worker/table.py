@@ -21,9 +21,12 @@ from shardyard.ground.errors import DTypeMismatch, InvalidRequest, ShapeMismatch
 from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import TABLE_DIM_MAX, VARIABLE_NAME_CHARACTERS_MAX
 from shardyard.ground.row_values import row_key
+from shardyard.ground.table_settings import AdmissionSettings, ExpirySettings
 from shardyard_worker import table_files
 from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct, sum_rows
+from shardyard_worker.own_entries import Lives
 from shardyard_worker.own_rows import OwnRows, Rows
+from shardyard_worker.row_lives import Admission, Expiry
 from shardyard_worker.row_updates import Adagrad, RowOptimizer
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -113,8 +116,9 @@ class Table(torch.nn.Module):
     """Rows of `dim` numbers, one for each int64 id, made when they are first trained. Modules that look up share it.
 
     `name`: by which a job knows it; the path of the first module that has it, where none is given. `initial`: what a
-    row begins with, a function of the table's seed, its name and the id. `optimizer`: how rows are updated. `seed`:
-    drawn from torch's generator where none is given.
+    row begins with, a function of the table's seed, its name and the id. `optimizer`: how rows are updated.
+    `admission`: which ids get a row, all where none is given. `expiry`: which rows go, none where it is not given.
+    `seed`: drawn from torch's generator where none is given.
 
     `weight` has no elements: it carries the device and dtype of what the model makes of rows, and `requires_grad`.
     Raises InvalidRequest, TooLarge, DTypeMismatch.
@@ -127,6 +131,8 @@ class Table(torch.nn.Module):
         name: str = "",
         initial: InitialValues | None = None,
         optimizer: RowOptimizer | None = None,
+        admission: Admission | None = None,
+        expiry: Expiry | None = None,
         seed: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -144,6 +150,7 @@ class Table(torch.nn.Module):
         self.dim, self.name = dim, name
         self.initial = InitialValues(scale=dim**-0.5) if initial is None else initial
         self.optimizer = Adagrad() if optimizer is None else optimizer
+        self.lives = _lives(admission, expiry)
         self.seed = int(torch.randint(1 << 62, ())) if seed is None else seed
         self.weight = torch.nn.Parameter(torch.empty(0, dim, dtype=dtype, device=device))
         self.source: RowSource = HereRows()
@@ -153,7 +160,7 @@ class Table(torch.nn.Module):
 
     def no_rows(self) -> OwnRows:
         """What this process has before the first is made."""
-        return OwnRows(self.dim, self.initial, row_key(self.seed, self.name))
+        return OwnRows(self.dim, self.initial, row_key(self.seed, self.name), self.lives)
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -161,7 +168,9 @@ class Table(torch.nn.Module):
 
     def extra_repr(self) -> str:
         where = f"{len(self)} rows" if isinstance(self.source, HereRows) else "rows on servers"
-        return f"{self.dim}, {where}, name={self.name!r}, {self.initial}, {self.optimizer}"
+        return f"{self.dim}, {where}, name={self.name!r}, {self.initial}, {self.optimizer}" + (
+            f", {self.lives.admission}, {self.lives.expiry}" if self.lives != Lives() else ""
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the rows, or reads those of the job; nobody trains it yet."""
@@ -340,6 +349,17 @@ def fetch(asked: Sequence[tuple[Table, Int64s]]) -> Iterator[tuple[torch.Tensor,
 
 def _joined(parts: Sequence[Int64s]) -> Int64s:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _lives(admission: Admission | None, expiry: Expiry | None) -> Lives:
+    for name, given, expected in ("admission", admission, Admission), ("expiry", expiry, Expiry):
+        if given is not None and not isinstance(given, expected):
+            raise InvalidRequest(
+                f"{name} of a table is {given!r}",
+                todo="give sy.tables.AdmitAll, AdmitAfter or AdmitByChance as admission, sy.tables.Expiry as expiry",
+            )
+    admits = AdmissionSettings() if admission is None else admission.settings
+    return Lives(admits, ExpirySettings() if expiry is None else expiry.settings)
 
 
 def _called(table: Table) -> str:

@@ -1,9 +1,10 @@
-"""Embedding tables, as `shardyard.tables`: what several modules share, how rows begin, how they are updated.
+"""Embedding tables, as `shardyard.tables`: what several modules share, how rows begin, are updated, come and go.
 
 Owns: the names that users import.
 """
 
 from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard_worker.row_lives import AdmitAfter, AdmitAll, AdmitByChance, Expiry
 from shardyard_worker.row_updates import FTRL, SGD, Adagrad, Adam, AdamW, RowOptimizer, RowWiseAdagrad, SparseAdam
 from shardyard_worker.table import Table, tables_of
 from shardyard_worker.table_optimizer import Optimizer
@@ -14,6 +15,10 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdmitAfter",
+    "AdmitAll",
+    "AdmitByChance",
+    "Expiry",
     "InitialValues",
     "Optimizer",
     "RowOptimizer",

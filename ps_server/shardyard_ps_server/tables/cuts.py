@@ -47,7 +47,8 @@ _NOBODY: Final[Numbers] = np.empty(0, np.int64)
 class Chunk:
     """Some entries, in no order that means anything. `ids`: int64 (n,); `records`: float32 (m, dim + state), the rows
     of the first m ids; the others are counted and have none. `frequencies`: int64 (n,), at most 65,535. `steps`: int64
-    (n,), the step of each id's last push, in whole units and as far back as units are told apart."""
+    (n,), the step of each id's last push, or its time where ages are told in time, in whole units and as far back as
+    units are told apart."""
 
     ids: Numbers
     records: Floats
@@ -67,22 +68,20 @@ class Chunk:
 @dataclass(frozen=True, slots=True)
 class Moment:
     """What a cut is told. `generation`: 0, it is not one in a chain of checkpoints. `only_changed`: entries that have
-    not changed since the last generation are left out. `updates`: the number of the last one. `rows`, `entries`: how
-    many there are."""
+    not changed since the last generation are left out. `updates`: the number of the last one; `now_ms`: the table's
+    clock; `unit`: the time of that moment in units of ages. `rows`, `entries`: how many there are."""
 
     generation: int
     only_changed: bool
     removed: Sequence[Numbers]
     cells: CellsThen | None
     updates: int
+    now_ms: int
+    unit: int
     rows: int
     entries: int
-    step_unit: int
+    age_unit: int
     dim: int
-
-    @property
-    def unit(self) -> int:
-        return self.updates // self.step_unit
 
 
 class Ending(enum.Enum):
@@ -96,7 +95,7 @@ class Ending(enum.Enum):
 class Cut:
     """Iterate once, then `close`, or before if not all of it is wanted. `removed`: ids that are to be taken out before
     the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one, until the cut
-    is closed. `updates`, `rows`, `entries`: as in Moment."""
+    is closed. `updates`, `now_ms`, `rows`, `entries`: as in Moment."""
 
     def __init__(
         self, memory: Memory, moment: Moment, end: Callable[[Ending], None], close: Callable[[], None]
@@ -129,6 +128,10 @@ class Cut:
     @property
     def updates(self) -> int:
         return self._moment.updates
+
+    @property
+    def now_ms(self) -> int:
+        return self._moment.now_ms
 
     @property
     def rows(self) -> int:
@@ -212,6 +215,6 @@ class Cut:
             words[:, 0].view(np.int64).copy(),
             records,
             ((word >> FREQUENCY_SHIFT) & FREQUENCY).astype(np.int64),
-            np.clip(last, moment.unit - WINDOW_UNITS + 1, moment.unit) * moment.step_unit,
+            np.clip(last, moment.unit - WINDOW_UNITS + 1, moment.unit) * moment.age_unit,
             moment.dim,
         )

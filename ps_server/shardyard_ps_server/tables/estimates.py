@@ -1,5 +1,4 @@
-"""How often ids were pushed, about: a counting Bloom filter (Fan et al., Summary Cache, IEEE/ACM Transactions on
-Networking 8, 2000), of which an id has four cells in one cache line. Counts are never too low.
+"""How often ids were pushed, about: a counting Bloom filter (shardyard.ground.row_admission). Counts are never too low.
 
 Owns: the cells, their lock, and the cells as they were at one moment. Invariants: cells are a function of what was
 counted, in any order, but for none of a table's private seeds; a moment takes as long whatever the number of cells,
@@ -10,25 +9,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import TableError
+from shardyard.ground.row_admission import PIECE_CELLS, count_cells
 from shardyard.ground.row_ids import Ids, writable
-from shardyard.ground.splitmix_loops import mixed
 from shardyard_ps_server.tables.layout import Numbers
 from shardyard_ps_server.tables.memory import reserve
 
 Cells = npt.NDArray[np.uint8]
-CELL_MAX: Final = 255
-_LINE: Final = 64
-_PROBES: Final = 4
-_WITHIN: Final = np.uint64(_LINE - 1)
-PIECE_CELLS: Final = 1 << 16
-"""So many are copied at a time; lines do not cross pieces."""
 
 
 class CellsThen:
@@ -80,7 +72,7 @@ class Estimates:
         with self._changing:
             then = self._then
             copies, kept = (_NO_CELLS, _NO_CELLS) if then is None else (then.copies, then.kept)
-            _count(self._cells, self._key, writable(ids), given, before, copies, kept)
+            count_cells(self._cells, self._key, writable(ids), given, before, copies, kept)
         return before
 
     def cut(self) -> CellsThen:
@@ -114,27 +106,3 @@ class Estimates:
                 for at in range(first // PIECE_CELLS, (first + cells.size - 1) // PIECE_CELLS + 1):
                     self._then.keep(at)
             self._cells[first : first + cells.size] = cells
-
-
-@compiled
-def _count(cells: Any, key: np.uint64, ids: Numbers, counts: Numbers, before: Numbers, copies: Any, kept: Any) -> None:
-    """Only the smallest cells of an id rise (conservative update): the others have counted more already. `copies` and
-    `kept`: of a moment whose pieces are copied before they change; empty without one."""
-    lines = np.uint64(cells.size // _LINE)
-    for i in range(ids.size):
-        word = mixed(np.uint64(ids[i]) ^ key)
-        line = np.int64(((word >> np.uint64(32)) * lines >> np.uint64(32)) * np.uint64(_LINE))
-        fewest = np.int64(CELL_MAX)
-        for probe in range(_PROBES):
-            fewest = min(fewest, np.int64(cells[line + np.int64((word >> np.uint64(6 * probe)) & _WITHIN)]))
-        before[i] = fewest
-        after = min(fewest + counts[i], CELL_MAX)
-        piece = line // PIECE_CELLS
-        if kept.size > 0 and kept[piece] == 0:
-            for cell in range(piece * PIECE_CELLS, min((piece + 1) * PIECE_CELLS, cells.size)):
-                copies[cell] = cells[cell]
-            kept[piece] = 1
-        for probe in range(_PROBES):
-            at = line + np.int64((word >> np.uint64(6 * probe)) & _WITHIN)
-            if cells[at] < after:
-                cells[at] = after

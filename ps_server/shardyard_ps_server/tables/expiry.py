@@ -80,11 +80,11 @@ class Expiry:
         self._cursor = np.uint64(0)
 
     def _reasons(self, unit: int, pinned: Numbers) -> walks.Reasons:
-        settings, step_unit = self.settings, self.settings.step_unit
+        settings = self.settings
         return walks.Reasons(
             unit,
-            settings.age_steps // step_unit,
-            settings.grace_steps // step_unit,
+            settings.age_units,
+            settings.grace_units,
             settings.frequency_min,
             float(settings.norm_min) ** 2,
             self._fewest,

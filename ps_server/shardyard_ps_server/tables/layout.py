@@ -70,6 +70,8 @@ FREED: Final = 10
 SIDE: Final = 16
 """What the mark of an entry is that needs no copy: 0 or `MARK`."""
 LOGGED: Final = 18
+ADMITTED: Final = 20
+"""Rows that pushes have made."""
 SHARED_WORDS: Final = 24
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from shardyard.ground.compiling import compiled
 from shardyard.ground.limits import FREQUENCY_MAX
+from shardyard.ground.row_admission import is_drawn
 from shardyard.ground.row_values import fill_row
-from shardyard.ground.splitmix_loops import drawn, mixed
 from shardyard_ps_server.tables import rules
 from shardyard_ps_server.tables.index import (
     array_at,
@@ -33,6 +33,7 @@ from shardyard_ps_server.tables.index import (
 )
 from shardyard_ps_server.tables.layout import (
     ADDRESS,
+    ADMITTED,
     AGE_SHIFT,
     BASE,
     BOUND,
@@ -259,6 +260,7 @@ def _write(
             frequency = np.uint64(min(signed((word >> FREQUENCY_SHIFT) & FREQUENCY) + times, FREQUENCY_MAX))
             if row < 0 and (entrance.code != BY_COUNT or signed(frequency) >= entrance.threshold):
                 row = take_row(memory)
+                add(memory.shared, ADMITTED, 1)
                 _fill(memory, row, dim, batch.ids[p], pushed)
             last = max(word >> AGE_SHIFT, units)
             buckets[2 * b + 1] = (
@@ -295,7 +297,7 @@ def _write(
 def _counts(entrance: Entrance, number: np.int64, times: int) -> Any:
     """Whether an id that is not there yet gets an entry: a row, or a count."""
     if entrance.code == BY_CHANCE:
-        return drawn(mixed(np.uint64(number) ^ entrance.key), 0) < entrance.share
+        return is_drawn(number, entrance.key, entrance.share)
     return entrance.code != BY_ESTIMATE or times >= entrance.threshold
 
 

@@ -64,6 +64,10 @@ class Stripes:
         return int(self._memory.stripes.reshape(SLOTS, FIELDS)[: self.count, ENTRIES].sum())
 
     @property
+    def homes(self) -> int:
+        return int(self._memory.stripes.reshape(SLOTS, FIELDS)[: self.count, HOMES].sum())
+
+    @property
     def nbytes(self) -> int:
         return sum(room.nbytes for room in self._rooms)
 

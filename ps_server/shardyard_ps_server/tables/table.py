@@ -23,6 +23,7 @@ import numpy.typing as npt
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
 from shardyard.ground.limits import FREQUENCY_MAX
+from shardyard.ground.row_admission import draws_key, share_of
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.row_values import row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
@@ -33,6 +34,7 @@ from shardyard_ps_server.tables.estimates import Estimates
 from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry
 from shardyard_ps_server.tables.gate import Gate
 from shardyard_ps_server.tables.layout import (
+    ADMITTED,
     FIELDS,
     FREED,
     LOGGED,
@@ -80,6 +82,8 @@ class Table:
         """Of what is below: short, and never around a loop."""
         self._promised = 0
         self._updates = 0
+        self._now_ms = 0
+        self._expired = 0
         self._group = settings.group
         self._generations = secrets.randbits(48)
         """No two tables have the same: who remembers one of a table that is no more finds it at none."""
@@ -110,6 +114,21 @@ class Table:
         return self._stripes.count
 
     @property
+    def homes(self) -> int:
+        """Buckets of the index in which entries are at home."""
+        return self._stripes.homes
+
+    @property
+    def admitted(self) -> int:
+        """Rows that pushes have made."""
+        return int(self._memory.shared[ADMITTED])
+
+    @property
+    def expired(self) -> int:
+        """Ids that have expired."""
+        return self._expired
+
+    @property
     def nbytes(self) -> int:
         """Of memory that is in use: rows that were ever taken, with their state, and the index."""
         rows = int(self._memory.shared[NEXT_ROW]) * int(self._memory.slab.shape[1]) * 4
@@ -119,6 +138,11 @@ class Table:
     def updates(self) -> int:
         """The number of the last update."""
         return self._updates
+
+    @property
+    def now_ms(self) -> int:
+        """The latest time that it was told, by its own clock, which begins with 0; 0 where ages are told in steps."""
+        return self._now_ms
 
     @property
     def generation(self) -> int:
@@ -151,22 +175,24 @@ class Table:
         group: Sequence[float] | None = None,
         counts: Numbers | None = None,
         finite: bool = False,
+        now_ms: int = 0,
     ) -> None:
         """Makes the rows of new ids, counts all, and updates their rows. `ids`: int64 (n,); those that are repeated are
         updated one after the other. `gradients`: float32 (n, dim). `step`: the number of this update, 1 is the first.
         `group`: the optimizer's settings for it. `counts`: how often each id occurred, int64 (n,), once if it is not
-        said. `finite`: gradients that are not are refused. Raises TableError, ShapeMismatch, DTypeMismatch,
-        InvalidRequest; nothing has changed then."""
+        said. `finite`: gradients that are not are refused. `now_ms`: by the table's clock, which never goes back, where
+        ages are told in time. Raises TableError, ShapeMismatch, DTypeMismatch, InvalidRequest; nothing has changed
+        then."""
         self._check_ids(ids)
         self._check_array("gradients", gradients, (ids.size, self.settings.dim), np.float32)
         if finite and not np.isfinite(gradients).all():
             raise TableError(f"gradients for {ids.size} rows of table {self.settings.name!r} that are not all finite")
-        self._push(ids, gradients, step, self._checked(group), counts)
+        self._push(ids, gradients, step, self._checked(group), counts, now_ms)
 
-    def count(self, ids: Ids, counts: Numbers | None, step: int) -> None:
+    def count(self, ids: Ids, counts: Numbers | None, step: int, now_ms: int = 0) -> None:
         """A push without gradients: makes the rows of ids that are admitted by it, and counts all."""
         self._check_ids(ids)
-        self._push(ids, None, step, self._group, counts)
+        self._push(ids, None, step, self._group, counts, now_ms)
 
     def check_room(self, ids: Ids) -> None:
         """Raises TableFull where the rows of those that have none would be too many; for a caller beside whom nobody
@@ -198,8 +224,8 @@ class Table:
     ) -> None:
         """Puts rows in as they are given, over what is there: int64 (n,), float32 (n, dim), float32 (n, state), int64
         (n,) from 1 to 65,535, and int64 (n,). Without `state` it begins as that of new rows, without `frequencies` they
-        are 1, without `steps` 0. `values` and `state` of the first m ids alone: the others are counted and have no
-        row."""
+        are 1, without `steps` 0. Where ages are told in time so are `steps`, and without them it is now. `values` and
+        `state` of the first m ids alone: the others are counted and have no row."""
         self._check_ids(ids)
         n, settings = ids.size, self.settings
         m = values.shape[0] if values.ndim == 2 and values.shape[0] <= n else n
@@ -208,7 +234,8 @@ class Table:
             state = self._fresh_state(values)
         self._check_array("state", state, (m, self._state), np.float32)
         frequencies = np.ones(n, np.int64) if frequencies is None else frequencies
-        steps = np.zeros(n, np.int64) if steps is None else steps
+        if steps is None:
+            steps = np.full(n, settings.expiry.time(0, self._now_ms))
         self._check_array("frequencies", frequencies, (n,), np.int64)
         self._check_array("steps", steps, (n,), np.int64)
         if n and not (frequencies.min() >= 1 and frequencies.max() <= FREQUENCY_MAX):
@@ -216,12 +243,13 @@ class Table:
         if n and not (steps.min() >= 0 and steps.max() <= STEP_MAX):
             raise TableError(f"steps from {steps.min()} to {steps.max()}; expected 0 to 2**47 - 1")
         records = np.hstack([values, state])
-        units = steps // settings.expiry.step_unit
+        units = steps // settings.expiry.age_unit
         with self._gate.together():
             memory = self._memory
             batch = self._batches.arrange(memory, ids, self._stripes.count)
             with self._room_for(batch, ids):
-                self._advance(int(steps.max()) if n else 0)
+                newest = int(steps.max()) if n else 0
+                self._advance(*((0, newest) if settings.expiry.by_time else (newest, 0)))
                 self._repeat(
                     lambda: int(loops.restore(memory, batch, records, writable(frequencies), units, self._turn()))
                 )
@@ -232,11 +260,13 @@ class Table:
             raise TableError("a filter for a table whose ids are not admitted by estimate")
         self._estimates.load(cells, begin)
 
-    def resume(self, updates: int) -> None:
-        """After rows were loaded: that was the number of the last update."""
+    def resume(self, updates: int, now_ms: int = 0) -> None:
+        """After rows were loaded: that was the number of the last update, and the time by the table's clock."""
         if not self._updates <= updates <= STEP_MAX:
             raise TableError(f"update number {updates} as the last, of a table that has seen {self._updates}")
-        self._advance(updates)
+        if self.settings.expiry.by_time and not self._now_ms <= now_ms <= STEP_MAX:
+            raise TableError(f"{now_ms} ms as the time, of a table that was told {self._now_ms} ms")
+        self._advance(updates, now_ms)
 
     # ---- expiring
 
@@ -250,19 +280,22 @@ class Table:
         with self._counting:
             self._pinned.pop(step, None)
 
-    def expire(self, step: int, budget: int) -> Expired:
-        """Takes out what expires by the settings at `step`, in about `budget` buckets from where the last call has
-        stopped, or to the end of the table. Others push and look up meanwhile."""
+    def expire(self, step: int, budget: int, now_ms: int = 0) -> Expired:
+        """Takes out what expires by the settings at `step`, or at `now_ms` of the table's clock, in about `budget`
+        buckets from where the last call has stopped, or to the end of the table. Others push and look up meanwhile."""
         gone: list[Numbers] = []
         over = False
+        self._advance(0, now_ms)
+        unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
         with self._expiring:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
                 with self._gate.together():
                     with self._counting:
                         pins = [ids for of in self._pinned.values() for ids in of]
                     pinned = np.unique(np.concatenate(pins)) if pins else _NOBODY
-                    done = self._expiry.step(self._memory, step // self._step_unit, self.rows, pinned)
+                    done = self._expiry.step(self._memory, unit, self.rows, pinned)
                     self._tell_removed(done.ids)
+                self._expired += done.ids.size
                 gone.append(done.ids)
                 over = done.over
                 if over:
@@ -314,9 +347,11 @@ class Table:
                 before.removed if only_changed else (),
                 cells,
                 self._updates,
+                self._now_ms,
+                self.settings.expiry.time(self._updates, self._now_ms) // self._age_unit,
                 self.rows,
                 entries,
-                self._step_unit,
+                self._age_unit,
                 self.settings.dim,
             )
 
@@ -345,8 +380,8 @@ class Table:
         return row_key(self.settings.seed, self.settings.name)
 
     @property
-    def _step_unit(self) -> int:
-        return self.settings.expiry.step_unit
+    def _age_unit(self) -> int:
+        return self.settings.expiry.age_unit
 
     def _turn(self) -> int:
         """Where a loop begins: threads that come at the same time begin at different stripes."""
@@ -371,10 +406,18 @@ class Table:
         )
 
     def _push(
-        self, ids: Ids, gradients: Floats | None, step: int, group: tuple[float, ...], counts: Numbers | None
+        self,
+        ids: Ids,
+        gradients: Floats | None,
+        step: int,
+        group: tuple[float, ...],
+        counts: Numbers | None,
+        now_ms: int,
     ) -> None:
         if not 1 <= step <= STEP_MAX:
             raise TableError(f"update number {step}; expected 1 to 2**47 - 1")
+        if not 0 <= now_ms <= STEP_MAX:
+            raise TableError(f"an update at {now_ms} ms; expected 0 to 2**47 - 1")
         if counts is not None:
             self._check_array("counts", counts, (ids.size,), np.int64)
             if ids.size and counts.min() < 1:
@@ -382,13 +425,14 @@ class Table:
             counts = np.minimum(counts, FREQUENCY_MAX)
         if gradients is not None:
             gradients = np.ascontiguousarray(gradients)
-        settings, unit = self.settings, step // self._step_unit
+        settings = self.settings
         rule = rules.rule_of(settings.optimizer, group, step)
         with self._gate.together():
             memory = self._memory
             batch = self._batches.arrange(memory, ids, self._stripes.count)
             with self._room_for(batch, ids):
-                self._advance(step)
+                self._advance(step, now_ms)
+                unit = settings.expiry.time(step, self._now_ms) // self._age_unit
                 pushed = loops.Pushed(
                     rule.code,
                     gradients is not None,
@@ -408,13 +452,14 @@ class Table:
 
     def _entrance(self, step: int) -> loops.Entrance:
         admission = self.settings.admission
-        drawn = row_key(self._key, f"{step}") if admission.kind is Admission.CHANCE else 0
-        share = min(int(admission.chance * 2.0**64), 2**64 - 1)
-        return loops.Entrance(admission.kind.value, admission.threshold, np.uint64(share), np.uint64(drawn))
+        drawn = draws_key(self._key, step) if admission.kind is Admission.CHANCE else np.uint64(0)
+        return loops.Entrance(admission.kind.value, admission.threshold, share_of(admission.chance), drawn)
 
-    def _advance(self, step: int) -> None:
+    def _advance(self, step: int, now_ms: int) -> None:
         with self._counting:
             self._updates = max(self._updates, step)
+            if self.settings.expiry.by_time:
+                self._now_ms = max(self._now_ms, now_ms)
 
     def _tell_removed(self, ids: Numbers) -> None:
         with self._counting:

@@ -215,18 +215,22 @@ class Admission(_message.Message):
     def __init__(self, kind: _Optional[_Union[AdmissionKind, str]] = ..., threshold: _Optional[int] = ..., chance: _Optional[float] = ..., cells: _Optional[int] = ..., zeros: bool = ...) -> None: ...
 
 class Expiry(_message.Message):
-    __slots__ = ("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps")
+    __slots__ = ("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps", "age_ms", "grace_ms")
     AGE_STEPS_FIELD_NUMBER: _ClassVar[int]
     FREQUENCY_MIN_FIELD_NUMBER: _ClassVar[int]
     NORM_MIN_FIELD_NUMBER: _ClassVar[int]
     ROWS_KEPT_FIELD_NUMBER: _ClassVar[int]
     GRACE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     age_steps: int
     frequency_min: int
     norm_min: float
     rows_kept: int
     grace_steps: int
-    def __init__(self, age_steps: _Optional[int] = ..., frequency_min: _Optional[int] = ..., norm_min: _Optional[float] = ..., rows_kept: _Optional[int] = ..., grace_steps: _Optional[int] = ...) -> None: ...
+    age_ms: int
+    grace_ms: int
+    def __init__(self, age_steps: _Optional[int] = ..., frequency_min: _Optional[int] = ..., norm_min: _Optional[float] = ..., rows_kept: _Optional[int] = ..., grace_steps: _Optional[int] = ..., age_ms: _Optional[int] = ..., grace_ms: _Optional[int] = ...) -> None: ...
 
 class TableSpec(_message.Message):
     __slots__ = ("name", "dim", "optimizer", "settings", "values", "seed", "initial", "scale", "rows_max", "admission", "expiry")

@@ -112,18 +112,20 @@ class CheckpointFile(_message.Message):
     def __init__(self, path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableFiles(_message.Message):
-    __slots__ = ("updates", "rows", "ids", "base", "increments")
+    __slots__ = ("updates", "rows", "ids", "base", "increments", "now_ms")
     UPDATES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     INCREMENTS_FIELD_NUMBER: _ClassVar[int]
+    NOW_MS_FIELD_NUMBER: _ClassVar[int]
     updates: int
     rows: int
     ids: int
     base: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
     increments: _containers.RepeatedCompositeFieldContainer[CheckpointFile]
-    def __init__(self, updates: _Optional[int] = ..., rows: _Optional[int] = ..., ids: _Optional[int] = ..., base: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., increments: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ...) -> None: ...
+    now_ms: int
+    def __init__(self, updates: _Optional[int] = ..., rows: _Optional[int] = ..., ids: _Optional[int] = ..., base: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., increments: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., now_ms: _Optional[int] = ...) -> None: ...
 
 class RestoredPartition(_message.Message):
     __slots__ = ("partition", "version", "files", "logs", "tables")
@@ -780,13 +782,21 @@ class DescribeServerReply(_message.Message):
     def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ..., lateness: _Optional[_Iterable[_Union[DescribedLateness, _Mapping]]] = ..., pins: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[DescribedTable, _Mapping]]] = ...) -> None: ...
 
 class DescribedTable(_message.Message):
-    __slots__ = ("job", "name", "rows", "bytes")
+    __slots__ = ("job", "name", "rows", "bytes", "ids", "homes", "admitted", "expired")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    HOMES_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     rows: int
     bytes: int
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    ids: int
+    homes: int
+    admitted: int
+    expired: int
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., ids: _Optional[int] = ..., homes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ...) -> None: ...
