@@ -152,8 +152,9 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
         raise errors.InvalidRequest(
             f"job {settings.name!r} runs in mode {before.mode.value}, and cannot go over to {wanted.value}",
             why="an update means something else there, and so does a piece of work",
-            todo="a job that runs is switched between async and bounded; for others, stop it (`shardyard stop`), and"
-            f" start it again with {SETTING}={wanted.value}",
+            todo="a job that runs is switched between async and bounded. Else stop it (`shardyard stop`), take its"
+            " model from its last checkpoint (`shardyard checkpoint export`), and start a job with that, whose"
+            f" {SETTING} is {wanted.value}: state of optimizers and the place in the data begin anew",
         )
     consistency = before.model_dump(mode="json") | {"mode": wanted.value}
     if staleness is not None:

@@ -23,79 +23,77 @@ class Pacing:
     the job that says so."""
 
     def __init__(self, bound: int | None, switches: int = 0) -> None:
-        self._clocks = None if bound is None else Clocks(bound)
+        self._clocks = Clocks(bound)
         self._switches = switches
         self._changed = threading.Condition()
 
     @property
     def bound(self) -> int | None:
-        clocks = self._clocks
-        return None if clocks is None else clocks.bound
+        return self._clocks.bound
 
     def agrees(self, bound: int | None, switches: int) -> bool:
         """Whether an order may say so: none of the same switch has said otherwise."""
         return switches != self._switches or bound == self.bound
 
     def switch(self, bound: int | None, switches: int) -> None:
-        """An order that is no later than the one in force changes nothing. Who takes steps says so again by itself."""
+        """An order that is no later than the one in force changes nothing."""
         with self._changed:
             if switches <= self._switches:
                 return
             self._switches = switches
-            if bound is None or self._clocks is None:
-                self._clocks = None if bound is None else Clocks(bound)
-            else:
-                self._clocks.bound = bound
+            self._clocks.go_by(bound)
             self._changed.notify_all()
 
     def expect(self, workers: Iterable[Incarnation]) -> None:
+        if self.bound is None:
+            return
         with self._changed:
-            if self._clocks is not None:
-                self._clocks.expect(workers)
-                self._changed.notify_all()
+            self._clocks.expect(workers)
+            self._changed.notify_all()
 
     def hear(self, worker: Incarnation, pace: Pace) -> int | None:
         """Of an exchange whose push, if it had one, is counted. The clock of one that joins."""
         with self._changed:
-            # without a bound: said by one that has not heard of that yet, or has heard of another one first
-            clock = pace.clock if self._clocks is None else self._clocks.hear(worker, pace)
+            clock = self._clocks.hear(worker, pace)
             self._changed.notify_all()
             return clock if pace.stride is Stride.JOINS else None
 
     def forget(self, workers: Iterable[Incarnation]) -> None:
         """They are refused from now on."""
+        if not self._clocks.knows_anybody:  # who is heard at this moment is forgotten by who hears it
+            return
         with self._changed:
-            if self._clocks is not None:
-                for worker in workers:
-                    self._clocks.forget(worker)
-                self._changed.notify_all()
+            for worker in workers:
+                self._clocks.forget(worker)
+            self._changed.notify_all()
 
     def await_others(self, worker: Incarnation, pace: Pace, until: float) -> str:
         """Waits until `until` (time.monotonic) for nobody to be too far behind. For whom it waits still; empty: for
         nobody. Raises InvalidRequest where it would wait for ever."""
         with self._changed:
-            while (clocks := self._clocks) is not None:
-                if pace.ahead > clocks.bound and self._switches:  # it has not heard of this bound yet
-                    pace = replace(pace, ahead=clocks.bound)
-                elif pace.ahead > clocks.bound:
+            while (bound := self.bound) is not None:
+                if pace.ahead > bound and self._switches:  # it has not heard of this bound yet
+                    pace = replace(pace, ahead=bound)
+                elif pace.ahead > bound:
                     raise InvalidRequest(
-                        f"values that worker {worker} uses {pace.ahead} steps later, with a bound of {clocks.bound}",
+                        f"values that worker {worker} uses {pace.ahead} steps later, with a bound of {bound}",
                         why="all workers would wait for each other",
                         todo="set worker.window to no more than job.consistency.staleness",
                     )
-                found = clocks.behind(worker, pace)
+                found = self._clocks.behind(worker, pace)
                 if found is None:
                     break
                 left = until - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
-                    return _explain(pace, clocks.bound, *found)
+                    return _explain(pace, bound, *found)
             return ""
 
     @property
     def staleness_max(self) -> int:
-        """The most steps of a worker that were missing in values that were given to another one."""
+        """The most steps of a worker that were missing in values that were given to another one, since the job has
+        this bound."""
         with self._changed:
-            return 0 if self._clocks is None else self._clocks.staleness_max
+            return self._clocks.staleness_max
 
 
 def _explain(pace: Pace, bound: int, slowest: Incarnation, clock: int) -> str:

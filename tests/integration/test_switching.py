@@ -75,21 +75,35 @@ def yard(**given: object) -> Iterator[Yard]:
 
 
 class Counting:
-    """A worker whose batches count at the places of their samples, in variables of several partitions."""
+    """A worker whose batches count at the places of their samples, in variables of several partitions; `tables`: in the
+    rows of a table as well."""
 
-    def __init__(self, job: sy.Job) -> None:
+    def __init__(self, job: sy.Job, *, tables: bool = False) -> None:
         self.job = job
-        self.values = [torch.nn.Parameter(torch.zeros(SAMPLES)) for _ in range(4)]
-        _, self.optimizer = job.prepare(torch.nn.ParameterList(self.values), torch.optim.SGD(self.values, lr=1.0))
+        self.values = torch.nn.ParameterList(torch.zeros(SAMPLES) for _ in range(4))
+        model = torch.nn.ModuleList([self.values])
+        self.rows: sy.Embedding | None = None
+        if tables:
+            optimizer = sy.tables.SGD(lr=1.0)
+            self.rows = sy.Embedding(
+                1, table=sy.tables.Table(1, name="seen", optimizer=optimizer, initial=sy.tables.zeros())
+            )
+            model.append(self.rows)
+        _, self.optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
     def step(self, chosen: torch.Tensor) -> None:
         self.optimizer.zero_grad()
-        torch.autograd.backward([-values[chosen].sum() for values in self.values])
+        losses = [-values[chosen].sum() for values in self.values]
+        torch.autograd.backward(losses if self.rows is None else [*losses, -self.rows(chosen).sum()])
         self.optimizer.step()
 
     @property
     def counts(self) -> set[float]:
-        return set(torch.cat(list(self.job.pull().values())).tolist())
+        found = list(self.job.pull().values())
+        if self.rows is not None:
+            with torch.no_grad():
+                found.append(self.rows(torch.arange(SAMPLES)).flatten())
+        return set(torch.cat(found).tolist())
 
     def goes_by(self, staleness: int | None) -> bool:
         strategy = self.job._strategy
@@ -104,8 +118,8 @@ def until_told(job: sy.Job, number: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("window", [0, 1])
-def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: int) -> None:
+@pytest.mark.parametrize(("window", "tables"), [(0, False), (1, False), (0, True), (1, True)])
+def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: int, tables: bool) -> None:
     epochs, bounds, made = 2, [None, 2, None, 0, 5, None], 0
     share = SAMPLES * epochs // len(bounds)
     seen: list[list[int | None]] = [[] for _ in range(2)]
@@ -114,7 +128,7 @@ def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: in
 
         def train(number: int) -> set[float]:
             with here.connect() as job:
-                counting = Counting(job)
+                counting = Counting(job, tables=tables)
                 for (chosen,) in job.batches(DATA, batch_size=1, epochs=epochs):
                     counting.step(chosen)
                     assert isinstance(job._strategy, worker.BoundedStrategy)

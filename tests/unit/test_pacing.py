@@ -55,8 +55,10 @@ def test_bound_that_ends_lets_go_whoever_waits() -> None:
 def test_another_bound_keeps_the_clocks() -> None:
     pacing = made(9, 9, 2)
     assert waits(pacing, 9) == ""
+    assert pacing.staleness_max == 7
     pacing.switch(3, 1)
     assert "to have taken 6 (staleness 3)" in waits(pacing, 9)
+    assert pacing.staleness_max == 0, "what was given under the bound before"
     pacing.switch(7, 2)
     assert waits(pacing, 9) == ""
 
@@ -87,3 +89,14 @@ def test_who_is_refused_is_waited_for_by_nobody_with_a_bound_or_without() -> Non
     pacing.forget([SLOW])
     assert waits(pacing, 9) == ""
     made(None, 9, 2).forget([SLOW])
+
+
+def test_what_comes_late_of_a_turn_that_ended_counts_nothing_under_the_next_bound() -> None:
+    pacing = made(1, 3, 2)
+    pacing.switch(None, 1)
+    pacing.hear(SLOW, pace(0, Stride.RESTS))  # as it goes over; it says no pace until there is a bound again
+    pacing.switch(1, 2)
+    pacing.hear(SLOW, pace(2))
+    assert waits(pacing, 9) == "", "it would be waited for, and has no word to say"
+    pacing.hear(SLOW, Pace(Stride.JOINS, 1, 5))
+    assert "to have taken 8" in waits(pacing, 9)

@@ -89,8 +89,6 @@ STOP_CHANCE = 0.1
 """After a batch, where a job is to be told to stop."""
 BACKUP_CHANCE = 0.25
 """Of a synchronous job whose seed decides all, that its steps do not wait for the latest rank."""
-SWITCH_CHANCE = 0.25
-"""Of an asynchronous job whose seed decides all, that it is switched while it runs."""
 CLIP_CHANCE = 0.4
 """Of kinds of synchronous work that clip by norm."""
 SYNC_WORKS = 16
@@ -148,6 +146,8 @@ class Plan:
     counted."""
     switches: tuple[tuple[int, int | None], ...] = ()
     """When a person switches the job to which bound on staleness; None: to none."""
+    lag: int = 0
+    """Microseconds that the first worker takes longer for a batch than the others, at most."""
 
     @property
     def counts(self) -> bool:
@@ -174,6 +174,7 @@ class Plan:
             staleness=None,
             stops=False,
             switches=(),
+            lag=0,
         )
 
 
@@ -193,12 +194,13 @@ FAULTS = (
 def make_plan(seed: int, kind: str = "") -> Plan:
     """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies;
     by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong; "clip", behind
-    "sync": the job clips by norm; "backup": it has backup workers; "switch", behind "async" or
-    "bounded": a person switches it. What it does not say is the seed's."""
+    "sync": the job clips by norm; "backup": it has backup workers; behind "async" or "bounded", "switch": a person
+    switches the job, and "lag": one worker is far slower than the others, and a server is killed. What it does not say
+    is the seed's, but for switches and laggards, of which it says none."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    given = [word for word in words if word not in ("stop", "clip", "backup", "switch", *WRONGS)] or [""]
+    given = [word for word in words if word not in ("stop", "clip", "backup", "switch", "lag", *WRONGS)] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
     bounded = mode == "bounded"
@@ -256,11 +258,29 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     plan = replace(plan, wrong=next((word for word in words if word in WRONGS), "" if plan.drops else wrong))
     if bounded or (not sync and not kind and rng.random() < 0.25):
         plan = replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
-    switching = random.Random(f"switch {seed}")
-    if not sync and not lonely and ("switch" in words or (not kind and switching.random() < SWITCH_CHANCE)):
+    if "lag" in words:
+        plan = _with_laggard(plan)
+    if "switch" in words:
+        switching = random.Random(f"switch {seed}")
         times = sorted(switching.randrange(plan.calm_at) for _ in range(switching.choice((1, 2, 3, 4))))
         return replace(plan, switches=tuple((at, switching.choice((None, 0, 1, 3))) for at in times))
     return plan
+
+
+def _with_laggard(plan: Plan) -> Plan:
+    """As it is where a job goes on without its slowest worker if nothing but the server that was killed knew of it."""
+    rng = random.Random(f"lag {plan.seed}")
+    return replace(
+        plan,
+        servers=rng.choice((1, 1, 2)),
+        workers=rng.choice((2, 2, 3)),
+        samples=30,
+        epochs=1,
+        feeds=1,
+        compute=50 * MS,
+        lag=rng.choice((2, 4)) * SECOND,
+        faults=tuple(sorted((*plan.faults, (rng.randrange(plan.calm_at), "kill server")))),
+    )
 
 
 @dataclass
@@ -460,6 +480,8 @@ class Yard:
                 gradient[chosen[0]] = float("nan")
             if plan.compute:
                 world.pause(world.rng.randrange(plan.compute))
+            if plan.lag and current().process.host == "worker-0":
+                world.pause(world.rng.randrange(plan.lag))
             batches_there = self._batches_of(source)
             left = batches_there - 1 - name.last
             dropped = self._drops(source)
