@@ -265,6 +265,7 @@ class Archive:
                 stale=subject.stale,
                 clipping=subject.clipping,
                 backup_workers=subject.backup_workers,
+                switches=subject.switches,
                 working=working,
                 folder=folder,
                 base=base,

@@ -89,6 +89,7 @@ class Subject:
     stale: StaleRule | None = None
     clipping: Clipping = NO_CLIPPING
     backup_workers: int = 0
+    switches: int = 0
 
 
 class CheckpointBook:

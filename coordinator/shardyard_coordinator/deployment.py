@@ -62,6 +62,7 @@ class Deployment:
     def __init__(self, job: JobId, settings: JobSettings) -> None:
         self._job = job
         self._settings = settings
+        self._switches = 0
         self._registered: list[Incarnation] = []
         self._retry_at_ms = 0
         self._committer: Incarnation | None = None
@@ -69,6 +70,10 @@ class Deployment:
         self.layout: JobLayout | None = None
         self.map: PartitionMap | None = None
         self.initializer: Incarnation | None = None
+
+    def go_by(self, settings: JobSettings, switches: int) -> None:
+        """As of the job's switch of that number."""
+        self._settings, self._switches = settings, switches
 
     @property
     def generation(self) -> Generation | None:
@@ -197,6 +202,7 @@ class Deployment:
                 stale=self._settings.consistency.stale,
                 clipping=self._settings.server_clipping,
                 backup_workers=self._settings.consistency.backup_workers,
+                switches=self._switches,
             )
             for server, owned in self.map.by_server().items()
         ]

@@ -17,6 +17,7 @@ from shardyard.ground import limits
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.types import (
     Caller,
+    Consistency,
     DataLease,
     DataShardSource,
     Generation,
@@ -54,6 +55,7 @@ from shardyard_coordinator.effects import (
     Standing,
     StepDecision,
     StopTaken,
+    SwitchTaken,
 )
 from shardyard_coordinator.evaluations import Best, Evaluation
 from shardyard_coordinator.feedback import Said, Wanted
@@ -62,7 +64,13 @@ from shardyard_coordinator.handovers import Fate, HandOver
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.recovery import Restored
-from shardyard_coordinator.standing import JobStanding, MemberStanding, QuarantineStanding, YardStanding
+from shardyard_coordinator.standing import (
+    JobStanding,
+    MemberStanding,
+    QuarantineStanding,
+    SwitchStanding,
+    YardStanding,
+)
 
 NAME_CHARACTERS_MAX: Final = 512
 """Of addresses, host names, releases, fingerprints."""
@@ -125,6 +133,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         residual_norm=_residual(request.residual_norm),
         pushed=_pushed(request.pushed),
         reached=_reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
+        switches=request.switches,
     )
     if len(request.logs) > limits.JOBS_MAX:
         raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
@@ -292,6 +301,13 @@ def stop_asked(request: wire.StopJobRequest) -> events.StopAsked:
     return events.StopAsked(caller if caller.incarnation else None, name, reason)
 
 
+def switch_asked(request: wire.SwitchConsistencyRequest) -> events.SwitchAsked:
+    name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+    unspecified = request.mode == wire.CONSISTENCY_MODE_UNSPECIFIED
+    mode = None if unspecified else convert.consistency_mode_from_wire(request.mode)
+    return events.SwitchAsked(name, mode, request.staleness if request.HasField("staleness") else None)
+
+
 def reader_heard(request: wire.FollowJobRequest) -> events.ReaderHeard:
     name = convert.text(request.job_name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
     reader = convert.random_name(request.reader)
@@ -436,12 +452,17 @@ def heartbeat_reply(standing: Standing, term: Term, wanted: Wanted | None = None
         feedback=map(_hand_over, standing.feedback),
         gone_back=standing.gone_back,
         stop=_stop(standing.stop),
+        consistency=_consistency(standing.consistency),
         checkpoint=None if standing.checkpoint is None else _checkpoint_status(standing.checkpoint),
     )
 
 
 def _stop(stop: Stop | None) -> wire.Stop | None:
     return None if stop is None else convert.stop_to_wire(stop)
+
+
+def _consistency(consistency: Consistency | None) -> wire.Consistency | None:
+    return None if consistency is None else convert.consistency_to_wire(consistency)
 
 
 def _hand_over(handed: HandOver) -> wire.HandOver:
@@ -467,6 +488,7 @@ def join_reply(joined: Joined) -> wire.JoinJobReply:
         logical_ranks=joined.logical_ranks,
         chief=joined.chief,
         stop=_stop(joined.stop),
+        consistency=_consistency(joined.consistency),
         checkpoint=None if joined.checkpoint is None else _checkpoint_status(joined.checkpoint),
     )
 
@@ -578,6 +600,13 @@ def stop_reply(taken: StopTaken) -> wire.StopJobReply:
     return wire.StopJobReply(job_name=taken.job_name, job=taken.job, stop=stop, first=taken.first)
 
 
+def switch_reply(taken: SwitchTaken) -> wire.SwitchConsistencyReply:
+    consistency = convert.consistency_to_wire(taken.consistency)
+    return wire.SwitchConsistencyReply(
+        job_name=taken.job_name, job=taken.job, consistency=consistency, first=taken.first
+    )
+
+
 def follow_reply(followed: Followed, *, layout: bool) -> wire.FollowJobReply:
     """`layout`: with it."""
     return wire.FollowJobReply(
@@ -668,6 +697,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         not_finite=job.not_finite,
         workers_quarantined=job.workers_quarantined,
         stop=_stop(job.stop),
+        consistency=None if job.switch is None else _switch_status(job.switch),
         evaluation=None if job.evaluation is None else _evaluation_status(job.evaluation),
         best=None if job.best is None else _kept_best(job.best),
         readers=job.readers,
@@ -677,6 +707,11 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
             for table, rows in job.tables
         ],
     )
+
+
+def _switch_status(switch: SwitchStanding) -> wire.SwitchStatus:
+    consistency = convert.consistency_to_wire(switch.consistency)
+    return wire.SwitchStatus(consistency=consistency, servers=switch.servers, behind=switch.behind)
 
 
 def _evaluation_status(evaluation: Evaluation) -> wire.EvaluationStatus:

@@ -16,6 +16,7 @@ from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import (
     NO_CLIPPING,
     Clipping,
+    Consistency,
     DataLease,
     DoneDataShards,
     Durability,
@@ -99,6 +100,7 @@ class CreatePartitions:
     stale: StaleRule | None
     clipping: Clipping = NO_CLIPPING
     backup_workers: int = 0
+    switches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,16 @@ class ReadSteps:
     job: JobId
     map: PartitionMap
     sources: tuple[SourceKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PaceServers:
+    """Then ServersPaced, once all servers of the map answered, or ServersUnpaced. `consistency`: what values wait for
+    from here on."""
+
+    job: JobId
+    map: PartitionMap
+    consistency: Consistency
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +271,7 @@ class Registered:
 class Standing:
     """What a heartbeat brings back. `job_state` is None for a member without a job. `feedback`: what the worker's error
     feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole;
-    `checkpoint`: the newest."""
+    `checkpoint`: the newest; `consistency`: what a job that was switched goes by."""
 
     job_state: JobState | None = None
     failure: ShardyardError | None = None
@@ -274,6 +286,7 @@ class Standing:
     gone_back: Generation = NEVER
     stop: Stop | None = None
     checkpoint: Committed | None = None
+    consistency: Consistency | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +299,7 @@ class Joined:
     chief: bool
     stop: Stop | None = None
     checkpoint: Committed | None = None
+    consistency: Consistency | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,6 +396,16 @@ class StopTaken:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchTaken:
+    """What a job goes over to, or by. `first`: it did not before."""
+
+    job: JobId
+    job_name: str
+    consistency: Consistency
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Followed:
     """Where a job stands, for who reads its values. `map`: None where there are none to be read, yet or any more;
     `url`: of its checkpoints, None where it has none."""
@@ -409,6 +433,7 @@ Answer = (
     | RestorePlanned
     | CheckpointStanding
     | StopTaken
+    | SwitchTaken
     | StepDecision
     | MadeUp
     | FeedbackVerdict
@@ -445,6 +470,7 @@ Effect = (
     | ReadWatermarks
     | ReadDeparted
     | ReadSteps
+    | PaceServers
     | PassOver
     | TakeCheckpoint
     | ForgetSources

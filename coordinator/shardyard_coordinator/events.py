@@ -14,6 +14,7 @@ from shardyard.ground.errors import ShardyardError
 from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     Caller,
+    ConsistencyMode,
     DataShardSource,
     Generation,
     Incarnation,
@@ -234,6 +235,15 @@ class StopAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchAsked:
+    """By a person. `mode`, `staleness`: None, as it is."""
+
+    job_name: str
+    mode: ConsistencyMode | None
+    staleness: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class FeedbackRead:
     """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
 
@@ -423,6 +433,22 @@ class StepsUnread:
 
 
 @dataclass(frozen=True, slots=True)
+class ServersPaced:
+    """All servers of the map of that generation go by the job's switch of that number."""
+
+    job: JobId
+    generation: Generation
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServersUnpaced:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
 class PassedOver:
     """All servers go on with the source at the sequence that was asked for."""
 
@@ -451,6 +477,7 @@ Event = (
     | PassedOver
     | CheckpointAsked
     | StopAsked
+    | SwitchAsked
     | FeedbackRead
     | HandOverAsked
     | RestoreOrdered
@@ -471,4 +498,6 @@ Event = (
     | DepartedUnread
     | StepsRead
     | StepsUnread
+    | ServersPaced
+    | ServersUnpaced
 )

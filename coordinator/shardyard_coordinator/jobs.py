@@ -18,6 +18,8 @@ from typing import Final
 from shardyard.checkpoints.manifest import left_name
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
+    Consistency,
+    ConsistencyMode,
     DataLease,
     DataShardSource,
     Durability,
@@ -56,6 +58,7 @@ from shardyard_coordinator.effects import (
     LeaseClosed,
     MadeUp,
     NotFiniteVerdict,
+    PaceServers,
     PassOver,
     Persist,
     ReadDeparted,
@@ -67,6 +70,7 @@ from shardyard_coordinator.effects import (
     Standing,
     StepDecision,
     StopTaken,
+    SwitchTaken,
     Tell,
     records_of,
 )
@@ -106,6 +110,7 @@ from shardyard_coordinator.records import (
 )
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
 from shardyard_coordinator.stopping import Stopping
+from shardyard_coordinator.switching import Switching, settings_of, switched
 from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
@@ -140,6 +145,7 @@ class Job:
         self.handovers = HandOvers()
         self._reads_steps = False
         self.stopping = Stopping(by_steps=settings.consistency.mode.updates is UpdateMode.SYNC)
+        self.switching = Switching(settings.consistency.mode, settings.consistency.bound)
         self.readers = Readers()
         self.evaluations = Evaluations()
         self._kept_for_readers: list[DropJob] = []
@@ -333,6 +339,7 @@ class Job:
         return [
             *self._rank_records(given),
             *self._read_steps(),
+            *self._pace(now_ms),
             *self.deployment.reopen(now_ms),
             *self._keep(now_ms, servers),
         ]
@@ -382,6 +389,52 @@ class Job:
         """They could not be read."""
         self._reads_steps = False
 
+    # ---- another consistency
+
+    @property
+    def consistency(self) -> Consistency | None:
+        """What workers of a job that was switched go by."""
+        return self.switching.in_force if self.switching.latest.number else None
+
+    def switch(self, mode: ConsistencyMode | None, staleness: int | None, now_ms: int) -> list[Effect]:
+        """A person wants the job to go on under another mode, or bound. Raises InvalidRequest, NotReady,
+        ConfigurationError, and what the job failed with."""
+        self.require_unfinished()
+        self.require_joinable()
+        settings = switched(self.settings, mode, staleness)
+        asked = self.switching.ask(settings)
+        latest = self.switching.latest
+        reply = Reply(SwitchTaken(self.id, self.settings.name, latest, first=bool(asked)))
+        if not asked:
+            return [reply]
+        self._go_by_latest()
+        told = Tell(f"{self.title} goes over to {latest}, as it was told")
+        return [*self._records(asked), told, *self._pace(now_ms), reply]
+
+    def end_pacing(self, generation: Generation, number: int) -> list[Effect]:
+        """The servers of that map go by the switch of that number."""
+        if self.state.ended or not self.switching.end(generation, number):
+            return []
+        return [
+            Tell(f"{self.title}: all servers go by {self.switching.latest}; so do its workers from their next step")
+        ]
+
+    def hear_of_switch(self, worker: Incarnation, number: int) -> list[Effect]:
+        return [] if self.state.ended else self._records(self.switching.hear(worker, number))
+
+    def _pace(self, now_ms: int) -> list[Effect]:
+        """Has servers told what the job was switched to, where some may not know."""
+        map_ = self.deployment.map
+        if map_ is None or not self._is_whole or not self.switching.begin(map_.generation, now_ms):
+            return []
+        return [PaceServers(self.id, map_, self.switching.latest)]
+
+    def _go_by_latest(self) -> None:
+        latest = self.switching.latest
+        self.settings = settings_of(self.settings, latest)
+        self.deployment.go_by(self.settings, latest.number)
+        self.keeping.go_by(self.settings, latest.number)
+
     def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""
         reading: list[Effect] = []
@@ -391,8 +444,10 @@ class Job:
             reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
         waits = self._waits_to_hand_over or self.handovers.holds(now_ms, self.deployment.workers)
         holds = due or (self.state is not JobState.FINISHING and waits)
-        left, living = tuple(each.file for each in self.handovers.left), frozenset(self.workers)
-        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, living, holds=holds, left=left)]
+        left = tuple(each.file for each in self.handovers.left)
+        # who has not gone over to a bound does not say when it has no work any more
+        paced = frozenset(filter(self.switching.goes_by_latest, self.workers))
+        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, paced, holds=holds, left=left)]
 
     # ---- recovery and checkpoints
 
@@ -1033,6 +1088,7 @@ class Job:
             gone_back=self.handovers.generation,
             stop=self.stopping.stop,
             checkpoint=self.keeping.book.committed,
+            consistency=self.consistency,
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
@@ -1072,6 +1128,7 @@ class Job:
             ("job_started", {"settings": self.settings.model_dump(mode="json")}),
             *(("worker_joined", {"worker": worker}) for worker in self.workers),
             *([gone] if self._last_lost else []),
+            *self.switching.entries(),
             *self.deployment.entries(),
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
@@ -1159,6 +1216,9 @@ class Job:
                 self.lost.restore(kind, body)
             case "stop_asked" | "stop_settled":
                 self.stopping.restore(kind, body)
+            case "consistency_switched" | "worker_gone_over":
+                self.switching.restore(kind, body)
+                self._go_by_latest()
             case "evaluation_reported" | "best_kept":
                 self.evaluations.restore(kind, body)
             case "job_finishing":
@@ -1261,6 +1321,7 @@ class Job:
         self.workers = [each for each in self.workers if each != worker]
         self.progress.forget(worker)
         self.not_finite.forget(worker)
+        self.switching.forget(worker)
         if self.departed is None or (not pushed and not died):
             self.lost.forget(worker)
         else:

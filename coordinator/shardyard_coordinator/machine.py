@@ -152,6 +152,8 @@ class Machine:
             case events.StopAsked(asker, job_name, reason):
                 told = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return told.stop(None if asker is None else asker.incarnation, reason)
+            case events.SwitchAsked(job_name, mode, staleness):
+                return self._find_job(job_name).switch(mode, staleness, now_ms)
             case events.FeedbackRead(caller):
                 return self._require_job(caller).take_feedback(event)
             case events.HandOverAsked(caller):
@@ -205,6 +207,11 @@ class Machine:
             case events.StepsUnread(job) if job in self._jobs:
                 self._jobs[job].forget_steps()
                 return []
+            case events.ServersPaced(job, generation, number) if job in self._jobs:
+                return self._jobs[job].end_pacing(generation, number)
+            case events.ServersUnpaced(job) if job in self._jobs:
+                self._jobs[job].switching.fail(now_ms)
+                return []
             case events.WorkersFenced(job, workers, reached) if job in self._jobs:
                 return self._jobs[job].free(workers, now_ms, dict(reached))
             case _:
@@ -242,7 +249,8 @@ class Machine:
             return [Reply(Standing())]
         job.report(member.incarnation, event.report, now_ms)
         stopped = job.hear_of_stop(member.incarnation, event.report.reached)
-        return [*stopped, Reply(job.standing(member.incarnation))]
+        gone_over = job.hear_of_switch(member.incarnation, event.report.switches)
+        return [*stopped, *gone_over, Reply(job.standing(member.incarnation))]
 
     def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)
@@ -402,6 +410,7 @@ class Machine:
             chief=job.chief == worker.incarnation,
             stop=job.stopping.stop,
             checkpoint=job.keeping.book.committed,
+            consistency=job.consistency,
         )
 
     def _require_job(self, caller: Caller) -> Job:

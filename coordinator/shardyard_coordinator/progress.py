@@ -21,7 +21,8 @@ RATE_SLOT_MS: Final = 100
 class Report:
     """What a worker says of itself with a heartbeat. `samples`: pushed by it in all; `residual_norm`: the 2-norm of
     what its compression has not sent yet, as of some pushes ago; `pushed`: its acknowledged pushes without leased
-    data; `reached`: it was told of a stop, and contributes to no step from this one on until that is settled."""
+    data; `reached`: it was told of a stop, and contributes to no step from this one on until that is settled;
+    `switches`: the number of the job's switch that it goes by."""
 
     step: int = 0
     samples: int = 0
@@ -30,6 +31,7 @@ class Report:
     residual_norm: float = 0.0
     pushed: int = 0
     reached: int | None = None
+    switches: int = 0
 
 
 class Progress:

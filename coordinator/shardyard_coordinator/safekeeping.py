@@ -68,6 +68,7 @@ class Safekeeping:
     ) -> None:
         self._job = job
         self._settings = settings
+        self._switches = 0
         self._deployment = deployment
         self._feeds = feeds
         self._tokens = tokens
@@ -79,6 +80,10 @@ class Safekeeping:
         """With what the job is to begin; None once it has, or if it begins with first values. One with logs has begun
         when a checkpoint of its own is there: until then it can only begin again."""
         self.trails = Trails(settings.checkpoint.keep) if settings.durability is Durability.WAL else None
+
+    def go_by(self, settings: JobSettings, switches: int) -> None:
+        """As of the job's switch of that number."""
+        self._settings, self._switches = settings, switches
 
     def tick(
         self,
@@ -488,6 +493,7 @@ class Safekeeping:
             stale=settings.consistency.stale,
             clipping=settings.server_clipping,
             backup_workers=settings.consistency.backup_workers,
+            switches=self._switches,
         )
 
     # ---- records

@@ -74,6 +74,7 @@ class Servers:
             stale=convert.stale_to_wire(effect.stale),
             clipping=convert.clipping_to_wire(effect.clipping),
             backup_workers=effect.backup_workers,
+            switches=effect.switches,
         )
         what = f"to take partitions {_listed(effect.partitions)} of job {effect.job}"
         self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
@@ -97,6 +98,7 @@ class Servers:
         stale: StaleRule | None,
         clipping: Clipping,
         backup_workers: int,
+        switches: int,
         working: Sequence[Incarnation],
         folder: str,
         base: effects.Base,
@@ -117,6 +119,7 @@ class Servers:
             stale=convert.stale_to_wire(stale),
             clipping=convert.clipping_to_wire(clipping),
             backup_workers=backup_workers,
+            switches=switches,
             working=working,
             restore=wire.Restore(
                 url=folder,
@@ -207,6 +210,19 @@ class Servers:
             )
             what = f"to pass over lost pushes of worker {effect.worker} in job {effect.job}"
             self._call(Server(server, owned[0].address), methods.PASS_OVER, request, CALL_MS, what)
+
+    def pace(self, effect: effects.PaceServers) -> None:
+        """All servers of the map. Raises where one does not answer; the same again does no harm."""
+        for server, owned in effect.map.by_server().items():
+            request = wire.SetStalenessRequest(
+                caller=self._caller(effect.job),
+                server=server,
+                generation=effect.map.generation,
+                staleness=effect.consistency.bound,
+                switches=effect.consistency.number,
+            )
+            what = f"to go over to {effect.consistency} in job {effect.job}"
+            self._call(Server(server, owned[0].address), methods.SET_STALENESS, request, CALL_MS, what)
 
     def forget_sources(self, effect: effects.ForgetSources, server: Server) -> None:
         request = wire.ForgetSourcesRequest(

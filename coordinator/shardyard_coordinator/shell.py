@@ -140,6 +140,7 @@ class Coordinator:
         service.on(methods.REBASE_SOURCE, self._rebase_source)
         service.on(methods.TAKE_CHECKPOINT, self._take_checkpoint)
         service.on(methods.STOP_JOB, self._stop_job)
+        service.on(methods.SWITCH_CONSISTENCY, self._switch_consistency)
         service.on(methods.REPORT_FEEDBACK, self._report_feedback)
         service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
         service.on(methods.HAND_OVER_FEEDBACK, self._hand_over_feedback)
@@ -225,6 +226,9 @@ class Coordinator:
 
     def _stop_job(self, request: wire.StopJobRequest, _: Context) -> wire.StopJobReply:
         return door.stop_reply(self._ask(door.stop_asked(request), effects.StopTaken))
+
+    def _switch_consistency(self, request: wire.SwitchConsistencyRequest, _: Context) -> wire.SwitchConsistencyReply:
+        return door.switch_reply(self._ask(door.switch_asked(request), effects.SwitchTaken))
 
     def _report_feedback(self, request: wire.ReportFeedbackRequest, _: Context) -> wire.ReportFeedbackReply:
         caller, said = door.feedback_reported(request)
@@ -411,6 +415,8 @@ class Coordinator:
                 self._later(self._read_departed, effect)
             case effects.ReadSteps():
                 self._later(self._read_steps, effect)
+            case effects.PaceServers():
+                self._later(self._pace, effect)
             case effects.RestorePartitions():
                 self._later(self._restore_partitions, effect)
             case effects.ForgetServer(server):
@@ -567,6 +573,15 @@ class Coordinator:
             self._handle(events.StepsUnread(wanted.job))
         else:
             self._handle(events.StepsRead(wanted.job, wanted.map.generation, step))
+
+    def _pace(self, wanted: effects.PaceServers) -> None:
+        try:
+            self._servers.pace(wanted)
+        except ShardyardError as error:
+            log.debug("job %s: servers are told again: %s", wanted.job, error.what)
+            self._handle(events.ServersUnpaced(wanted.job))
+        else:
+            self._handle(events.ServersPaced(wanted.job, wanted.map.generation, wanted.consistency.number))
 
     def _restore_partitions(self, wanted: effects.RestorePartitions) -> None:
         job, generation = wanted.subject.job, wanted.map.generation

@@ -11,6 +11,7 @@ from typing import Final
 from shardyard.ground.errors import NotFound, ShardyardError
 from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
+    Consistency,
     Incarnation,
     JobId,
     MemberRole,
@@ -52,11 +53,21 @@ class MemberStanding:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchStanding:
+    """What a job was switched to last. `servers`: all of them go by it; `behind`: workers that do not yet."""
+
+    consistency: Consistency
+    servers: bool
+    behind: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class JobStanding:
     """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits; `checkpoint`: the
     newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed; `staleness`:
     its bound, if it has one; `not_finite`: gradients that were not, and do not count; `local_steps`: of a round, where
-    steps are local; `evaluation`, `best`: what evaluators have reported last, and kept."""
+    steps are local; `evaluation`, `best`: what evaluators have reported last, and kept; `switch`: of a job that was
+    switched."""
 
     job: JobId
     name: str
@@ -89,6 +100,7 @@ class JobStanding:
     best: Best | None
     readers: int
     dropped: int
+    switch: SwitchStanding | None
     tables: tuple[tuple[TableSettings, int], ...] = ()
     """Each with the rows that servers have said last that they have."""
 
@@ -188,4 +200,13 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         readers=len(job.readers),
         dropped=job.dropped,
         tables=() if layout is None else tuple(zip(layout.tables, job.rows, strict=True)),
+        switch=_switch(job),
     )
+
+
+def _switch(job: Job) -> SwitchStanding | None:
+    switching = job.switching
+    if not switching.latest.number:
+        return None
+    behind = () if job.state.ended else switching.behind(job.workers)
+    return SwitchStanding(switching.latest, not switching.is_under_way, behind)

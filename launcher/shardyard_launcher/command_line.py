@@ -21,6 +21,7 @@ from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_launcher.eval_command import evaluate
 from shardyard_launcher.options import ADDRESS, load_given, settings_options
 from shardyard_launcher.quarantine_command import quarantined
+from shardyard_launcher.set_command import set_
 from shardyard_launcher.stop_command import stop
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ shardyard.add_command(checkpoint)
 shardyard.add_command(quarantined)
 shardyard.add_command(audit)
 shardyard.add_command(stop)
+shardyard.add_command(set_)
 shardyard.add_command(evaluate)
 shardyard.add_command(doctor.doctor)
 

@@ -25,6 +25,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
+from shardyard_launcher.set_command import describe_switch
 from shardyard_launcher.standing import StandingYard
 from shardyard_launcher.stop_command import describe_stop
 from shardyard_launcher.yard_state import RoleRestart, read_state
@@ -42,6 +43,12 @@ STATES: Final = {
     wire.JOB_STATE_FAILED: "failed",
 }
 MODES: Final = {common.UPDATE_MODE_SYNC: "sync", common.UPDATE_MODE_ASYNC: "async"}
+CONSISTENCY_MODES: Final = {
+    wire.CONSISTENCY_MODE_SYNC: "sync",
+    wire.CONSISTENCY_MODE_LOCAL: "local",
+    wire.CONSISTENCY_MODE_BOUNDED: "bounded",
+    wire.CONSISTENCY_MODE_ASYNC: "async",
+}
 
 
 @dataclass(frozen=True)
@@ -194,6 +201,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         "not_finite": job.not_finite,
         "workers_quarantined": job.workers_quarantined,
         "stop": _stop(job.stop) if job.HasField("stop") else None,
+        "switch": _switch(job.consistency) if job.HasField("consistency") else None,
         "evaluation": _evaluation(job.evaluation) if job.HasField("evaluation") else None,
         "best": _best(job.best) if job.HasField("best") else None,
         "readers": job.readers,
@@ -249,6 +257,17 @@ def _stop(stop: wire.Stop) -> dict[str, object]:
         "reason": stop.reason,
         "worker": stop.worker or None,
         "step": stop.step if stop.settled and stop.step else None,
+    }
+
+
+def _switch(switch: wire.SwitchStatus) -> dict[str, object]:
+    said = switch.consistency
+    return {
+        "number": said.number,
+        "mode": CONSISTENCY_MODES.get(said.mode, "unknown"),
+        "staleness": said.staleness if said.HasField("staleness") else None,
+        "servers": switch.servers,
+        "workers_behind": list(switch.behind),
     }
 
 
@@ -489,6 +508,8 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         found.append(Text(f"  failed: {job.failure.code}: {job.failure.what}", style="red"))
     if job.HasField("stop"):
         found.append(Text(f"  told to stop {describe_stop(job.stop)}"))
+    if job.HasField("consistency"):
+        found.append(Text(f"  switched {describe_switch(job.consistency)}"))
     late = _lateness(report, job.job)
     if late is not None:
         said = f"  gradients are {late['mean']:.2f} updates late, {late['most']:,.0f} at most"

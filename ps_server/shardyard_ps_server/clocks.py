@@ -3,10 +3,12 @@
 Stale synchronous parallel (Ho et al., More effective distributed ML via a stale synchronous parallel parameter server,
 NIPS 2013): what a worker computes step c on has all that the others have pushed in their steps up to c - bound. A
 worker's clock is the number of its steps whose pushes this server has. Workers join at the clock of the slowest, and
-nobody waits for one that rests, has left or is gone (docs/ledger.md, rule C3).
+nobody waits for one that rests, has left or is gone (docs/ledger.md, rule C3). A job may have a bound at times, and at
+times none.
 
-Owns: the clocks. Invariants: a clock never falls while its worker takes steps; nobody who joins sets another one back.
-Must not know: what is pushed, the clock on the wall, threads.
+Owns: the clocks. Invariants: a clock never falls while its worker takes steps; nobody who joins sets another one back;
+what was said before a rest counts no more, however late it comes, and whatever bounds there were in between. Must not
+know: what is pushed, the clock on the wall, threads.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ UNHEARD: Final = -1
 
 
 class Clocks:
-    """Of one job on one server."""
+    """Of one job on one server. Without a `bound` nobody is waited for, and no clock is kept."""
 
-    def __init__(self, bound: int) -> None:
+    def __init__(self, bound: int | None) -> None:
         self.bound = bound
         self.staleness_max = 0
         """The largest number of steps of another worker that were missing in values that were given."""
@@ -31,8 +33,20 @@ class Clocks:
         self._rested: dict[Incarnation, int] = {}
         """The last turn of each worker that has ended with a rest: what is said of it may come late."""
 
+    def go_by(self, bound: int | None) -> None:
+        """Another bound than before, or none. Where there was none, who takes steps says so again by itself."""
+        if bound is None or self.bound is None:
+            self._clocks.clear()
+        self.bound, self.staleness_max = bound, 0
+
+    @property
+    def knows_anybody(self) -> bool:
+        return bool(self._clocks or self._rested)
+
     def expect(self, workers: Iterable[Incarnation]) -> None:
         """These take steps, as somebody else knows; nobody else does who has not been heard here."""
+        if self.bound is None:
+            return
         heard = {worker: clock for worker, clock in self._clocks.items() if clock != UNHEARD}
         self._clocks = dict.fromkeys(workers, UNHEARD) | heard
 
@@ -43,6 +57,8 @@ class Clocks:
         if pace.stride is Stride.RESTS:
             self._rested[worker] = pace.turn
             self._clocks.pop(worker, None)
+            return pace.clock
+        if self.bound is None:  # said by one that has not heard of that yet, or has heard of another bound first
             return pace.clock
         clock, known = pace.clock, self._clocks.get(worker, UNHEARD)
         if pace.stride is Stride.JOINS:
@@ -61,13 +77,16 @@ class Clocks:
     def behind(self, worker: Incarnation, pace: Pace) -> tuple[Incarnation, int] | None:
         """The slowest of the others, and its clock, if it is so far behind that the values must wait for it; else what
         they lack counts in `staleness_max`."""
+        bound = self.bound
+        if bound is None:
+            return None
         found = min(((clock, other) for other, clock in self._clocks.items() if other != worker), default=None)
         if found is None:
             return None
         clock, other = found
         mine = self._clocks.get(worker, pace.clock) if pace.stride is Stride.JOINS else pace.clock
         lacking = mine + pace.ahead - clock
-        if clock == UNHEARD or lacking > self.bound:
+        if clock == UNHEARD or lacking > bound:
             return other, clock
         self.staleness_max = max(self.staleness_max, lacking)
         return None

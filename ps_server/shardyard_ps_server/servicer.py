@@ -44,6 +44,7 @@ class Servicer:
         service.on(methods.SAVE_CHECKPOINT, self.save_checkpoint)
         service.on(methods.FORGET_SOURCES, self.forget_sources)
         service.on(methods.PASS_OVER, self.pass_over)
+        service.on(methods.SET_STALENESS, self.set_staleness)
         service.on(methods.DROP_JOB, self.drop_job)
         service.on(methods.FENCE, self.fence)
         service.on(methods.OPEN_SOURCES, self.open_sources)
@@ -85,6 +86,7 @@ class Servicer:
             convert.stale_from_wire(request.stale) if request.HasField("stale") else None,
             convert.clipping_from_wire(request.clipping),
             request.backup_workers,
+            request.switches,
         )
         return wire.CreatePartitionsReply()
 
@@ -151,6 +153,18 @@ class Servicer:
             request.next,
         )
         return wire.PassOverReply()
+
+    def set_staleness(self, request: wire.SetStalenessRequest, _: Context) -> wire.SetStalenessReply:
+        caller = convert.caller_from_wire(request.caller)
+        self._store.check_coordinator(caller)
+        self._store.set_staleness(
+            caller,
+            Incarnation(request.server),
+            Generation(request.generation),
+            request.staleness if request.HasField("staleness") else None,
+            request.switches,
+        )
+        return wire.SetStalenessReply()
 
     def drop_job(self, request: wire.DropJobRequest, _: Context) -> wire.DropJobReply:
         caller = convert.caller_from_wire(request.caller)
@@ -259,7 +273,7 @@ class Servicer:
                     admitted=table.admitted,
                     expired=table.expired,
                 )
-            if hosted.pacing is not None:
+            if hosted.pacing is not None and hosted.pacing.bound is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
             if hosted.stale is not None:
                 _describe_lateness(reply.lateness.add(job=hosted.job), hosted)

@@ -200,7 +200,7 @@ class HostedJob:
     saver: Saver
     wal: Wal | None = None
     pacing: Pacing | None = None
-    """Of a job with bounded staleness."""
+    """Of an asynchronous job."""
     stale: StaleRule | None = None
     """Of an asynchronous job that has a rule for gradients of older versions."""
     clipping: Clipping = NO_CLIPPING
@@ -249,10 +249,6 @@ class HostedJob:
             self.wal.drain()
             yield
 
-    @property
-    def staleness(self) -> int | None:
-        return None if self.pacing is None else self.pacing.bound
-
     def matches(
         self,
         layout: JobLayout,
@@ -263,10 +259,13 @@ class HostedJob:
         stale: StaleRule | None,
         clipping: Clipping,
         backup_workers: int,
+        switches: int,
     ) -> bool:
-        mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.staleness, self.stale, self.clipping)
-        theirs = (layout, mode, logical_ranks, durability, staleness, stale, clipping)
-        return mine == theirs and self.backup_workers == backup_workers
+        """`staleness` may be another one than here after another number of `switches`."""
+        mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.stale, self.clipping)
+        theirs = (layout, mode, logical_ranks, durability, stale, clipping)
+        agrees = self.pacing is None or self.pacing.agrees(staleness, switches)
+        return agrees and mine == theirs and self.backup_workers == backup_workers
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -407,6 +406,7 @@ class Store:
         stale: StaleRule | None = None,
         clipping: Clipping = NO_CLIPPING,
         backup_workers: int = 0,
+        switches: int = 0,
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
         here already stay as they are unless they are restored, in another life; but of a job with logs, where no
@@ -415,7 +415,7 @@ class Store:
         job, its bound, if it has one; `working`: workers that take steps at this moment. `stale`: of an asynchronous
         job, what becomes of gradients of older versions, if it asks for that. `clipping`: of a synchronous job's mean
         gradients; whoever pushes to another one clips before. `backup_workers`: so many of its ranks need not count in
-        a step.
+        a step. `switches`: the number of the switch of the job that `staleness` is of.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
@@ -459,15 +459,17 @@ class Store:
                 hosted = self._jobs.get(job)
             if hosted is not None:
                 rules = (stale, clipping, backup_workers)
-                same = hosted.matches(layout, mode, logical_ranks, durability, staleness, *rules)
+                same = hosted.matches(layout, mode, logical_ranks, durability, staleness, *rules, switches)
                 self._check_again(hosted, generation, owned, matches=same)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
             loaded = self._load(job, hosted, layout, owned, restore)
             if hosted is not None and not hosted.begins_anew(generation, restore):
-                if hosted.pacing is not None and generation > hosted.generation:  # else it came before
-                    hosted.pacing.expect(working)
+                if hosted.pacing is not None:
+                    hosted.pacing.switch(staleness, switches)
+                    if generation > hosted.generation:  # else it came before
+                        hosted.pacing.expect(working)
                 self._give(hosted, generation, owned, loaded, restore)
                 return
             total = sum(layout.partitions[p].payload_bytes for p in owned)
@@ -475,8 +477,8 @@ class Store:
             saver = Saver(self.incarnation, self.vigil, layout)
             before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
             hosted.stale, hosted.clipping, hosted.backup_workers = stale, clipping, backup_workers
-            if staleness is not None:
-                hosted.pacing = Pacing(staleness)
+            if mode is UpdateMode.ASYNC:
+                hosted.pacing = Pacing(staleness, switches)
                 hosted.pacing.expect(working)
             if before is not None:
                 hosted.wal = before.wal
@@ -696,6 +698,20 @@ class Store:
         with hosted.wal.turn(ticket):
             for number in sorted(hosted.partitions):
                 hosted.partitions[number].pass_over(key, next_sequence, _check_nothing)
+
+    def set_staleness(
+        self, caller: Caller, server: Incarnation, generation: Generation, staleness: int | None, switches: int
+    ) -> None:
+        """Values of an asynchronous job wait for slow workers, for others, or for nobody. `switches`: the number of the
+        switch of the job that says so; an order of an earlier one changes nothing. Raises InvalidRequest."""
+        hosted = self.admit(caller, server, generation, reads=True)
+        if hosted.pacing is None or (staleness is not None and staleness > limits.STALENESS_MAX):
+            raise InvalidRequest(f"a staleness of {staleness} in job {hosted.job}, which is {hosted.mode.value}")
+        if not hosted.pacing.agrees(staleness, switches):
+            raise InvalidRequest(
+                f"a staleness of {staleness} in job {hosted.job}, where that switch has set {hosted.pacing.bound}"
+            )
+        hosted.pacing.switch(staleness, switches)
 
     def open(self, job: JobId, generation: Generation) -> None:
         hosted = self._find(job)
@@ -971,9 +987,9 @@ class Store:
 
     def hear_pace(self, hosted: HostedJob, worker: Incarnation, pace: Pace) -> int | None:
         """Of an admitted exchange whose push is counted. The clock of a worker that joins. Raises InvalidRequest where
-        the job's staleness is not bounded."""
+        the job is synchronous."""
         if hosted.pacing is None:
-            raise InvalidRequest(f"the pace of worker {worker} in job {hosted.job}, whose staleness is not bounded")
+            raise InvalidRequest(f"the pace of worker {worker} in job {hosted.job}, which is {hosted.mode.value}")
         clock = hosted.pacing.hear(worker, pace)
         with self._lock:
             fenced = worker in self._standing.fenced

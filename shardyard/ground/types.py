@@ -357,6 +357,19 @@ class DoneDataShards:
 
 
 @dataclass(frozen=True, slots=True)
+class Consistency:
+    """How a job's workers wait for each other. `number` counts the job's switches, 0: as it was started; `bound`: on
+    staleness, in bounded mode."""
+
+    number: int
+    mode: ConsistencyMode
+    bound: int | None = None
+
+    def __str__(self) -> str:
+        return self.mode.value if self.bound is None else f"{self.mode.value}, {self.bound} steps"
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """A job ends before its data does. `worker`: who said so; None: a person. Of a synchronous job the steps before
     `step` are computed, and no others, once that is `settled`; an asynchronous one has no such step."""

@@ -20,6 +20,8 @@ from shardyard.ground.types import (
     Block,
     Caller,
     Clipping,
+    Consistency,
+    ConsistencyMode,
     DataLease,
     DataShardSource,
     DoneDataShards,
@@ -88,6 +90,12 @@ _VARIABLE_KINDS: dict[VariableKind, common.VariableKind] = {
 _MODES: dict[UpdateMode, common.UpdateMode] = {
     UpdateMode.SYNC: common.UPDATE_MODE_SYNC,
     UpdateMode.ASYNC: common.UPDATE_MODE_ASYNC,
+}
+_CONSISTENCY_MODES: dict[ConsistencyMode, coordinator.ConsistencyMode] = {
+    ConsistencyMode.SYNC: coordinator.CONSISTENCY_MODE_SYNC,
+    ConsistencyMode.LOCAL: coordinator.CONSISTENCY_MODE_LOCAL,
+    ConsistencyMode.BOUNDED: coordinator.CONSISTENCY_MODE_BOUNDED,
+    ConsistencyMode.ASYNC: coordinator.CONSISTENCY_MODE_ASYNC,
 }
 _DURABILITIES: dict[Durability, common.Durability] = {
     Durability.CHECKPOINT: common.DURABILITY_CHECKPOINT,
@@ -206,6 +214,14 @@ def mode_to_wire(mode: UpdateMode) -> common.UpdateMode:
 
 def mode_from_wire(value: common.UpdateMode) -> UpdateMode:
     return _known(_MODES, value, "the update mode")
+
+
+def consistency_mode_to_wire(mode: ConsistencyMode) -> coordinator.ConsistencyMode:
+    return _CONSISTENCY_MODES[mode]
+
+
+def consistency_mode_from_wire(value: coordinator.ConsistencyMode) -> ConsistencyMode:
+    return _known(_CONSISTENCY_MODES, value, "the consistency mode")
 
 
 def stale_to_wire(rule: StaleRule | None) -> server.StaleRule | None:
@@ -934,6 +950,22 @@ def rank_leases_to_wire(leases: Iterable[RankLease]) -> list[coordinator.RankLea
 
 def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[RankLease, ...]:
     return tuple(RankLease(Rank(m.rank), Token(m.token), m.careful_below) for m in messages)
+
+
+def consistency_to_wire(consistency: Consistency) -> coordinator.Consistency:
+    mode = consistency_mode_to_wire(consistency.mode)
+    return coordinator.Consistency(number=consistency.number, mode=mode, staleness=consistency.bound)
+
+
+def consistency_from_wire(message: coordinator.Consistency) -> Consistency:
+    """Raises MalformedPayload, InvalidRequest, TooLarge."""
+    mode = consistency_mode_from_wire(message.mode)
+    bound = message.staleness if message.HasField("staleness") else None
+    if (bound is None) is (mode is ConsistencyMode.BOUNDED):
+        raise InvalidRequest(f"mode {mode.value} with {'no' if bound is None else 'a'} bound on staleness")
+    if bound is not None and bound > limits.STALENESS_MAX:
+        raise TooLarge(f"a staleness of {bound}; at most {limits.STALENESS_MAX} is taken")
+    return Consistency(message.number, mode, bound)
 
 
 def stop_to_wire(stop: Stop) -> coordinator.Stop:

@@ -98,6 +98,9 @@ READ_MAKE_UP = _unary(_C, "ReadMakeUp", coordinator.ReadMakeUpRequest, coordinat
 REBASE_SOURCE = _unary(_C, "RebaseSource", coordinator.RebaseSourceRequest, coordinator.RebaseSourceReply)
 TAKE_CHECKPOINT = _unary(_C, "TakeCheckpoint", coordinator.TakeCheckpointRequest, coordinator.TakeCheckpointReply)
 STOP_JOB = _unary(_C, "StopJob", coordinator.StopJobRequest, coordinator.StopJobReply)
+SWITCH_CONSISTENCY = _unary(
+    _C, "SwitchConsistency", coordinator.SwitchConsistencyRequest, coordinator.SwitchConsistencyReply
+)
 REPORT_FEEDBACK = _unary(_C, "ReportFeedback", coordinator.ReportFeedbackRequest, coordinator.ReportFeedbackReply)
 TAKE_UP_FEEDBACK = _unary(_C, "TakeUpFeedback", coordinator.TakeUpFeedbackRequest, coordinator.TakeUpFeedbackReply)
 HAND_OVER_FEEDBACK = _unary(
@@ -119,6 +122,7 @@ OPEN_PARTITIONS = _unary(_P, "OpenPartitions", server.OpenPartitionsRequest, ser
 SAVE_CHECKPOINT = _unary(_P, "SaveCheckpoint", server.SaveCheckpointRequest, server.SaveCheckpointReply)
 FORGET_SOURCES = _unary(_P, "ForgetSources", server.ForgetSourcesRequest, server.ForgetSourcesReply)
 PASS_OVER = _unary(_P, "PassOver", server.PassOverRequest, server.PassOverReply)
+SET_STALENESS = _unary(_P, "SetStaleness", server.SetStalenessRequest, server.SetStalenessReply)
 DROP_JOB = _unary(_P, "DropJob", server.DropJobRequest, server.DropJobReply)
 FENCE = _unary(_P, "Fence", server.FenceRequest, server.FenceReply)
 OPEN_SOURCES = _unary(_P, "OpenSources", server.OpenSourcesRequest, server.OpenSourcesReply)

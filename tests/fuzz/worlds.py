@@ -308,6 +308,14 @@ class ServerWorld:
                 )
                 for each in (2, 5)
             ],
+            "SetStaleness": [
+                encoded(
+                    server.SetStalenessRequest(
+                        caller=shop.ORDERS, server=shop.SERVER, generation=1, staleness=bound, switches=number
+                    )
+                )
+                for bound, number in ((3, 1), (None, 2))
+            ],
             "DropJob": [encoded(server.DropJobRequest(caller=common.Caller(job=8, term=shop.TERM)))],
             "Fence": [encoded(server.FenceRequest(caller=shop.ORDERS, incarnations=[77, 78]))],
             "OpenSources": [encoded(server.OpenSourcesRequest(**who, sources=[{"source": leased, "token": 5}]))],
@@ -481,6 +489,10 @@ class CoordinatorWorld:
             "StopJob": [
                 encoded(wire.StopJobRequest(caller=caller, reason="loss is nan")),
                 encoded(wire.StopJobRequest(job_name="default")),
+            ],
+            "SwitchConsistency": [
+                encoded(wire.SwitchConsistencyRequest(job_name="default", mode=3, staleness=2)),
+                encoded(wire.SwitchConsistencyRequest(mode=4)),
             ],
             "FollowJob": [
                 encoded(wire.FollowJobRequest(job=worker.job, reader=PIN)),

@@ -162,3 +162,15 @@ def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> No
     clocks.hear(TWO, steps(2))
     assert clocks.hear(ONE, joins) == 0, "a second copy of what it said"
     assert clocks.behind(TWO, steps(3)) == (ONE, 0)
+
+
+def test_without_a_bound_nobody_is_behind_and_no_clock_is_kept_for_the_next_one() -> None:
+    clocks = Clocks(1)
+    clocks.hear(ONE, steps(2))
+    clocks.go_by(None)
+    clocks.expect([THREE])
+    clocks.hear(TWO, steps(4))
+    assert clocks.behind(TWO, steps(90)) is None
+    assert not clocks.knows_anybody
+    clocks.go_by(1)
+    assert clocks.behind(TWO, steps(90)) is None

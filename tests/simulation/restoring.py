@@ -79,6 +79,7 @@ def renew(machine: Machine, now_ms: int) -> None:
         job._finish_at_ms = None if job._finish_at_ms is None else now_ms + LATE_MS
         job.stopping._reached.clear()
         job._reads_steps = False
+        job.switching._told, job.switching._asking, job.switching._retry_at_ms = None, False, 0
         if isinstance(job.feeds, StepLedger):
             job.feeds.verdicts._present = (0, frozenset())
         job.deployment._retry_at_ms = 0

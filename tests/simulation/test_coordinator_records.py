@@ -90,6 +90,8 @@ ALL_KINDS = {
     "stop_asked",
     "steps_decided",
     "stop_settled",
+    "consistency_switched",
+    "worker_gone_over",
     "variables_committed",
     "variables_registered",
     "worker_admitted",
@@ -115,6 +117,8 @@ class Fuzz:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.switching = random.Random(f"switching {seed}")
+        self.orders: list[effects.PaceServers] = []
         self.now_ms = 1_000
         self.machines = Lockstep(term=Term(2), lease_ms=1_000, now_ms=self.now_ms)
         self.kinds: set[str] = set()
@@ -179,12 +183,29 @@ class Fuzz:
         for effect in found:
             if isinstance(effect, effects.ReadSteps):
                 self.reads.append(effect)
+            elif isinstance(effect, effects.PaceServers):
+                self.orders.append(effect)
         if any(isinstance(effect, effects.ReadLedger) for effect in found):
             assert isinstance(event, events.LeaseReturned)
             reply = self.handle(events.LedgerRead(event, self.random.choice((0, 1, 2, 2, 40))))
         return reply
 
+    def _switch(self) -> None:
+        """A person switches a job, servers have taken that, or have not, workers go over."""
+        modes = (None, ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED, ConsistencyMode.BOUNDED, ConsistencyMode.SYNC)
+        name, bound = self.switching.choice(("a", "a", "s", "")), self.switching.choice((None, None, 0, 3))
+        self.handle(events.SwitchAsked(name, self.switching.choice(modes), bound))
+        if self.orders and self.switching.random() < 0.7:
+            order = self.orders.pop(self.switching.randrange(len(self.orders)))
+            told = events.ServersPaced(order.job, order.map.generation, order.consistency.number)
+            self.handle(told if self.switching.random() < 0.7 else events.ServersUnpaced(order.job))
+        for member in sorted(self.members):
+            if self.switching.random() < 0.3:
+                self.handle(events.HeartbeatReceived(member, Report(switches=self.switching.randrange(4))))
+
     def step(self) -> None:
+        if self.switching.random() < 0.03:
+            self._switch()
         chance = self.random.random()
         if chance < 0.08:
             self._register_someone()

@@ -92,6 +92,9 @@ class FakeServer:
         )
         service.on(methods.DROP_JOB, lambda request, _: self._note("drop", request, server_wire.DropJobReply()))
         service.on(methods.FENCE, lambda request, _: self._note("fence", request, server_wire.FenceReply()))
+        service.on(
+            methods.SET_STALENESS, lambda request, _: self._note("pace", request, server_wire.SetStalenessReply())
+        )
         service.on(methods.READ_LEDGER, self._read)
         service.on(methods.PASS_OVER, self._pass_over)
         return service

@@ -280,6 +280,97 @@ def test_stop_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.C
     assert "no job 'digits'" in capsys.readouterr().err
 
 
+BOUNDED = wire.Consistency(number=2, mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=3)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_set_waits_until_all_servers_and_workers_go_by_it(ends: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[wire.SwitchConsistencyRequest] = []
+    former = wire.Consistency(number=1, mode=wire.CONSISTENCY_MODE_ASYNC)
+    standings = [
+        wire.SwitchStatus(consistency=former, servers=True),
+        wire.SwitchStatus(consistency=BOUNDED),
+        wire.SwitchStatus(consistency=BOUNDED, servers=True, behind=[7]),
+        wire.SwitchStatus(consistency=BOUNDED, servers=True),
+    ]
+    seen = 0
+
+    def switch(request: wire.SwitchConsistencyRequest, _: Context) -> wire.SwitchConsistencyReply:
+        asked.append(request)
+        return wire.SwitchConsistencyReply(job_name="digits", job=7, consistency=BOUNDED, first=True)
+
+    def status(request: wire.StatusRequest, _: Context) -> wire.StatusReply:
+        nonlocal seen
+        state = wire.JOB_STATE_FINISHED if ends and seen == 2 else wire.JOB_STATE_RUNNING
+        job = wire.JobStatus(job=7, name="digits", state=state, consistency=standings[seen])
+        seen += 1
+        return wire.StatusReply(jobs=[job])
+
+    service = Service("Coordinator")
+    service.on(methods.SWITCH_CONSISTENCY, switch)
+    service.on(methods.STATUS, status)
+    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    what = ["digits", "consistency.mode=bounded", "job.consistency.staleness=3"]
+    try:
+        code = main(["set", *what, "--wait", "--coordinator", listener.address])
+    finally:
+        listener.stop()
+    assert asked == [wire.SwitchConsistencyRequest(job_name="digits", mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=3)]
+    captured = capsys.readouterr()
+    told = "job digits goes over to bounded, 3 steps\n"
+    if ends:
+        assert (code, seen, captured.out, captured.err) == (1, 3, told, "job digits has ended\n")
+    else:
+        assert (code, seen) == (0, len(standings))
+        assert captured.out == f"{told}all servers and workers of job digits have gone over\n"
+
+
+def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[wire.SwitchConsistencyRequest] = []
+    reply = wire.SwitchConsistencyReply(job_name="digits", job=7, consistency=BOUNDED)
+
+    def switch(request: wire.SwitchConsistencyRequest, _: Context) -> wire.SwitchConsistencyReply:
+        asked.append(request)
+        return reply
+
+    service = Service("Coordinator")
+    service.on(methods.SWITCH_CONSISTENCY, switch)
+    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    try:
+        assert main(["set", "consistency.staleness=3", "--coordinator", listener.address]) == 0
+    finally:
+        listener.stop()
+    assert asked == [wire.SwitchConsistencyRequest(staleness=3)]
+    assert capsys.readouterr().out == "job digits goes already by bounded, 3 steps\n"
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (["digits"], "nothing to set"),
+        (["consistency.mode=async", "digits"], "'digits': expected NAME=VALUE"),
+        (["a", "b", "consistency.mode=async"], "'b': expected NAME=VALUE"),
+        (["consistency.steps=3"], "'consistency.steps' of a running job cannot be set"),
+        (["consistency.mode=hurried"], "shardyard set consistency.mode"),
+        (["consistency.staleness=-1"], "shardyard set consistency.staleness"),
+    ],
+)
+def test_set_refuses_what_cannot_be_set_before_it_asks_anybody(
+    what: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["set", *what, "--coordinator", "127.0.0.1:1"]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_set_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["set", "digits", "consistency.mode=async", "--coordinator", coordinator]) == 1
+    assert "no job 'digits'" in capsys.readouterr().err
+
+
 def test_port_in_use_says_what_to_do_and_starts_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -642,6 +733,32 @@ def test_status_says_who_has_told_a_job_to_stop_and_why() -> None:
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
         told = json.loads(status_view.to_json(found))["jobs"][1]["stop"]
         assert told == {"reason": "loss is [nan]", "worker": worker or None, "step": step or None}
+
+
+def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
+    found = report()
+    assert json.loads(status_view.to_json(found))["jobs"][1]["switch"] is None
+    fourth, many = (1 << 32) + 4, [(1 << 32) + number for number in range(1, 11)]
+    listed = ", ".join(f"1.{number}" for number in range(1, 9))
+    for servers, behind, said in (
+        (False, [fourth], "switched to bounded, 3 steps; not all servers have gone over yet\n"),
+        (True, [fourth], "switched to bounded, 3 steps; worker 1.4 has not gone over yet\n"),
+        (True, many, f"switched to bounded, 3 steps; workers {listed} and 2 more have not gone over yet\n"),
+        (True, [], "switched to bounded, 3 steps\n"),
+    ):
+        switch = wire.SwitchStatus(consistency=BOUNDED, servers=servers, behind=behind)
+        found.status.jobs[1].consistency.CopyFrom(switch)
+        shown = io.StringIO()
+        status_view.show(found, Console(file=shown, width=200))
+        assert said in re.sub(r" +\n", "\n", shown.getvalue())
+        told = json.loads(status_view.to_json(found))["jobs"][1]["switch"]
+        assert told == {
+            "number": 2,
+            "mode": "bounded",
+            "staleness": 3,
+            "servers": servers,
+            "workers_behind": behind,
+        }
 
 
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:

@@ -2,15 +2,19 @@
 
 Stale synchronous parallel (Ho et al., NIPS 2013), by the servers: each exchange says how many steps this worker has
 taken, and its values come once nobody else is too far behind. A worker joins beside the slowest with its first work,
-and nobody waits for it while it has none (docs/ledger.md, rule C3).
+and nobody waits for it while it has none (docs/ledger.md, rule C3). A job that is switched gets a bound, another one,
+or none, between two steps.
 
 Invariants: what a gradient of leased work is computed on was given by all servers for this worker's clock, or a later
-one; a worker that waits for work, or has left its loop, has said so. Must not know: how servers count.
+one; a worker that waits for work, or has left its loop, has said so; before it says its pace under a bound the
+coordinator knows that it will. Without a bound it says none, and is an asynchronous worker like any. Must not know: how
+servers count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import NoReturn
 
 from shardyard.ground import errors
@@ -19,61 +23,98 @@ from shardyard_worker.router import Answer, Router, Wish
 from shardyard_worker.strategies import NEWEST, AsyncStrategy, LostWork
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
+log = logging.getLogger("shardyard.worker")
+
 
 class BoundedStrategy(AsyncStrategy):
+    """Of a job that has a bound, or had, or may get one."""
+
     def __init__(self, training: Training) -> None:
-        """Raises ConfigurationError where a window is larger than the bound."""
-        bound = self._bound_of(training)
+        """Raises ConfigurationError where a window is larger than the bound that the job was started with."""
+        _check_window(training)
         super().__init__(training)
-        self._bound = bound
+        self._consistency = self._session.consistency
         self._turn = 0
         self._clock = 0
         self._resting = True
         self._leaves = False
         self._known_to: Router | None = None
         """Whose servers have heard how far this worker is."""
+        self._session.went_over(self._consistency)
 
-    @staticmethod
-    def _bound_of(training: Training) -> int:
-        bound = training.session.job_settings.consistency.staleness
-        window = training.session.settings.worker.window
-        if window > bound:
-            raise errors.ConfigurationError(
-                f"worker.window {window} in a job with job.consistency.staleness {bound}",
-                why="a worker would wait for others to take steps that wait for its own",
-                todo=f"set worker.window to {bound}, or job.consistency.staleness to {window}",
-            )
-        return bound
+    @property
+    def _bound(self) -> int | None:
+        return self._consistency.bound
 
     def resume(self) -> None:
+        self._switch()
         # while it had nothing leased nobody told servers that were new to expect it
-        if not self._resting and self._known_to is self._training.router:
+        if not self._resting and (self._bound is None or self._known_to is self._training.router):
             return
-        self._training.complete()
-        self._join()
+        if self._bound is not None:
+            self._training.complete()
+            self._join(anew=self._resting)
         self._resting = False
 
     def rest(self) -> None:
-        if self._resting:
-            return
         with contextlib.suppress(LostWork):  # told where the work was given up; here only its end matters
-            self.drain()
-        self._training.complete()
-        self._training.reach(lambda router: router.rest(self._turn))
-        self._turn += 1
-        self._resting = True
+            self._switch()
+        self._rest()
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
-        if self._resting and not self._leaves:  # the script's own work, of which nobody could know before
-            self.resume()
+        if self._bound is not None and self._resting and not self._leaves:
+            self.resume()  # the script's own work, of which nobody could know before
         super().contribute(name, sending)
+        if self._waits_at_once:
+            self.drain()
+        if self._session.consistency.number != self._consistency.number and not self._leaves:
+            self._switch()
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
-        self.rest()
+        self._rest()
         self._leaves = True
         super().leave(groups)
 
     # ---- inside
+
+    def _rest(self) -> None:
+        if not self._resting and self._bound is not None:
+            with contextlib.suppress(LostWork):
+                self.drain()
+            self._say_that_it_rests()
+        self._resting = True
+
+    def _say_that_it_rests(self) -> None:
+        self._training.complete()
+        self._training.reach(lambda router: router.rest(self._turn))
+        self._turn += 1
+
+    @property
+    def _waits_at_once(self) -> bool:
+        """Whether a push is not left under way though this worker has a window, since the job's bound leaves no room
+        for that: a worker would wait for others to take steps that wait for its own."""
+        return self._bound is not None and self._window > self._bound
+
+    @property
+    def _window(self) -> int:
+        return self._session.settings.worker.window
+
+    def _switch(self) -> None:
+        """To what the job was switched to, if it was. Between two steps. Raises LostWork."""
+        latest = self._session.consistency
+        if latest.number == self._consistency.number:
+            return
+        self.drain()
+        if self._bound is not None and not self._resting:
+            self._say_that_it_rests()  # what is said of the clock that it had may come late
+        self._consistency = latest
+        log.info("goes over to %s", latest)
+        self._session.went_over(latest)
+        if self._waits_at_once:
+            log.warning("worker.window %d is not used: staleness has a bound of %d now", self._window, latest.bound)
+        if self._bound is not None and not self._resting:
+            self._training.complete()
+            self._join(anew=True)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         self._clock -= 1  # the step that was not taken
@@ -83,14 +124,15 @@ class BoundedStrategy(AsyncStrategy):
         if self._leaves:
             return NEWEST
         self._clock += 1
-        return self._wish_at(Stride.STEPS)
+        return NEWEST if self._bound is None else self._wish_at(Stride.STEPS)
 
     def _wish_at(self, stride: Stride) -> Wish:
-        pace = Pace(stride, self._turn, self._clock, self._session.settings.worker.window)
+        ahead = 0 if self._waits_at_once else self._window
+        pace = Pace(stride, self._turn, self._clock, ahead)
         return Wish(0, exactly=False, wait_ms=SLICE_MS, prefetched=True, pace=pace)
 
     def _newest(self) -> Answer:
-        if self._resting:
+        if self._resting or self._bound is None:
             return super()._newest()
         self._training.router.abandon_pull()
         return self._take(Answer())
@@ -102,12 +144,13 @@ class BoundedStrategy(AsyncStrategy):
             return
         self._take(answer)
 
-    def _join(self) -> None:
-        """Takes its place beside the slowest."""
+    def _join(self, *, anew: bool) -> None:
+        """Takes its place beside the slowest; not `anew`: on servers that have not heard of it."""
         self._training.router.abandon_pull()
         answer = self._pull(self._wish_at(Stride.JOINS))
         # servers may have heard of the others at different times; what they gave is asked for again, at one clock
-        self._clock = max(self._clock, answer.clock)
+        # a clock does not fall while its worker takes steps
+        self._clock = answer.clock if anew else max(self._clock, answer.clock)
         self._training.router.abandon_pull()
         self._take(answer)
 
@@ -134,3 +177,13 @@ class BoundedStrategy(AsyncStrategy):
         self._training.load()
         self._step = max(self._step, answer.version_max)
         return answer
+
+
+def _check_window(training: Training) -> None:
+    consistency, window = training.session.consistency, training.session.settings.worker.window
+    if consistency.bound is not None and window > consistency.bound and not consistency.number:
+        raise errors.ConfigurationError(
+            f"worker.window {window} in a job with job.consistency.staleness {consistency.bound}",
+            why="a worker would wait for others to take steps that wait for its own",
+            todo=f"set worker.window to {consistency.bound}, or job.consistency.staleness to {window}",
+        )

@@ -59,7 +59,7 @@ from shardyard_worker.scaling import SCALER_COUNTS, JobScaler, unscaler
 from shardyard_worker.schedule import JobScheduler
 from shardyard_worker.server_rows import ServerRows
 from shardyard_worker.session import Place, Session
-from shardyard_worker.strategies import AsyncStrategy, LostWork, Strategy, SyncStrategy
+from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy
 from shardyard_worker.table import Table, tables_of
 from shardyard_worker.training import BufferPlace, Sending, Training, Variable
 
@@ -694,14 +694,9 @@ class Job:
             self._step_told = self._strategy.step
 
     def _make_strategy(self, training: Training) -> Strategy:
-        match self._session.job_settings.consistency.mode:
-            case ConsistencyMode.SYNC | ConsistencyMode.LOCAL:
-                return SyncStrategy(training)
-            case ConsistencyMode.BOUNDED:
-                return BoundedStrategy(training)
-            case ConsistencyMode.ASYNC:
-                return AsyncStrategy(training)
-        raise AssertionError
+        if self._session.mode is UpdateMode.SYNC:
+            return SyncStrategy(training)
+        return BoundedStrategy(training)
 
     def _contribute(self, sending: Sending) -> None:
         self._session.check()

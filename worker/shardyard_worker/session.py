@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from shardyard.ground import errors
-from shardyard.ground.types import Caller, Generation, Incarnation, JobId, MemberRole, RankLease, UpdateMode
+from shardyard.ground.types import (
+    Caller,
+    Consistency,
+    Generation,
+    Incarnation,
+    JobId,
+    MemberRole,
+    RankLease,
+    UpdateMode,
+)
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.settings import JobSettings, Settings
@@ -91,6 +100,7 @@ class Session:
         self.recovering = False
         self.brake = Brake()
         self.interrupts = Interrupts()
+        self._goes_by: int | None = None
         self.checkpoint: CheckpointTaken | None = None
         """The newest one that the job has."""
         self.on_heard: Callable[[wire.HeartbeatReply], None] | None = None
@@ -119,6 +129,10 @@ class Session:
         )
         reply = self.ask(methods.JOIN_JOB, request)
         self.job_settings: JobSettings = parse_job_settings(reply.settings_json)
+        given = self.job_settings.consistency
+        self.consistency = Consistency(0, given.mode, given.bound)
+        if reply.HasField("consistency"):  # not all servers may go by the settings yet
+            self.consistency = convert.consistency_from_wire(reply.consistency)
         self._enrolment.job = JobId(reply.job)
         self.seed = reply.seed
         self.logical_ranks = reply.logical_ranks
@@ -173,6 +187,13 @@ class Session:
     @property
     def mode(self) -> UpdateMode:
         return self.job_settings.consistency.mode.updates
+
+    def went_over(self, consistency: Consistency) -> None:
+        """This worker goes by what its job was switched to, or started with. Returns when the coordinator knows: from
+        then on servers that are new to the job expect this worker to say how far it is."""
+        self._goes_by = consistency.number
+        if consistency.number:
+            self.learn()
 
     def ranks(self) -> tuple[RankLease, ...]:
         """The logical ranks that were this worker's at the last heartbeat."""
@@ -287,6 +308,8 @@ class Session:
     def _hear_news(self, reply: wire.JoinJobReply | wire.HeartbeatReply) -> None:
         if reply.HasField("stop"):
             self.brake.take(convert.stop_from_wire(reply.stop))
+        if reply.HasField("consistency") and reply.consistency.number > self.consistency.number:
+            self.consistency = convert.consistency_from_wire(reply.consistency)
         if reply.HasField("checkpoint"):
             self.checkpoint = CheckpointTaken(reply.checkpoint.number, reply.checkpoint.step)
 
@@ -298,6 +321,8 @@ class Session:
         reached = self.brake.heard
         if reached is not None:
             request.stop_heard.reached = reached
+        # a worker that computes nothing yet goes by what it will begin with
+        request.switches = self.consistency.number if self._goes_by is None else self._goes_by
         request.waiting_for = self.vigil.waiting_for
         for name, value in sorted(self.metrics().items()):
             request.metrics.add(name=name, value=value)

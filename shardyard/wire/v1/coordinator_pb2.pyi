@@ -15,6 +15,14 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_WORKER: _ClassVar[Role]
     ROLE_AGENT: _ClassVar[Role]
 
+class ConsistencyMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONSISTENCY_MODE_UNSPECIFIED: _ClassVar[ConsistencyMode]
+    CONSISTENCY_MODE_SYNC: _ClassVar[ConsistencyMode]
+    CONSISTENCY_MODE_LOCAL: _ClassVar[ConsistencyMode]
+    CONSISTENCY_MODE_BOUNDED: _ClassVar[ConsistencyMode]
+    CONSISTENCY_MODE_ASYNC: _ClassVar[ConsistencyMode]
+
 class JobState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     JOB_STATE_UNSPECIFIED: _ClassVar[JobState]
@@ -43,6 +51,11 @@ ROLE_UNSPECIFIED: Role
 ROLE_SERVER: Role
 ROLE_WORKER: Role
 ROLE_AGENT: Role
+CONSISTENCY_MODE_UNSPECIFIED: ConsistencyMode
+CONSISTENCY_MODE_SYNC: ConsistencyMode
+CONSISTENCY_MODE_LOCAL: ConsistencyMode
+CONSISTENCY_MODE_BOUNDED: ConsistencyMode
+CONSISTENCY_MODE_ASYNC: ConsistencyMode
 JOB_STATE_UNSPECIFIED: JobState
 JOB_STATE_STARTING: JobState
 JOB_STATE_RUNNING: JobState
@@ -128,8 +141,18 @@ class StopHeard(_message.Message):
     reached: int
     def __init__(self, reached: _Optional[int] = ...) -> None: ...
 
+class Consistency(_message.Message):
+    __slots__ = ("number", "mode", "staleness")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    mode: ConsistencyMode
+    staleness: int
+    def __init__(self, number: _Optional[int] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
+
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_heard", "tables")
+    __slots__ = ("caller", "step", "samples", "metrics", "waiting_for", "logs", "residual_norm", "pushed", "stop_heard", "tables", "switches")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +163,7 @@ class HeartbeatRequest(_message.Message):
     PUSHED_FIELD_NUMBER: _ClassVar[int]
     STOP_HEARD_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     step: int
     samples: int
@@ -150,7 +174,8 @@ class HeartbeatRequest(_message.Message):
     pushed: int
     stop_heard: StopHeard
     tables: _containers.RepeatedCompositeFieldContainer[TableRows]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_heard: _Optional[_Union[StopHeard, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ...) -> None: ...
+    switches: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., waiting_for: _Optional[str] = ..., logs: _Optional[_Iterable[_Union[LogLength, _Mapping]]] = ..., residual_norm: _Optional[float] = ..., pushed: _Optional[int] = ..., stop_heard: _Optional[_Union[StopHeard, _Mapping]] = ..., tables: _Optional[_Iterable[_Union[TableRows, _Mapping]]] = ..., switches: _Optional[int] = ...) -> None: ...
 
 class TableRows(_message.Message):
     __slots__ = ("job", "rows")
@@ -197,7 +222,7 @@ class HandOver(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., worker: _Optional[str] = ..., own: bool = ..., url: _Optional[str] = ..., path: _Optional[str] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back", "stop", "checkpoint")
+    __slots__ = ("term", "job_state", "failure", "generation", "ranks", "chief", "workers", "fenced", "initializer", "recovering", "save_feedback", "feedback", "gone_back", "stop", "checkpoint", "consistency")
     TERM_FIELD_NUMBER: _ClassVar[int]
     JOB_STATE_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +238,7 @@ class HeartbeatReply(_message.Message):
     GONE_BACK_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     term: int
     job_state: JobState
     failure: _common_pb2.ErrorDetail
@@ -228,7 +254,8 @@ class HeartbeatReply(_message.Message):
     gone_back: int
     stop: Stop
     checkpoint: CheckpointStatus
-    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
+    consistency: Consistency
+    def __init__(self, term: _Optional[int] = ..., job_state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., generation: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., chief: bool = ..., workers: _Optional[int] = ..., fenced: _Optional[_Iterable[int]] = ..., initializer: bool = ..., recovering: bool = ..., save_feedback: _Optional[_Union[SaveFeedback, _Mapping]] = ..., feedback: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., gone_back: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller", "error", "pushed", "residual_lost")
@@ -271,7 +298,7 @@ class JoinJobRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., name: _Optional[str] = ..., settings_json: _Optional[str] = ...) -> None: ...
 
 class JoinJobReply(_message.Message):
-    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "stop", "checkpoint")
+    __slots__ = ("job", "settings_json", "started", "seed", "ranks", "logical_ranks", "chief", "stop", "checkpoint", "consistency")
     JOB_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -281,6 +308,7 @@ class JoinJobReply(_message.Message):
     CHIEF_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     job: int
     settings_json: str
     started: bool
@@ -290,7 +318,8 @@ class JoinJobReply(_message.Message):
     chief: bool
     stop: Stop
     checkpoint: CheckpointStatus
-    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ...) -> None: ...
+    consistency: Consistency
+    def __init__(self, job: _Optional[int] = ..., settings_json: _Optional[str] = ..., started: bool = ..., seed: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLease, _Mapping]]] = ..., logical_ranks: _Optional[int] = ..., chief: bool = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ...) -> None: ...
 
 class RegisterVariablesRequest(_message.Message):
     __slots__ = ("caller", "variables", "optimizer", "tables")
@@ -590,6 +619,28 @@ class StopJobRequest(_message.Message):
     reason: str
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., job_name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class SwitchConsistencyRequest(_message.Message):
+    __slots__ = ("job_name", "mode", "staleness")
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    job_name: str
+    mode: ConsistencyMode
+    staleness: int
+    def __init__(self, job_name: _Optional[str] = ..., mode: _Optional[_Union[ConsistencyMode, str]] = ..., staleness: _Optional[int] = ...) -> None: ...
+
+class SwitchConsistencyReply(_message.Message):
+    __slots__ = ("job_name", "job", "consistency", "first")
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    job_name: str
+    job: int
+    consistency: Consistency
+    first: bool
+    def __init__(self, job_name: _Optional[str] = ..., job: _Optional[int] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., first: bool = ...) -> None: ...
+
 class StopJobReply(_message.Message):
     __slots__ = ("job_name", "job", "stop", "first")
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -847,7 +898,7 @@ class RestoredStatus(_message.Message):
     def __init__(self, checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., partitions: _Optional[int] = ..., leased_again: _Optional[int] = ..., logs: bool = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "not_finite", "workers_quarantined", "stop", "local_steps", "evaluation", "best", "readers", "dropped", "tables")
+    __slots__ = ("job", "name", "state", "failure", "mode", "logical_ranks", "workers", "step", "samples", "samples_per_s", "metrics", "map", "feeds", "parameters", "payload_bytes", "lost_pushes", "residuals_lost", "residual_lost_norm", "waits", "checkpoint", "restored", "recovering", "staleness", "not_finite", "workers_quarantined", "stop", "local_steps", "evaluation", "best", "readers", "dropped", "tables", "consistency")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -880,6 +931,7 @@ class JobStatus(_message.Message):
     READERS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     state: JobState
@@ -912,7 +964,18 @@ class JobStatus(_message.Message):
     readers: int
     dropped: int
     tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
+    consistency: SwitchStatus
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ...) -> None: ...
+
+class SwitchStatus(_message.Message):
+    __slots__ = ("consistency", "servers", "behind")
+    CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    BEHIND_FIELD_NUMBER: _ClassVar[int]
+    consistency: Consistency
+    servers: bool
+    behind: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, consistency: _Optional[_Union[Consistency, _Mapping]] = ..., servers: bool = ..., behind: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "dim", "optimizer", "rows")

@@ -119,6 +119,11 @@ class CoordinatorStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobReply.FromString,
                 _registered_method=True)
+        self.SwitchConsistency = channel.unary_unary(
+                '/shardyard.wire.v1.Coordinator/SwitchConsistency',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.SwitchConsistencyRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.SwitchConsistencyReply.FromString,
+                _registered_method=True)
         self.ReportFeedback = channel.unary_unary(
                 '/shardyard.wire.v1.Coordinator/ReportFeedback',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.ReportFeedbackRequest.SerializeToString,
@@ -294,6 +299,14 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchConsistency(self, request, context):
+        """For a person: a running job goes on under another consistency mode, or another bound on staleness. Answers once that is
+        written down; servers go over to it first, then workers, each between two of its steps (JobStatus.consistency).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportFeedback(self, request, context):
         """For a worker that was told to save what its error feedback remembers (SaveFeedback): how far that is.
         """
@@ -449,6 +462,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.StopJob,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobReply.SerializeToString,
+            ),
+            'SwitchConsistency': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchConsistency,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.SwitchConsistencyRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_coordinator__pb2.SwitchConsistencyReply.SerializeToString,
             ),
             'ReportFeedback': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportFeedback,
@@ -955,6 +973,33 @@ class Coordinator(object):
             '/shardyard.wire.v1.Coordinator/StopJob',
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_coordinator__pb2.StopJobReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchConsistency(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.Coordinator/SwitchConsistency',
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.SwitchConsistencyRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_coordinator__pb2.SwitchConsistencyReply.FromString,
             options,
             channel_credentials,
             insecure,

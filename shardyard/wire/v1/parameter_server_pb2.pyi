@@ -46,7 +46,7 @@ OUTCOME_DUPLICATE: Outcome
 OUTCOME_DROPPED: Outcome
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers", "switches")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,7 @@ class CreatePartitionsRequest(_message.Message):
     STALE_FIELD_NUMBER: _ClassVar[int]
     CLIPPING_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -75,7 +76,26 @@ class CreatePartitionsRequest(_message.Message):
     stale: StaleRule
     clipping: Clipping
     backup_workers: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ...) -> None: ...
+    switches: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ..., switches: _Optional[int] = ...) -> None: ...
+
+class SetStalenessRequest(_message.Message):
+    __slots__ = ("caller", "server", "generation", "staleness", "switches")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    caller: _common_pb2.Caller
+    server: int
+    generation: int
+    staleness: int
+    switches: int
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., staleness: _Optional[int] = ..., switches: _Optional[int] = ...) -> None: ...
+
+class SetStalenessReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class StaleRule(_message.Message):
     __slots__ = ("divides_rate", "compensation", "decay")

@@ -64,6 +64,11 @@ class ParameterServerStub(object):
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverRequest.SerializeToString,
                 response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverReply.FromString,
                 _registered_method=True)
+        self.SetStaleness = channel.unary_unary(
+                '/shardyard.wire.v1.ParameterServer/SetStaleness',
+                request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SetStalenessRequest.SerializeToString,
+                response_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SetStalenessReply.FromString,
+                _registered_method=True)
         self.DropJob = channel.unary_unary(
                 '/shardyard.wire.v1.ParameterServer/DropJob',
                 request_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.DropJobRequest.SerializeToString,
@@ -171,6 +176,14 @@ class ParameterServerServicer(object):
     def PassOver(self, request, context):
         """For the coordinator: partitions of an asynchronous job pass over what they lack of a worker's own source, which is
         lost and was reported. A watermark that is there already stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetStaleness(self, request, context):
+        """For the coordinator: from here on values of an asynchronous job wait for slow workers, for others, or for nobody. An
+        order that is older than one that was taken changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -297,6 +310,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.PassOver,
                     request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverRequest.FromString,
                     response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverReply.SerializeToString,
+            ),
+            'SetStaleness': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetStaleness,
+                    request_deserializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SetStalenessRequest.FromString,
+                    response_serializer=shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SetStalenessReply.SerializeToString,
             ),
             'DropJob': grpc.unary_unary_rpc_method_handler(
                     servicer.DropJob,
@@ -521,6 +539,33 @@ class ParameterServer(object):
             '/shardyard.wire.v1.ParameterServer/PassOver',
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverRequest.SerializeToString,
             shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.PassOverReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetStaleness(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shardyard.wire.v1.ParameterServer/SetStaleness',
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SetStalenessRequest.SerializeToString,
+            shardyard_dot_wire_dot_v1_dot_parameter__server__pb2.SetStalenessReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -450,7 +450,7 @@ def nobody_waits_for_the_slowest(patch: Patch) -> None:
     patch.setattr(Clocks, "behind", lambda self, worker, pace: None)
 
 
-@mutation("C3", "bounded-checkpoint", 83)
+@mutation("C3", "bounded-checkpoint-lag", 4, 6)
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for those of whom it has not heard"""
     patch.setattr(Clocks, "expect", lambda self, workers: None)

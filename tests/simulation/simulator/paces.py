@@ -19,11 +19,18 @@ class Paces:
         self._violate = violate
         self._steps: dict[Incarnation, tuple[JobId, int]] = {}
         self._gone: set[Incarnation] = set()
+        self._switches: dict[JobId, int] = {}
 
-    def given(self, caller: Caller, steps: int, bound: int) -> None:
-        """A worker that has taken so many steps was given values to compute the next one on."""
+    def switched(self, job: JobId, number: int) -> None:
+        """The job is to go by another bound, and does so when its workers have gone over."""
+        self._switches[job] = number
+        self._steps = {worker: each for worker, each in self._steps.items() if each[0] != job}
+
+    def given(self, caller: Caller, steps: int, bound: int, number: int) -> None:
+        """A worker that has taken so many steps was given values to compute the next one on, by the bound that switch
+        `number` of its job has set."""
         worker = caller.incarnation
-        if worker in self._gone:
+        if worker in self._gone or number != self._switches.get(caller.job, 0):
             return
         self._steps[worker] = caller.job, steps
         for other, (job, theirs) in self._steps.items():
@@ -46,8 +53,9 @@ def watch_paces(paces_now: Callable[[], Paces]) -> Callable[[], None]:
     real_lease, real_close = AsyncFeed._lease, AsyncFeed._close
 
     def note(strategy: Any) -> None:
-        if not strategy._resting:
-            paces_now().given(strategy._session.caller, strategy._clock, strategy._bound)
+        if not strategy._resting and strategy._bound is not None:
+            number = strategy._consistency.number
+            paces_now().given(strategy._session.caller, strategy._clock, strategy._bound, number)
 
     def resume(self: Any) -> None:
         real_resume(self)

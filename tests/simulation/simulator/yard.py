@@ -44,6 +44,7 @@ from shardyard.ground.types import (
     DataShardSource,
     Durability,
     Incarnation,
+    JobId,
     Outcome,
     Token,
 )
@@ -58,6 +59,8 @@ from shardyard.runtime.settings import (
     WorkerSettings,
     YardSettings,
 )
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import process as coordinator_process
 from shardyard_coordinator.journal import Journal
 from shardyard_ps_server import process as server_process
@@ -81,6 +84,7 @@ JOB = "simulated"
 PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
 STARTS_MAX = 60
+SWITCH_TRIES = 20
 STOP_CHANCE = 0.1
 """After a batch, where a job is to be told to stop."""
 BACKUP_CHANCE = 0.25
@@ -140,6 +144,10 @@ class Plan:
     backups: int = 0
     """Of a synchronous job: so many ranks are left out of a step. Its bits depend on who was late, so samples are
     counted."""
+    switches: tuple[tuple[int, int | None], ...] = ()
+    """When a person switches the job to which bound on staleness; None: to none."""
+    lag: int = 0
+    """Microseconds that the first worker takes longer for a batch than the others, at most."""
 
     @property
     def counts(self) -> bool:
@@ -165,6 +173,8 @@ class Plan:
             per_shard=1,
             staleness=None,
             stops=False,
+            switches=(),
+            lag=0,
         )
 
 
@@ -184,11 +194,13 @@ FAULTS = (
 def make_plan(seed: int, kind: str = "") -> Plan:
     """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies;
     by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong; "clip", behind
-    "sync": the job clips by norm; "backup": it has backup workers. What it does not say is the seed's."""
+    "sync": the job clips by norm; "backup": it has backup workers; behind "async" or "bounded", "switch": a person
+    switches the job, and "lag": one worker is far slower than the others, and a server is killed. What it does not say
+    is the seed's, but for switches and laggards, of which it says none."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    given = [word for word in words if word not in ("stop", "clip", "backup", *WRONGS)] or [""]
+    given = [word for word in words if word not in ("stop", "clip", "backup", "switch", "lag", *WRONGS)] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
     bounded = mode == "bounded"
@@ -245,8 +257,30 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     wrong = random.Random(f"wrong {seed % SYNC_WORKS if sync else seed}").choice(("", "", "", *WRONGS))
     plan = replace(plan, wrong=next((word for word in words if word in WRONGS), "" if plan.drops else wrong))
     if bounded or (not sync and not kind and rng.random() < 0.25):
-        return replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
+        plan = replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
+    if "lag" in words:
+        plan = _with_laggard(plan)
+    if "switch" in words:
+        switching = random.Random(f"switch {seed}")
+        times = sorted(switching.randrange(plan.calm_at) for _ in range(switching.choice((1, 2, 3, 4))))
+        return replace(plan, switches=tuple((at, switching.choice((None, 0, 1, 3))) for at in times))
     return plan
+
+
+def _with_laggard(plan: Plan) -> Plan:
+    """As it is where a job goes on without its slowest worker if nothing but the server that was killed knew of it."""
+    rng = random.Random(f"lag {plan.seed}")
+    return replace(
+        plan,
+        servers=rng.choice((1, 1, 2)),
+        workers=rng.choice((2, 2, 3)),
+        samples=30,
+        epochs=1,
+        feeds=1,
+        compute=50 * MS,
+        lag=rng.choice((2, 4)) * SECOND,
+        faults=tuple(sorted((*plan.faults, (rng.randrange(plan.calm_at), "kill server")))),
+    )
 
 
 @dataclass
@@ -304,6 +338,7 @@ class Yard:
             self._mains[f"server-{index}"] = functools.partial(self._server, f"server-{index}:7000")
         for index in range(plan.workers):
             self._mains[f"worker-{index}"] = self._worker
+        self._person: Process | None = None
         self.settings = self._settings()
 
     def _settings(self) -> Settings:
@@ -445,6 +480,8 @@ class Yard:
                 gradient[chosen[0]] = float("nan")
             if plan.compute:
                 world.pause(world.rng.randrange(plan.compute))
+            if plan.lag and current().process.host == "worker-0":
+                world.pause(world.rng.randrange(plan.lag))
             batches_there = self._batches_of(source)
             left = batches_there - 1 - name.last
             dropped = self._drops(source)
@@ -518,9 +555,32 @@ class Yard:
     def _drops(self, source: DataShardSource) -> bool:
         return self.plan.drops and source.index % 3 == 1
 
+    # ---- who switches the job
+
+    def _switch(self) -> None:
+        """A person at a machine of their own, who asks again whatever is answered, until it is too late."""
+        network = SimulatedNetwork(self.wires, current().process)
+        for at, bound in self.plan.switches:
+            self.world.pause(max(0, at - self.world.now))
+            mode = wire.CONSISTENCY_MODE_ASYNC if bound is None else wire.CONSISTENCY_MODE_BOUNDED
+            request = wire.SwitchConsistencyRequest(job_name=JOB, mode=mode, staleness=bound)
+            for _ in range(SWITCH_TRIES):
+                peer = network.connect(COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+                try:
+                    peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=1_000)
+                    break
+                except (*EXPECTED, errors.NotFound) as error:
+                    self.world.say(f"no switch to {bound} now: {error.what}")
+                finally:
+                    peer.close()
+                self.world.pause(300 * MS)
+
     # ---- what goes wrong
 
     def schedule(self) -> None:
+        if self.plan.switches:
+            self._person = self.world.process("person-0")
+            self._person.spawn(self._switch, "main")
         for at, kind in self.plan.faults:
             self.world.call(at, functools.partial(self._fault, kind))
         self.world.call(self.plan.calm_at, self._calm)
@@ -602,6 +662,11 @@ class Yard:
             if code == "ServerLost" and self.plan.durability == "wal" and not lost:
                 self.world.violations.append(f"a job with logs ended by a server: {body['failure']['what']}")
             self.jobs_finished += body["state"] == "finished" or unheard or lost
+        elif kind == "consistency_switched":
+            self.paces.switched(JobId(body["job"]), body["number"])
+            self.happened.append("switch")
+        elif kind == "worker_gone_over":
+            self.happened.append("gone over")
         elif kind == "stop_settled":
             self.stops[body["job"]] = body["step"]
             self.happened.append("stop")
@@ -637,7 +702,7 @@ class Yard:
             standing,
             self.happened,
         )
-        for process in self.places.values():
+        for process in [*self.places.values(), *([] if self._person is None else [self._person])]:
             if process.alive:
                 process.kill("the end")
         return outcome
