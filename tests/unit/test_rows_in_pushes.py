@@ -616,7 +616,6 @@ def test_tables_that_cannot_be_are_refused(messages: Any, kind: type[ShardyardEr
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"mode": UpdateMode.SYNC}, "synchronous"),
         ({"durability": Durability.WAL}, "has a log"),
         ({"stale": StaleRule(divides_rate=True)}, "stale gradients"),
     ],
