@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 SAMPLES = 160
 DATA = TensorDataset(torch.arange(SAMPLES))
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 SETTINGS = {
     "yard.servers": 2,
     "job.partitions": 4,
