@@ -3,8 +3,11 @@ known; and the AUC itself.
 
 A batch has 13 numbers, 26 categories as ids, which no two categories share but by a chance of 2**-64, and a label. Of
 synthetic clicks the true probability is known too, so the AUC of whoever knows it is what no model can pass.
+
+python examples/recommender/clicks.py FOLDER --days 4        writes synthetic clicks in Criteo's format
 """
 
+import argparse
 import gzip
 import hashlib
 import itertools
@@ -58,12 +61,34 @@ def read_criteo(paths: Sequence[Path], batch_size: int) -> Iterator[Clicks]:
     """
     lines = (line for path in paths for line in _lines(path))
     while batch := list(itertools.islice(lines, batch_size)):
-        rows = [_parsed(place, line) for place, line in batch]
-        yield Clicks(
-            np.log1p(np.array([numbers for _, numbers, _ in rows], np.float32)),
-            np.array([ids for _, _, ids in rows], np.int64),
-            np.array([label for label, _, _ in rows], np.float32),
-        )
+        yield _read(batch)
+
+
+def parse_criteo(lines: Sequence[str]) -> Clicks:
+    """A batch of lines from anywhere. Raises WrongLine."""
+    return _read([(f"a line that begins with {line[:40]!r}", line) for line in lines])
+
+
+def write_criteo(path: Path, clicks: Clicks) -> None:
+    """A file that `read_criteo` reads. Numbers are written as counts, of 0 nothing, categories as 16 hexadecimal
+    digits."""
+    counts = np.rint(np.expm1(clicks.numbers)).astype(np.int64)
+    with path.open("w") as file:
+        for label, numbers, ids in zip(
+            clicks.labels.tolist(), counts.tolist(), clicks.ids.view(np.uint64).tolist(), strict=True
+        ):
+            fields = [f"{label:.0f}", *(str(number or "") for number in numbers), *(f"{id_:016x}" for id_ in ids)]
+            file.write("\t".join(fields) + "\n")
+
+
+def _read(lines: Sequence[tuple[str, str]]) -> Clicks:
+    """Of lines, each with its place."""
+    rows = [_parsed(place, line) for place, line in lines]
+    return Clicks(
+        np.log1p(np.array([numbers for _, numbers, _ in rows], np.float32)),
+        np.array([ids for _, _, ids in rows], np.int64),
+        np.array([label for label, _, _ in rows], np.float32),
+    )
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -187,3 +212,23 @@ def _ordered_pairs(scores: npt.NDArray[np.floating], ones: Float64s, zeros: Floa
     tied_ones, tied_zeros = np.add.reduceat(ones, starts), np.add.reduceat(zeros, starts)
     below = np.cumsum(tied_zeros) - tied_zeros
     return float((tied_ones * (below + tied_zeros / 2)).sum()), float(ones.sum() * zeros.sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes synthetic clicks, a file a day, in Criteo's format.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--days", type=int, default=4)
+    parser.add_argument("--clicks", type=int, default=100_000, help="a day")
+    parser.add_argument("--world", type=int, default=World.seed, help="the seed of all that is drawn")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for number in range(options.days):
+        day = World(options.world).day(number, options.clicks)
+        assert day.chances is not None
+        path = options.folder / f"day-{number}.tsv"
+        write_criteo(path, day)
+        print(f"{path}: {len(day):,} clicks, the best possible AUC is {best_auc(day.chances):.4f}")
+
+
+if __name__ == "__main__":
+    main()

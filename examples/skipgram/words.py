@@ -1,19 +1,24 @@
 """Words to learn vectors of: the identifiers in the sources of Python's standard library, which every machine has.
 
-A word is known by its hash, a number of 64 bits, so nobody makes a vocabulary beforehand: counts grow as files are
-read. Pairs, negative samples and the thinning out of frequent words are those of Mikolov et al., Distributed
-Representations of Words and Phrases and their Compositionality (NeurIPS 2013), section 2, as word2vec computes them.
+A word is known by its hash, a number of 64 bits, so nobody makes a vocabulary beforehand. What a batch is made of
+depends on its passages and on numpy's seed alone, which job.batches sets: any worker makes the same of them. Pairs,
+negative samples and the thinning out of frequent words are those of Mikolov et al., Distributed Representations of
+Words and Phrases and their Compositionality (NeurIPS 2013), section 2, as word2vec computes them, with the counts of a
+batch.
 """
 
 import hashlib
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Int64s = npt.NDArray[np.int64]
 
@@ -106,17 +111,53 @@ def pairs(ids: Int64s, window: int, random: np.random.Generator) -> tuple[Int64s
     return np.concatenate(centers), np.concatenate(contexts)
 
 
-def batches(
-    paths: list[Path], *, counts: Counts, window: int, negatives: int, batch_size: int, share: float, seed: int
-) -> Iterator[tuple[Int64s, Int64s, Int64s]]:
-    """Of each file in its turn, shuffled: words, shape (n,), a word near each, shape (n,), and words drawn from what
-    was read so far, shape (n, negatives). `counts` grows with every file."""
-    random = np.random.default_rng(seed)
-    for path in paths:
-        ids = counts.add(words_of(path.read_text(encoding="utf-8", errors="replace")))
-        centers, contexts = pairs(thinned(ids, counts, share, random), window, random)
-        order, drawn = random.permutation(centers.size), counts.negatives() if len(counts) else None
-        for begin in range(0, centers.size, batch_size):
-            chosen = order[begin : begin + batch_size]
-            assert drawn is not None
-            yield centers[chosen], contexts[chosen], drawn.draw((chosen.size, negatives), random)
+class Passages:
+    """A data set for `job.batches`: pieces of files of about `nbytes` bytes, each of whole lines, as texts."""
+
+    def __init__(self, paths: Iterable[Path], nbytes: int = 2_048) -> None:
+        self._nbytes = nbytes
+        self._begins = [(path, begin) for path in paths for begin in range(0, path.stat().st_size, nbytes)]
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> str:
+        """The lines that begin within a piece of the file."""
+        path, begin = self._begins[index]
+        with path.open("rb") as file:
+            file.seek(max(0, begin - 1))
+            if begin:
+                file.readline()  # of the piece before
+            text = file.read(max(0, begin + self._nbytes - file.tell()))
+            if text and not text.endswith(b"\n"):
+                text += file.readline()
+        return text.decode(errors="replace")
+
+
+class Batch(NamedTuple):
+    """`words`: shape (n,); `near`: shape (n,), a word near each; `drawn`: shape (n, negatives), words drawn by how
+    often they come. `read`: the number of words in the passages."""
+
+    words: torch.Tensor
+    near: torch.Tensor
+    drawn: torch.Tensor
+    read: int
+
+
+@dataclass(frozen=True)
+class SkipGrams:
+    """Makes batches of passages: a `collate_fn`."""
+
+    window: int = 5
+    negatives: int = 5
+    share: float = 1e-3
+
+    def __call__(self, passages: Sequence[str]) -> Batch:
+        random = np.random.default_rng(np.random.randint(1 << 62, dtype=np.int64))
+        counts = Counts()
+        texts = [counts.add(words_of(passage)) for passage in passages]
+        found = [pairs(thinned(text, counts, self.share, random), self.window, random) for text in texts]
+        words, near = (np.concatenate(each) for each in zip(*found, strict=True))
+        shape = (words.size, self.negatives)
+        drawn = counts.negatives().draw(shape, random) if words.size else np.empty(shape, np.int64)
+        return Batch(torch.from_numpy(words), torch.from_numpy(near), torch.from_numpy(drawn), counts.total)

@@ -418,6 +418,23 @@ def test_model_of_another_job_is_refused() -> None:
             next(run.snapshots(network(), every_s=0))
 
 
+def test_model_with_a_table_without_rows_is_refused() -> None:
+    """It would be judged by rows that nobody has trained."""
+    with yard() as there:
+        Counting(there.connect(), variables=1).push()
+        model = torch.nn.Module()
+        model.words, model.v0 = sy.Embedding(2), torch.nn.Parameter(torch.zeros(16))
+        run = there.follow()
+        with pytest.raises(errors.UnsupportedModel, match=r"table 'words' has no rows"):
+            next(run.snapshots(model, every_s=0))
+        assert model.v0.tolist() == [0.0] * 16
+        model.words.table.put(torch.tensor([5]), torch.ones(1, 2))
+        run.close()
+        next(there.follow().snapshots(model, every_s=0))
+        assert model.v0.tolist() == [1.0] * 16
+        assert model.words(torch.tensor([5])).tolist() == [[1.0, 1.0]]
+
+
 def test_readers_that_are_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READERS_MAX", 1)
     with yard() as there:

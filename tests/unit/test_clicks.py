@@ -171,6 +171,26 @@ def test_ids_of_categories_stay_as_they_are() -> None:
     assert [clicks.hashed(0, "68fd1e64"), clicks.hashed(25, "")] == [-2294098665169095407, -502891879513060000]
 
 
+def test_lines_from_elsewhere_become_a_batch() -> None:
+    lines = [line().rstrip("\n"), line("0").rstrip("\n")]
+    found = clicks.parse_criteo(lines)
+    assert found.labels.tolist() == [1, 0]
+    np.testing.assert_array_equal(found.ids[0], found.ids[1])
+    with pytest.raises(clicks.WrongLine, match=r"a line that begins with '1\\t2' has 2 columns; expected 40"):
+        clicks.parse_criteo([*lines, "1\t2"])
+
+
+def test_clicks_that_are_written_are_read_again(tmp_path: Path) -> None:
+    day = World(seed=9, items=50).day(3, 400)
+    clicks.write_criteo(tmp_path / "day.tsv", day)
+    (found,) = clicks.read_criteo([tmp_path / "day.tsv"], batch_size=1_000)
+    np.testing.assert_array_equal(found.labels, day.labels)
+    np.testing.assert_allclose(found.numbers, day.numbers, rtol=1e-6)
+    renamed = dict(zip(day.ids.ravel().tolist(), found.ids.ravel().tolist(), strict=True))
+    assert len(set(renamed.values())) == len(renamed) == len(set(day.ids.ravel().tolist()))
+    np.testing.assert_array_equal(np.vectorize(renamed.__getitem__)(day.ids), found.ids)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

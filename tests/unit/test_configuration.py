@@ -474,7 +474,7 @@ def test_documentation_names_every_variable() -> None:
 
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
-EXAMPLES += ["mixed-precision"]
+EXAMPLES += ["mixed-precision", "recommender"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -489,6 +489,7 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     assert loaded["sync"].job.logical_rank_count == 2
     assert loaded["async"].job.consistency.mode is ConsistencyMode.ASYNC
     assert (loaded["bounded"].job.consistency.bound, loaded["async"].job.consistency.bound) == (3, None)
+    assert (loaded["recommender"].job.consistency.bound, loaded["recommender"].job.checkpoint.every_s) == (4, 60)
     assert loaded["async-stale"].job.consistency.stale == StaleRule(compensation=2.0, decay=0.95)
     assert loaded["async"].job.consistency.stale is None
     assert (loaded["local"].yard.servers, loaded["local"].yard.workers) == (2, 2)

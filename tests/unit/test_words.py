@@ -1,13 +1,15 @@
-"""The words of the skip-gram example: what a word is, pairs, negative samples, and counts that grow."""
+"""The words of the skip-gram example: what a word is, passages, pairs, negative samples."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,41 +78,58 @@ def test_frequent_words_are_thinned_out() -> None:
     assert (left == words.hashed("seldom")).sum() == 100
 
 
-def test_batches_go_through_all_files_and_know_what_was_read_so_far(tmp_path: Path) -> None:
-    texts = ["alpha beta gamma delta", "", "alpha epsilon zeta eta"]
-    paths = [tmp_path / f"{number}.py" for number in range(3)]
-    for path, text in zip(paths, texts, strict=True):
-        path.write_text(text)
-    counts = words.Counts()
-    settings_ = {"window": 2, "negatives": 4, "batch_size": 3, "share": 1.0, "seed": 1}
-    seen, known = set(), []
-    for centers, contexts, negatives in words.batches(paths, counts=counts, **settings_):
-        assert centers.shape == contexts.shape
-        assert negatives.shape == (centers.size, 4)
-        assert 1 <= centers.size <= 3
-        assert set(negatives.ravel().tolist()) <= set(counts.words)
-        seen |= set(centers.tolist())
-        known.append(len(counts))
-    assert seen == set(counts.words)
-    assert sorted(set(known)) == [4, 7]
-    again = words.batches(paths, counts=words.Counts(), **settings_)
-    once_more = words.batches(paths, counts=words.Counts(), **settings_)
-    for one, other in zip(again, once_more, strict=True):
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_array_equal(a, b)
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.text("ab \n", max_size=12), max_size=8), max_size=3), st.integers(1, 9))
+def test_passages_have_each_line_of_each_file_once(texts: list[list[str]], nbytes: int) -> None:
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{number}.py" for number in range(len(texts))]
+        for path, lines in zip(paths, texts, strict=True):
+            path.write_text("\n".join(lines))
+        passages = words.Passages(paths, nbytes)
+        assert len(passages) == sum(-(-path.stat().st_size // nbytes) for path in paths)
+        assert "".join(passages) == "".join(path.read_text() for path in paths)
 
 
-def test_pairs_do_not_reach_from_one_file_into_the_next(tmp_path: Path) -> None:
-    paths = [tmp_path / "a.py", tmp_path / "b.py"]
-    paths[0].write_text("aa bb")
-    paths[1].write_text("cc dd")
-    found = set()
-    for centers, contexts, _ in words.batches(
-        paths, counts=words.Counts(), window=5, negatives=1, batch_size=100, share=1.0, seed=0
-    ):
-        found |= set(zip(centers.tolist(), contexts.tolist(), strict=True))
+def test_text_that_is_not_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"caf\xe9 = self\n")
+    (passage,) = words.Passages([tmp_path / "a.py"])
+    assert words.words_of(passage) == ["caf", "self"]
+
+
+def made(passages: list[str], seed: int = 0, **given: float) -> words.Batch:
+    np.random.seed(seed)
+    return words.SkipGrams(**({"share": 1.0} | given))(passages)
+
+
+def found_pairs(batch: words.Batch) -> set[tuple[int, int]]:
+    return set(zip(batch.words.tolist(), batch.near.tolist(), strict=True))
+
+
+def test_batch_has_the_pairs_of_its_passages_and_words_drawn_from_all_of_them() -> None:
+    passages = ["aa bb cc", "", "bb dd"]
     a, b, c, d = (words.hashed(word) for word in ("aa", "bb", "cc", "dd"))
-    assert found == {(a, b), (b, a), (c, d), (d, c)}
+    batch = made(passages, window=1, negatives=4)
+    assert found_pairs(batch) == {(a, b), (b, a), (b, c), (c, b), (b, d), (d, b)}
+    assert batch.drawn.shape == (6, 4)
+    assert batch.read == 5
+    drawn = {id_ for seed in range(20) for id_ in made(passages, seed).drawn.ravel().tolist()}
+    assert drawn == {a, b, c, d}
+
+
+def test_batch_depends_on_passages_and_seed_alone() -> None:
+    passages = ["aa bb cc dd ee ff " * 20, "aa gg " * 30]
+    one, same, other = (made(passages, seed, share=1e-2) for seed in (5, 5, 6))
+    for mine, theirs in zip(one, same, strict=True):
+        assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
+    assert one.drawn.shape != other.drawn.shape or not torch.equal(one.drawn, other.drawn)
+    assert len(one.words) < len(made(passages, 5).words), "frequent words are thinned out"
+
+
+@pytest.mark.parametrize("passages", [[""], ["", "one"], ["1 + 2"]])
+def test_passages_without_pairs_are_a_batch_of_nothing(passages: list[str]) -> None:
+    batch = made(passages, negatives=3)
+    assert (batch.words.shape, batch.near.shape, batch.drawn.shape) == ((0,), (0,), (0, 3))
+    assert batch.words.dtype == batch.near.dtype == batch.drawn.dtype == torch.int64
 
 
 @pytest.mark.parametrize("size", [0, 1])

@@ -35,6 +35,7 @@ from shardyard_worker.event_files import EventFiles
 from shardyard_worker.follower import Follower
 from shardyard_worker.job import as_written, checked_metric, pick_device
 from shardyard_worker.snapshots import AGAIN, Snapshots, Values, View
+from shardyard_worker.table import tables_of
 
 log = logging.getLogger("shardyard.evaluator")
 
@@ -127,8 +128,8 @@ class Run:
         values, in place; what the job does not have is left alone.
 
         A job that has not begun yet, partitions that move and a coordinator that is away are waited for. Raises
-        ShapeMismatch, DTypeMismatch and UnknownVariable where the model is another one than the job's, what the job has
-        failed with, CoordinatorLost.
+        ShapeMismatch, DTypeMismatch and UnknownVariable where the model is another one than the job's, UnsupportedModel
+        where it has tables without rows, what the job has failed with, CoordinatorLost.
         """
         wait_s = self._settings.evaluator.every_s if every_s is None else every_s
         if not 0 <= wait_s < math.inf:
@@ -306,7 +307,15 @@ class Run:
 
 def load_into(model: torch.nn.Module, snapshot: Snapshot) -> None:
     """Gives parameters and buffers of a model the values of their names, in place, having checked all of them. Raises
-    UnknownVariable, ShapeMismatch, DTypeMismatch."""
+    UnknownVariable, ShapeMismatch, DTypeMismatch, UnsupportedModel."""
+    for name, table in tables_of(model).items():
+        if not len(table):
+            raise errors.UnsupportedModel(
+                f"a model to be followed whose embedding table {name!r} has no rows",
+                why="snapshots have variables and no rows, so it would be judged by rows that nobody has trained",
+                todo="evaluate in the training script (if job.chief), or put rows into the table first, such as"
+                " `shardyard checkpoint export --table` writes them (table.load)",
+            )
     there: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         there[as_written(name)] = tensor
