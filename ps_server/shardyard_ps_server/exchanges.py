@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotShareable
-from shardyard.ground.limits import FRAME_BYTES
+from shardyard.ground.limits import FRAME_BYTES, ROWS_ALONG_BYTES_MAX
 from shardyard.ground.types import (
     PartitionId,
     Place,
@@ -30,6 +30,7 @@ from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
+from shardyard_ps_server.partition_tables import AskedRows
 from shardyard_ps_server.runs import Run, runs_in_order
 from shardyard_ps_server.store import NO_BYTES, Held, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -96,11 +97,11 @@ class Exchanges:
         said = NOTHING_SAID if order.attach is None else self._attach(order.attach, hosted)
         if order.verdict is not None:
             self._store.take_verdict(hosted, order, order.verdict)
+        payload, rows, ids = self._payload(order, first, rest)
+        asked = self._store.read_wanted(hosted, order.wanted, ids)
         if order.kind is not PushKind.NOTHING:
-            results = self._store.push(hosted, order, *self._payload(order, first, rest))
+            results = self._store.push(hosted, order, payload, rows)
             said = PullResult(push=results, attached=said.attached, not_attached=said.not_attached)
-        elif len(first.data):
-            raise MalformedPayload(f"{len(first.data)} bytes of payload in an exchange without a push")
         if order.pace is not None:
             said = replace(said, clock=self._store.hear_pace(hosted, order.caller.incarnation, order.pace))
         self._hosted = hosted
@@ -112,20 +113,21 @@ class Exchanges:
         if order.pull is None:
             yield Frame(convert.pulled_to_header(self._with_regions(said, hosted)), 0, b"")
         elif order.pull.shared:
-            yield self._lend(said, hosted, order)
+            yield from self._lend(said, hosted, order, asked)
         else:
             result, held = self._store.hold(hosted, order.pull, order.pace)
             try:
                 self._store.keep(hosted, order.caller.incarnation, result, held)
                 found = replace(said, parts=result.parts, missing=result.missing, gathered=result.gathered)
+                more = NO_BYTES if result.missing else self._rows(order, hosted, asked)
                 if order.pull.coding and not result.missing:
                     codes = self._coder(order.pull.coding, hosted).codes(held)
                     found = replace(found, code_bytes=tuple(map(len, codes)))
                     self._store.note_sent(sum(found.code_bytes))
-                    yield from frames.cut(convert.pulled_to_header(found), [b"".join(codes)])
+                    yield from frames.cut(convert.pulled_to_header(found), [b"".join(codes), more.data])
                 else:
                     self._store.note_sent(held.nbytes)
-                    yield from answer(found, held, runs)
+                    yield from answer(found, held, runs, more)
             finally:
                 held.release()
 
@@ -139,6 +141,12 @@ class Exchanges:
             hosted = self._store.admit(order.caller, order.server, order.generation)
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
+        if order.wanted:
+            if hosted.mode is UpdateMode.SYNC:
+                raise InvalidRequest(
+                    f"rows beside the values of job {hosted.job}, which is synchronous", todo="ask for them with LookUp"
+                )
+            self._store.admit_wanted(hosted, order.wanted, ROWS_ALONG_BYTES_MAX)
         return hosted
 
     def _coder(self, coding: str, hosted: HostedJob) -> Coder:
@@ -156,18 +164,27 @@ class Exchanges:
 
     # ---- payloads
 
-    def _payload(self, order: PushOrder, first: Frame, rest: Iterator[Frame]) -> tuple[Bytes, Bytes]:
-        """The whole payload, and the bytes of rows that follow it, to be read until the next exchange."""
-        nbytes, rows_bytes = order.payload_bytes, order.rows_bytes
-        if order.shared_at is not None:
-            if len(first.data) and not rows_bytes:
-                raise MalformedPayload(f"{len(first.data)} bytes of payload beside a place in shared memory")
-            shared = self._shared(order.shared_at, nbytes)
-            return shared, self._assembled(rows_bytes, first, rest) if rows_bytes else NO_BYTES
-        if order.rest is not None:
-            return self._complete_ahead(order, first, rest), NO_BYTES
-        whole = self._assembled(nbytes + rows_bytes, first, rest)
-        return whole[:nbytes], whole[nbytes:]
+    def _payload(self, order: PushOrder, first: Frame, rest: Iterator[Frame]) -> tuple[Bytes, Bytes, Bytes]:
+        """The whole payload, and the bytes of rows and of ids that follow it, to be read until the next exchange."""
+        pushes = order.kind is not PushKind.NOTHING
+        more = (order.rows_bytes if pushes else 0) + order.wanted_bytes
+        if order.rest is not None and pushes:
+            return self._complete_ahead(order, first, rest), NO_BYTES, NO_BYTES
+        nbytes = order.payload_bytes if pushes and order.shared_at is None else 0
+        is_shared = pushes and order.shared_at is not None
+        if not more and (is_shared or not pushes):
+            if len(first.data):
+                where = "beside a place in shared memory" if pushes else "in an exchange without a push"
+                raise MalformedPayload(f"{len(first.data)} bytes of payload {where}")
+            whole = NO_BYTES
+        else:
+            whole = self._assembled(nbytes + more, first, rest)
+        payload = whole[:nbytes]
+        if is_shared:
+            assert order.shared_at is not None
+            payload = self._shared(order.shared_at, order.payload_bytes)
+        ids_at = nbytes + more - order.wanted_bytes
+        return payload, whole[nbytes:ids_at], whole[ids_at:]
 
     def _assembled(self, nbytes: int, first: Frame, rest: Iterator[Frame]) -> Bytes:
         """So many bytes of data, all that come with this exchange."""
@@ -238,7 +255,17 @@ class Exchanges:
         self._regions_known += len(fresh)
         return replace(said, regions=fresh) if fresh else said
 
-    def _lend(self, said: PullResult, hosted: HostedJob, order: PushOrder) -> Frame:
+    def _rows(self, order: PushOrder, hosted: HostedJob, asked: Sequence[AskedRows]) -> Bytes:
+        """Those that ride along, as they are now: values wait no more. Raises StaleGeneration."""
+        if not asked:
+            return NO_BYTES
+        found = self._store.find_rows(hosted, asked)
+        hosted.check_generation(order.generation)  # else partitions may have gone back, or moved, meanwhile
+        return found
+
+    def _lend(
+        self, said: PullResult, hosted: HostedJob, order: PushOrder, asked: Sequence[AskedRows]
+    ) -> Iterator[Frame]:
         """An answer that says where the values lie."""
         assert order.pull is not None
         if self._memory is None:
@@ -253,7 +280,13 @@ class Exchanges:
                 held.release()
                 raise NotShareable(f"version of partition {partition.id} in private memory")
             places.append(place or Place(0, 0))
+        rows = NO_BYTES
         if held.buffers:  # while something is missing, the worker reads on what it has
+            try:
+                rows = self._rows(order, hosted, asked)
+            except BaseException:
+                held.release()
+                raise
             self._store.keep(hosted, order.caller.incarnation, result, held)
             self._store.lend(hosted, order.caller.incarnation, held)
             self._lends = True
@@ -267,14 +300,16 @@ class Exchanges:
             clock=said.clock,
             gathered=result.gathered,
         )
-        return Frame(convert.pulled_to_header(self._with_regions(found, hosted)), 0, b"")
+        yield from frames.cut(convert.pulled_to_header(self._with_regions(found, hosted)), [rows.data])
 
 
-def answer(result: PullResult, held: Held, runs: Sequence[Run] | None = None) -> Iterator[Frame]:
+def answer(
+    result: PullResult, held: Held, runs: Sequence[Run] | None = None, rows: Bytes = NO_BYTES
+) -> Iterator[Frame]:
     """A pull's answer over a stream. What fits into one frame is not worth an order."""
     header = convert.pulled_to_header(result)
     if not runs or not held.buffers or held.nbytes <= FRAME_BYTES:
-        return frames.cut(header, [buffer.data for _, buffer in held.buffers])
+        return frames.cut(header, [*(buffer.data for _, buffer in held.buffers), rows.data])
     return frames.cut_places(
         header, [(run.offset, held.buffers[run.part][1][run.begin : run.end].data) for run in runs]
     )
@@ -291,6 +326,7 @@ def takes_a_moment(order: PushOrder, hosted: HostedJob) -> bool:
         and order.rest is None
         and order.pace is None
         and not order.rows
+        and not order.wanted
         and (pull is None or not (pull.number or pull.coding))
     )
 

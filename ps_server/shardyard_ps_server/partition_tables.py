@@ -52,6 +52,14 @@ class Rows(NamedTuple):
     counts: npt.NDArray[np.int64] | None = None
 
 
+class AskedRows(NamedTuple):
+    """Rows of one table that are asked of one partition; the ids were checked."""
+
+    table: int
+    partition: PartitionId
+    ids: Ids
+
+
 class PartitionTables:
     """Raises TableError where the address space for rows is refused."""
 

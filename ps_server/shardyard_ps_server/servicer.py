@@ -307,6 +307,8 @@ class Servicer:
         hosted = self._store.admit_push(order)
         if order.rows and order.shared_at is not None:
             raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
+        if order.wanted:
+            raise InvalidRequest("rows wanted outside of an exchange", todo="use LookUp, or PushPull")
         payload = aligned_empty(order.payload_bytes + order.rows_bytes)
         assembler = Assembler(payload.data)
         assembler.add(first)

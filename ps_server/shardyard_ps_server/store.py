@@ -71,6 +71,7 @@ from shardyard.ground.types import (
     Token,
     UpdateMode,
     Version,
+    WantedRows,
     Watermark,
     WorkerSource,
 )
@@ -81,6 +82,7 @@ from shardyard_ps_server.crew import Crew
 from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import (
+    AskedRows,
     Floats,
     Rows,
     check_pushed,
@@ -939,32 +941,58 @@ class Store:
         hosted = self.admit(asked.caller, asked.server, asked.generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
-        tables = hosted.layout.tables
-        nbytes = check_wanted(tables, asked.wanted)
-        if nbytes > limits.ROWS_ANSWERED_BYTES_MAX:
+        self.admit_wanted(hosted, asked.wanted)
+        until = time.monotonic() + asked.wait_ms / 1000
+        found = self.find_rows(hosted, self.read_wanted(hosted, asked.wanted, codes), asked.number, until)
+        hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
+        return found
+
+    def admit_wanted(
+        self, hosted: HostedJob, wanted: Sequence[WantedRows], bytes_max: int = limits.ROWS_ANSWERED_BYTES_MAX
+    ) -> None:
+        """What can be said of rows that are asked for before their ids come. Raises InvalidRequest, MalformedPayload,
+        TooLarge."""
+        nbytes = check_wanted(hosted.layout.tables, wanted)
+        if nbytes > bytes_max:
             raise TooLarge(
-                f"a look-up of {nbytes} bytes of rows; at most {limits.ROWS_ANSWERED_BYTES_MAX} are given at a time",
+                f"a look-up of {nbytes} bytes of rows; at most {bytes_max} are given at a time",
                 todo="ask for fewer at a time",
             )
-        announced = sum([sum(each.id_bytes) for each in asked.wanted])
+        for each in wanted:
+            for number in each.partitions:
+                hosted.find(number)
+
+    def read_wanted(self, hosted: HostedJob, wanted: Sequence[WantedRows], codes: Bytes) -> list[AskedRows]:
+        """What an admitted look-up asks for. Raises MalformedPayload, InvalidRequest."""
+        announced = sum([sum(each.id_bytes) for each in wanted])
         if announced != len(codes):
             raise MalformedPayload(f"{len(codes)} bytes of ids; announced {announced}")
-        found, out = aligned_empty(nbytes), 0
-        at = 0
-        until = time.monotonic() + asked.wait_ms / 1000
-        by_partition: dict[PartitionId, list[Asked]] = {}
-        for each in asked.wanted:
-            dim, name = tables[each.table].dim, tables[each.table].name
+        found, at = [], 0
+        for each in wanted:
+            name = hosted.layout.tables[each.table].name
             for number, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
-                ids = read_ids(hosted.layout, name, number, n, codes[at : at + length])
+                found.append(
+                    AskedRows(each.table, number, read_ids(hosted.layout, name, number, n, codes[at : at + length]))
+                )
                 at += length
-                rows = found[out : out + 4 * dim * n].view(np.float32).reshape(n, dim)
-                by_partition.setdefault(number, []).append(Asked(each.table, ids, rows))
-                out += rows.nbytes
-        for number, of_partition in by_partition.items():
-            hosted.find(number).look_up(of_partition, asked.number, until)
-        hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
-        self.note_sent(nbytes)
+        return found
+
+    def find_rows(
+        self, hosted: HostedJob, asked: Sequence[AskedRows], number: int | None = None, until: float = 0.0
+    ) -> Bytes:
+        """The rows, one after the other, float32; of each partition as of one version where the job is synchronous.
+        `number`: that version, for which is waited until `until` (time.monotonic); None: the newest. Changes nothing.
+        Raises what Partition.look_up raises."""
+        dims = [hosted.layout.tables[each.table].dim for each in asked]
+        found, at = aligned_empty(4 * sum([dim * each.ids.size for dim, each in zip(dims, asked, strict=True)])), 0
+        by_partition: dict[PartitionId, list[Asked]] = {}
+        for dim, (table, partition, ids) in zip(dims, asked, strict=True):
+            rows = found[at : at + 4 * dim * ids.size].view(np.float32).reshape(ids.size, dim)
+            by_partition.setdefault(partition, []).append(Asked(table, ids, rows))
+            at += rows.nbytes
+        for partition, of_partition in by_partition.items():
+            hosted.find(partition).look_up(of_partition, number, until)
+        self.note_sent(at)
         return found
 
     def read_rows(

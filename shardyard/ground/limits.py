@@ -72,6 +72,8 @@ ROW_BYTES_MAX: Final = 4 * GIB
 """Of the rows of one push to one server, with their ids."""
 ROWS_ANSWERED_BYTES_MAX: Final = FRAME_BYTES_MAX
 """Of the answer to one look-up."""
+ROWS_ALONG_BYTES_MAX: Final = 256 * MIB
+"""Of the rows that one exchange brings with the values."""
 TABLE_ADDRESS_BYTES: Final = 1 << 45
 """Of address space for the rows of all tables of a job at one server."""
 TABLE_SEED_MAX: Final = (1 << 63) - 1

@@ -583,6 +583,8 @@ class PushOrder:
     rows: tuple[PushedRows, ...] = ()
     table_groups: tuple[tuple[float, ...], ...] = ()
     """The settings of each table's optimizer, where there are rows."""
+    wanted: tuple[WantedRows, ...] = ()
+    """Rows that the answer shall have after what is pulled; the codes of their ids follow the rows of the push."""
 
     @property
     def payload_bytes(self) -> int:
@@ -593,6 +595,11 @@ class PushOrder:
     def rows_bytes(self) -> int:
         """Of what follows them."""
         return sum([each.payload_bytes for each in self.rows])
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Of the ids that follow those."""
+        return sum([sum(each.id_bytes) for each in self.wanted])
 
     def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
         """The same of other work."""
@@ -616,6 +623,7 @@ class PushOrder:
             self.overflow,
             self.rows,
             self.table_groups,
+            self.wanted,
         )
 
 

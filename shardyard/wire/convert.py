@@ -421,6 +421,8 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
     if order.rows:
         header.rows.extend(tables.pushed_to_wire(order.rows))
         header.table_groups.extend(groups_to_wire(order.table_groups))
+    if order.wanted:
+        header.wanted.extend(tables.wanted_to_wire(order.wanted))
     return header
 
 
@@ -495,9 +497,12 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
         overflow=message.overflow,
         rows=tables.pushed_from_wire(message.rows) if message.rows else (),
         table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
+        wanted=tables.wanted_from_wire(message.wanted) if message.wanted else (),
     )
     if order.rows:
         _check_rows(order)
+    if order.wanted:
+        _check_wanted(order)
     if order.overflow and kind is not PushKind.GRADIENT:
         raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
     if message.HasField("bases"):
@@ -527,6 +532,22 @@ def _check_rows(order: PushOrder) -> None:
             )
     if order.rows_bytes > limits.ROW_BYTES_MAX:
         raise TooLarge(f"rows of {order.rows_bytes} bytes in a push; at most {limits.ROW_BYTES_MAX} are taken")
+
+
+def _check_wanted(order: PushOrder) -> None:
+    if order.pull is None or order.pull.order or order.rest is not None:
+        raise InvalidRequest(
+            "rows wanted in an exchange that pulls nothing, or in an order, or whose data came ahead of its header",
+            why="they follow the values of a pull, and their ids what is pushed",
+            todo="ask for them with LookUp",
+        )
+    pulled = set(order.pull.partitions)
+    for each in order.wanted:
+        strange = [partition for partition in each.partitions if partition not in pulled]
+        if strange:
+            raise MalformedPayload(
+                f"rows wanted of table {each.table} in partition {strange[0]}, which is not among those pulled"
+            )
 
 
 def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:

@@ -174,16 +174,21 @@ class Scatter:
 class Assembler:
     """Puts the payload of a stream of frames together, into memory that the caller gave, checking every length.
 
-    Invariant: never writes beyond `into`; `complete` only when every byte has come, in order.
+    Invariant: never writes beyond `into`, pieces of memory one after the other; `complete` only when every byte has
+    come, in order.
     """
 
-    def __init__(self, into: memoryview) -> None:
-        self._into = into
+    def __init__(self, *into: memoryview) -> None:
+        self._pieces = [piece for piece in into if len(piece)]
+        self._total = sum([len(piece) for piece in into])
         self._filled = 0
+        self._piece = 0
+        self._begin = 0
+        """Where in the payload that piece begins."""
 
     @property
     def complete(self) -> bool:
-        return self._filled == len(self._into)
+        return self._filled == self._total
 
     def add(self, frame: Frame) -> None:
         """Raises MalformedPayload for a frame out of order or beyond the announced length."""
@@ -192,17 +197,23 @@ class Assembler:
             return
         if frame.offset != self._filled:
             raise MalformedPayload(f"a frame at offset {frame.offset}; expected {self._filled}, the bytes sent so far")
-        if length > len(self._into) - self._filled:
+        if length > self._total - self._filled:
             raise MalformedPayload(
-                f"a frame of {length} bytes at offset {frame.offset}; the header announced {len(self._into)} in all"
+                f"a frame of {length} bytes at offset {frame.offset}; the header announced {self._total} in all"
             )
-        self._into[self._filled : self._filled + length] = frame.data
-        self._filled += length
+        taken = 0
+        while taken < length:
+            piece, at = self._pieces[self._piece], self._filled - self._begin
+            fits = min(length - taken, len(piece) - at)
+            piece[at : at + fits] = frame.data[taken : taken + fits]
+            taken, self._filled = taken + fits, self._filled + fits
+            if at + fits == len(piece):
+                self._piece, self._begin = self._piece + 1, self._filled
 
     def finish(self) -> None:
         """Raises MalformedPayload unless the whole payload has come."""
         if not self.complete:
-            raise MalformedPayload(f"the stream ended after {self._filled} of {len(self._into)} bytes of payload")
+            raise MalformedPayload(f"the stream ended after {self._filled} of {self._total} bytes of payload")
 
 
 def _varint(value: int) -> bytes:

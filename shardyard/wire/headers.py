@@ -133,6 +133,7 @@ def _alike(order: PushOrder, before: PushOrder) -> bool:
         and order.overflow == before.overflow
         and order.rows == before.rows
         and order.table_groups == before.table_groups
+        and order.wanted == before.wanted
         and order.attach is None
         and before.attach is None
         and not order.detach

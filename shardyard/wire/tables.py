@@ -174,15 +174,28 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
     return tuple(found)
 
 
+def wanted_to_wire(wanted: Iterable[WantedRows]) -> list[server.WantedRows]:
+    return [
+        server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
+        for each in wanted
+    ]
+
+
+def wanted_from_wire(messages: Sequence[server.WantedRows]) -> tuple[WantedRows, ...]:
+    """Raises MalformedPayload, TooLarge."""
+    wanted = tuple(
+        _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.LOOK_UP_IDS_MAX) for each in messages
+    )
+    _check_tables_once([each.table for each in wanted])
+    return wanted
+
+
 def look_up_to_header(asked: LookUp) -> bytes:
     return server.LookUpHeader(
         caller=common.Caller(job=asked.caller.job, incarnation=asked.caller.incarnation, term=asked.caller.term),
         server=asked.server,
         generation=asked.generation,
-        wanted=[
-            server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
-            for each in asked.wanted
-        ],
+        wanted=wanted_to_wire(asked.wanted),
         number=asked.number,
         wait_ms=asked.wait_ms,
     ).SerializeToString()
@@ -194,11 +207,7 @@ def look_up_from_header(header: bytes) -> LookUp:
         message = server.LookUpHeader.FromString(header)
     except DecodeError as error:
         raise MalformedPayload(f"the header of a look-up: {error}") from error
-    wanted = tuple(
-        _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.LOOK_UP_IDS_MAX)
-        for each in message.wanted
-    )
-    _check_tables_once([each.table for each in wanted])
+    wanted = wanted_from_wire(message.wanted)
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a look-up that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
     caller = message.caller

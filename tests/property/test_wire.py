@@ -60,6 +60,7 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
     Version,
+    WantedRows,
     Watermark,
     WorkerSource,
     aligned_bytes,
@@ -154,6 +155,14 @@ verdicts = st.builds(
 
 
 @st.composite
+def wanted_rows(draw: st.DrawFn, table: int, pulled: tuple[PartitionId, ...]) -> WantedRows:
+    chosen = draw(st.lists(st.sampled_from(pulled), min_size=1, unique=True))
+    rows = st.lists(st.integers(1, limits.LOOK_UP_IDS_MAX), min_size=len(chosen), max_size=len(chosen))
+    codes = st.lists(u64, min_size=len(chosen), max_size=len(chosen))
+    return WantedRows(table, tuple(chosen), tuple(draw(rows)), tuple(draw(codes)))
+
+
+@st.composite
 def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
     """`by`: who speaks, as in that order; its parts and partitions come again, or others that are not none."""
     caller, server, generation = draw(callers), Incarnation(draw(u64)), Generation(draw(u64))
@@ -172,6 +181,10 @@ def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
     if kind is PushKind.EMPTY:
         parts = tuple(PushPart(part.partition, 0, part.absent_blocks) for part in parts)
     has_bases = kind is PushKind.GRADIENT and draw(st.booleans())
+    wanted: tuple[WantedRows, ...] = ()
+    if wished is not None and wished.partitions and not wished.order:
+        numbers = draw(st.lists(st.integers(0, limits.TABLES_MAX - 1), max_size=2, unique=True))
+        wanted = tuple(draw(wanted_rows(number, wished.partitions)) for number in numbers)
     return PushOrder(
         caller=caller,
         server=server,
@@ -190,6 +203,7 @@ def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
         else (),
         verdict=draw(st.none() | verdicts),
         overflow=kind is PushKind.GRADIENT and draw(st.booleans()),
+        wanted=wanted,
     )
 
 
@@ -372,10 +386,18 @@ def test_any_pieces_cut_anyhow_come_together_again(pieces: list[bytes], frame_by
 
 
 @bounded
-@given(st.binary(max_size=60), st.lists(st.tuples(st.integers(0, 70), st.binary(max_size=30)), max_size=8))
-def test_lying_stream_never_writes_beyond_its_room(whole: bytes, sent: list[tuple[int, bytes]]) -> None:
+@given(
+    st.binary(max_size=60),
+    st.lists(st.tuples(st.integers(0, 70), st.binary(max_size=30)), max_size=8),
+    st.lists(st.integers(0, 60), max_size=4),
+)
+def test_lying_stream_never_writes_beyond_its_room(
+    whole: bytes, sent: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    """Whose memory is in one piece, or in several."""
     memory = bytearray(b"\xee" * (len(whole) + 16))
-    assembler = Assembler(memoryview(memory)[8 : 8 + len(whole)])
+    ends = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    assembler = Assembler(*[memoryview(memory)[8 + begin : 8 + end] for begin, end in itertools.pairwise(ends)])
     taken = b""
     for offset, data in sent:
         good = offset == len(taken) and len(taken) + len(data) <= len(whole)

@@ -15,7 +15,8 @@ import torch
 import shardyard as sy
 from shardyard.ground.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge, VariableConflict
 from shardyard_worker import embedding as module
-from shardyard_worker.table import Wanted
+from shardyard_worker.distinct import Distinct, distinct
+from shardyard_worker.table import Table, Wanted
 
 DIM = 4
 IDS = torch.tensor([5, -7, 5, (1 << 63) - 1])
@@ -176,7 +177,8 @@ def counted(model: torch.nn.Module) -> list[list[Wanted]]:
     calls = []
 
     class Source:
-        partitions = 3
+        def once(self, table: Table, ids: np.ndarray) -> Distinct:
+            return distinct(ids, 3)
 
         def fetch(self, wanted: list[Wanted]) -> list[np.ndarray]:
             calls.append(list(wanted))

@@ -140,7 +140,7 @@ class BoundedStrategy(AsyncStrategy):
     def _arrive(self, answer: Answer) -> None:
         if not answer.missing:
             self._known_to = self._training.router
-            self._training.load()
+            self._training.load(answer.ahead)
             return
         self._take(answer)
 
@@ -174,7 +174,7 @@ class BoundedStrategy(AsyncStrategy):
                     break
                 self._session.check()
         self._known_to = self._training.router
-        self._training.load()
+        self._training.load(answer.ahead)
         self._step = max(self._step, answer.version_max)
         return answer
 

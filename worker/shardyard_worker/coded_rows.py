@@ -107,17 +107,25 @@ class Question:
     codes: tuple[memoryview, ...]
     answers: tuple[tuple[int, int, int], ...]
 
+    def places(self, into: Sequence[Float32s]) -> list[memoryview]:
+        """The memory of the rows that are asked for, in the order in which they come, runs that touch as one."""
+        spans: list[tuple[int, int, int]] = []
+        for look_up, begin, end in self.answers:
+            if spans and spans[-1][0] == look_up and spans[-1][2] == begin:
+                begin = spans.pop()[1]
+            spans.append((look_up, begin, end))
+        return [into[look_up][begin:end].reshape(-1).view("u1").data for look_up, begin, end in spans]
+
     def put(self, data: memoryview, into: Sequence[Float32s]) -> None:
         """Puts the rows of an answer, of the length that was asked for, into their places."""
         at = 0
-        for look_up, begin, end in self.answers:
-            rows = into[look_up][begin:end]
-            rows.reshape(-1).view("u1").data[:] = data[at : at + rows.nbytes]
-            at += rows.nbytes
+        for place in self.places(into):
+            place[:] = data[at : at + len(place)]
+            at += len(place)
 
     def nbytes(self, into: Sequence[Float32s]) -> int:
         """Of the answer."""
-        return sum([into[look_up][begin:end].nbytes for look_up, begin, end in self.answers])
+        return sum([len(place) for place in self.places(into)])
 
 
 def questions(

@@ -292,12 +292,32 @@ class EmbeddingCollection(torch.nn.Module):
     def forward(self, features: Mapping[str, Features]) -> dict[str, torch.Tensor]:
         """By feature what its module gives for its ids, or for (ids, offsets), or (ids, offsets, per_sample_weights).
         Some features may be left out. Raises InvalidRequest for one that is not known, and what the modules raise."""
-        known: dict[str, Any] = self.features._modules
-        for name in features:
-            if name not in known:
-                raise InvalidRequest(f"there is no feature {name!r}; there are {', '.join(known)}")
-        found = _answers([(known[name], given) for name, given in features.items()])
+        found = _answers([(self.module(name), given) for name, given in features.items()])
         return dict(zip(features, found, strict=True))
+
+    def module(self, name: str) -> _LookUp:
+        """Of a feature. Raises InvalidRequest."""
+        known: dict[str, Any] = self.features._modules
+        if name not in known:
+            raise InvalidRequest(f"there is no feature {name!r}; there are {', '.join(known)}")
+        found: _LookUp = known[name]
+        return found
+
+
+def ids_of(module: torch.nn.Module, features: Any) -> list[tuple[Table, Int64s]]:
+    """What `module`, or a table, would look up if it was given these. Raises InvalidRequest, and what a forward
+    raises."""
+    if isinstance(module, Table):
+        return [(module, _flat_ids(_only(features)))]
+    if isinstance(module, EmbeddingCollection):
+        if not isinstance(features, Mapping):
+            raise InvalidRequest(f"features are {type(features).__name__}; expected ids by feature")
+        return [each for name, given in features.items() for each in ids_of(module.module(name), given)]
+    if not isinstance(module, _LookUp):
+        raise InvalidRequest(
+            f"ids for {type(module).__name__}; expected a sy.Embedding, EmbeddingBag, EmbeddingCollection, or a table"
+        )
+    return [(module.table, module.asked(features).ids)]
 
 
 Question = tuple[_LookUp, Features]

@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardyard.ground.errors import InvalidRequest, ShardyardError, StaleToken
 from shardyard.ground.orders import Indices, order
-from shardyard.ground.types import DataLease, PushName, Rank, RankSource, SourceKey, UpdateMode
+from shardyard.ground.types import DataLease, DataShardSource, PushName, Rank, RankSource, SourceKey, UpdateMode
 from shardyard.ground.units import Units
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.caution import announce
 from shardyard_worker.dataset import Reader
+from shardyard_worker.job_tables import Announced
 from shardyard_worker.local import Local
+from shardyard_worker.look_ahead import Depth, LookAhead, announced
 from shardyard_worker.make_up import Batch, MakeUp
-from shardyard_worker.randomness import seed_everything
+from shardyard_worker.randomness import States, restore, seed_everything, states, undisturbed
 from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy
 from shardyard_worker.training import Sending, Training
 
@@ -152,7 +154,75 @@ class Feed(ABC):
             work.lost = True
 
 
+@dataclass(frozen=True)
+class _Read:
+    """A batch that was read before its turn, or what that raised, and where the generators stood after it."""
+
+    batch: Any
+    error: Exception | None
+    states: States
+
+    def take(self) -> Any:
+        restore(self.states)
+        if self.error is not None:
+            raise self.error
+        return self.batch
+
+
+@dataclass
+class _Shard:
+    """A data shard that is gone through: the batch at hand, how many there are, and the first that may be read before
+    its turn."""
+
+    source: DataShardSource
+    samples: Indices
+    batches: int
+    careful_below: int
+    sequence: int = 0
+    read: dict[int, _Read] = field(default_factory=dict)
+
+
 class AsyncFeed(Feed):
+    look_ahead: LookAhead | None = None
+    _shard: _Shard | None = None
+
+    def announced(self) -> Sequence[Announced]:
+        """Of the batches that will be computed on what the next exchange brings, as far as they are of the same data
+        shard, and none of them may end this process."""
+        shard = self._shard
+        if shard is None or self.look_ahead is None or self._is_told_to_stop:
+            return ()
+        depth = Depth(self._session.settings.worker.window, self._settings.accumulate)
+        due = range(shard.sequence + 1 + depth.begin, min(shard.sequence + 1 + depth.end, shard.batches))
+        if not due or due[0] < shard.careful_below:
+            return ()
+        read = [self._read_ahead(shard, sequence) for sequence in due]
+        return announced(self.look_ahead, [each.batch for each in read if each.error is None])
+
+    def _read_ahead(self, shard: _Shard, sequence: int) -> _Read:
+        with undisturbed():
+            seed_everything(*self._key(shard.source, sequence), devices=False)
+            batch, error = None, None
+            try:
+                batch = self._reader.fetch(self._chosen(shard.samples, sequence))
+            except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
+                error = raised
+            shard.read[sequence] = _Read(batch, error, states())
+        return shard.read[sequence]
+
+    def _fetch(self, shard: _Shard, sequence: int) -> Any:
+        """The batch at hand; the generators stand where reading it has left them."""
+        seed_everything(*self._key(shard.source, sequence))
+        read = shard.read.pop(sequence, None)
+        return self._reader.fetch(self._chosen(shard.samples, sequence)) if read is None else read.take()
+
+    def _key(self, source: DataShardSource, sequence: int) -> tuple[int, ...]:
+        return self._session.seed, 1, source.feed, source.epoch, source.index, sequence
+
+    def _chosen(self, samples: Indices, sequence: int) -> Indices:
+        size = self._settings.batch_size
+        return samples[sequence * size : (sequence + 1) * size]
+
     def batches(self) -> Generator[Any, None, None]:
         try:
             while not self._is_told_to_stop and (lease := self._lease()) is not None:
@@ -195,13 +265,14 @@ class AsyncFeed(Feed):
         nexts = [mark.next for mark in marks]
         careful_below = lease.careful_below
         pending: Work | None = None
-        for sequence in range(min(nexts), -(-len(samples) // size)):
+        self._shard = shard = _Shard(lease.source, samples, -(-len(samples) // size), careful_below)
+        for sequence in range(min(nexts), shard.batches):
             if self._is_told_to_stop:
                 if pending is not None:
                     self._drop("no optimizer.step() after a batch when the job is told to stop")
                 self._give_back(lease)
                 return
-            chosen = samples[sequence * size : (sequence + 1) * size]
+            chosen = self._chosen(samples, sequence)
             first = sequence if pending is None else pending.name.first
             before = 0 if pending is None else pending.samples
             due = (sequence + 1) % self._settings.accumulate == 0 or (sequence + 1) * size >= len(samples)
@@ -216,7 +287,7 @@ class AsyncFeed(Feed):
                     )
                 except (LostWork, StaleToken):
                     return
-                careful_below = verdict.careful_below
+                careful_below = shard.careful_below = verdict.careful_below
                 if not verdict.counts:
                     self.work = Work(self.work.name, before)
                     if pending is None:
@@ -226,9 +297,9 @@ class AsyncFeed(Feed):
                     if self.work.lost:
                         return
                     continue
-            seed_everything(self._session.seed, 1, lease.source.feed, lease.source.epoch, lease.source.index, sequence)
+            shard.sequence = sequence
             try:
-                yield self._reader.fetch(chosen)
+                yield self._fetch(shard, sequence)
             except (GeneratorExit, KeyboardInterrupt):
                 self._give_back(lease)
                 raise

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -49,9 +49,10 @@ from shardyard_worker.buckets import spec_of
 from shardyard_worker.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, OnStop
 from shardyard_worker.dataset import Reader
 from shardyard_worker.event_files import EventFiles
-from shardyard_worker.feeds import Feed, FeedSettings, LocalFeed, open_feed
-from shardyard_worker.job_tables import JobTables
+from shardyard_worker.feeds import AsyncFeed, Feed, FeedSettings, LocalFeed, open_feed
+from shardyard_worker.job_tables import Announced, JobTables
 from shardyard_worker.local import Inner, Local, LocalOptimizer, outer_optimizer, refuse_without_optimizer
+from shardyard_worker.look_ahead import Depth, LookAhead, ReadAhead
 from shardyard_worker.notebook import table
 from shardyard_worker.optimizer import Scaled, ServerOptimizer, translate
 from shardyard_worker.randomness import seed_everything
@@ -71,7 +72,11 @@ LogCallback = TypeVar("LogCallback", bound=OnLog)
 CheckpointCallback = TypeVar("CheckpointCallback", bound=OnCheckpoint)
 StopCallback = TypeVar("StopCallback", bound=OnStop)
 
+B = TypeVar("B")
+
 _END = object()
+LOOK_AHEAD_METRIC = "look_ahead_hits"
+"""Of the rows that forwards have asked for since look-ahead began, the share that was there."""
 
 
 def connect(settings: Settings, *, network: Network | None = None, on_close: Callable[[], None] | None = None) -> Job:
@@ -150,6 +155,7 @@ class Job:
         self._feeds = 0
         self._names: dict[str, int] = {}
         self._own_steps = 0
+        self._rows: ServerRows | None = None
         self._scaler: JobScaler | None = None
         self._told_of_scaler = False
         self._settings_now: Callable[[], tuple[tuple[float, ...], ...]] = tuple
@@ -437,12 +443,15 @@ class Job:
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         accumulate: int = 1,
+        look_ahead: LookAhead | None = None,
     ) -> Iterator[Any]:
         """Batches of the dataset such that over all workers each sample counts once an epoch, whoever dies.
 
         Tensors come on `job.device`. `batch_size` is for one worker (asynchronous) or one logical rank (synchronous).
         Call `optimizer.step()` once for each batch, or with `accumulate` after so many, whose gradients together are
-        one push: where `job.step_due`. Ends when all samples are counted. All workers must make the same calls in the
+        one push: where `job.step_due`. `look_ahead(batch)` says what the modules of tables will be given, for example
+        `{model.words: batch[0]}`: a step then brings the rows of the next batch along. Ends when all samples are
+        counted. All workers must make the same calls in the
         same order. Raises UnseekableDataset, FeedConflict, JobFailed.
         """
         self._session.check()
@@ -475,7 +484,41 @@ class Job:
                 end_round=self._end_round,
             )
             self._feeds += 1
+        if isinstance(feed, AsyncFeed):
+            feed.look_ahead = look_ahead
         return self._iterate(feed)
+
+    def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
+        """The same batches, a script's own, with `ids_of(batch)` as job.batches' `look_ahead`: they are read a step
+        ahead, and a step brings the rows of the next one along. `accumulate`: of how many batches a step is.
+
+        Raises InvalidRequest.
+        """
+        training = self._need_training()
+        if accumulate < 1:
+            raise InvalidRequest(f"accumulate {accumulate}; expected at least 1")
+        if self.mode is not UpdateMode.ASYNC:
+            return iter(batches)
+        window = self._session.settings.worker.window
+        return self._announce(training, ReadAhead(batches, ids_of, Depth(window, accumulate)))
+
+    def _announce(self, training: Training, ahead: ReadAhead[B]) -> Iterator[B]:
+        self._refuse_two_look_aheads(training)
+
+        def announced() -> Sequence[Announced]:
+            if self._feed is not None:  # whose batches are work, to be done one by one
+                raise _two_look_aheads()
+            return ahead.announced()
+
+        training.announced = announced
+        try:
+            yield from ahead
+        finally:
+            training.announced = None
+
+    def _refuse_two_look_aheads(self, training: Training) -> None:
+        if training.announced is not None:
+            raise _two_look_aheads()
 
     def _refuse_nesting(self) -> None:
         if self._feed is not None:
@@ -483,6 +526,10 @@ class Job:
 
     def _iterate(self, feed: Feed) -> Iterator[Any]:
         self._refuse_nesting()
+        if isinstance(feed, AsyncFeed) and feed.look_ahead is not None:
+            training = self._need_training()
+            self._refuse_two_look_aheads(training)
+            training.announced = feed.announced
         self._feed = feed
         try:
             with contextlib.closing(feed.batches()) as batches:
@@ -496,6 +543,8 @@ class Job:
             self._feed = None
             if self._training is not None:
                 self._training.accumulates = False
+                if isinstance(feed, AsyncFeed) and feed.look_ahead is not None:
+                    self._training.announced = None
             if self._local is not None and not self._closed:
                 self._local.abandon()
         self._look_around()
@@ -687,7 +736,8 @@ class Job:
         with self._session.interrupts:
             self._training = Training(self._session, variables, spec, model, tables)
             if tables is not None:
-                tables.begin(ServerRows(self._training, tables, self._training.partitions))
+                self._rows = ServerRows(self._training, tables)
+                tables.begin(self._rows)
             self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
             self._strategy = self._make_strategy(self._training)
             self._strategy.begin()
@@ -701,12 +751,18 @@ class Job:
     def _contribute(self, sending: Sending) -> None:
         self._session.check()
         sending = replace(sending, bases=self._need_training().bases)
+        self._tell_look_ahead()
         with self._session.interrupts:
             counted = self._count(sending)
         if counted and (self.mode is UpdateMode.ASYNC or self.step != self._step_told):
             self._step_told = self.step
             self._callbacks.stepped()
         self._look_around()
+
+    def _tell_look_ahead(self) -> None:
+        if self._rows is not None and self._rows.looked_up:
+            with self._metrics_lock:
+                self._metrics[LOOK_AHEAD_METRIC] = self._rows.came_ahead / self._rows.looked_up
 
     def _step_locally(self, closure: Callable[[], float] | None) -> float | None:
         """`optimizer.step()` in local mode."""
@@ -788,6 +844,14 @@ class Job:
         if self._training is None:
             raise InvalidRequest("no variables yet", todo="call job.prepare or job.register first")
         return self._training
+
+
+def _two_look_aheads() -> InvalidRequest:
+    return InvalidRequest(
+        "job.look_ahead together with job.batches, or with another one",
+        why="a step brings the rows of one batch, that which follows",
+        todo="give look_ahead to job.batches; finish one loop before the other",
+    )
 
 
 def _scaled_rows() -> UnsupportedModel:

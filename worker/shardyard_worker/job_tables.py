@@ -22,11 +22,14 @@ from shardyard.ground.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
 from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import JobLayout
 from shardyard_worker.coded_rows import TableRows
-from shardyard_worker.distinct import Float32s, Int64s, distinct
+from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct
 from shardyard_worker.own_rows import Rows
+from shardyard_worker.rows_ahead import Asked, RowsAhead
 from shardyard_worker.table import RowSource, Table, Wanted
 
 Groups = tuple[tuple[float, ...], ...]
+Announced = tuple[Table, Int64s]
+"""Ids, shape (n,), repeated or not, that will be looked up."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class JobTables:
         self._tables = tuple(tables.values())
         self.settings = tuple(_settings(name, table) for name, table in tables.items())
         self._partitions = 1
+        self.ahead: RowsAhead | None = None
+        """Rows that are as new as the values that the model holds."""
         self._rates = [_Rate(table, groups) for table in self._tables]
         self._numbers = {settings.name: number for number, settings in enumerate(self.settings)}
 
@@ -99,6 +104,7 @@ class JobTables:
 
     def end(self) -> None:
         """The job has been left: its rows cannot be reached any more."""
+        self.ahead = None
         for table in self._tables:
             if not isinstance(table.source, _Left):
                 table.source, table.is_trained = _Left(), False
@@ -112,6 +118,24 @@ class JobTables:
             if taken is not None:
                 found.append(TableRows(number, *taken))
         return TakenRows(tuple(found), self._groups()) if found else None
+
+    def look_ahead(self, announced: Sequence[Announced]) -> RowsAhead | None:
+        """What is asked for ahead; None where there is nothing, or more than comes at a time. Raises InvalidRequest."""
+        by_table: dict[int, list[Int64s]] = {}
+        for table, ids in announced:
+            by_table.setdefault(self.number(table), []).append(ids)
+        joined = {number: np.concatenate(ids) for number, ids in by_table.items()}
+        asked = [
+            Asked(number, distinct(ids, self._partitions), self.settings[number].dim)
+            for number, ids in joined.items()
+            if ids.size
+        ]
+        return RowsAhead(asked, joined) if asked and RowsAhead.fit(asked) else None
+
+    def once(self, number: int, ids: Int64s) -> Distinct:
+        """Ids of a table, each once, by partition."""
+        known = None if self.ahead is None else self.ahead.known(number, ids)
+        return distinct(ids, self._partitions) if known is None else known
 
     def clear(self) -> None:
         """Forgets gradients that have come."""
@@ -162,7 +186,8 @@ def _settings(name: str, table: Table) -> TableSettings:
 class _Left:
     """Where rows were that have been left behind."""
 
-    partitions = 1
+    def once(self, table: Table, ids: Int64s) -> Distinct:  # noqa: ARG002
+        return distinct(ids)
 
     def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
         raise _gone(wanted[0].table)

@@ -62,6 +62,7 @@ class Line:
         self._regions: dict[int, Attached] = {}
         self._exchanges = 0
         self._arrival: Arrival | None = None
+        self._rows: Sequence[memoryview] = ()
         self.shared = False
         self.asked_again = False
 
@@ -100,12 +101,14 @@ class Line:
         if arrival is not None:
             arrival.settle()
 
-    def begin(self, order: PushOrder, pieces: Sequence[Piece]) -> None:
-        """Sends a request; `finish` must follow. `pieces` must not change before."""
+    def begin(self, order: PushOrder, pieces: Sequence[Piece], rows: Sequence[memoryview] = ()) -> None:
+        """Sends a request; `finish` must follow. `pieces` must not change before. `rows`: where those go that the
+        order wants."""
         stream = self._stream
         if stream is None:
             raise errors.ServerUnavailable(f"the stream to server {self.server} was ended")
         self._buckets.settle()
+        self._rows = rows
         header = self._headers.write(order)
         if order.rest is None:
             stream.send(frames.cut(header, [piece for _, piece in pieces]))
@@ -192,22 +195,25 @@ class Line:
         if wish is None or result.missing:
             return result
         if wish.shared:
-            self._buckets.has_come(self.server, list(self._places(result)))
+            places = list(self._places(result))
+            self._assemble(stream, first, deadline_ms)
+            self._buckets.has_come(self.server, places)
             return result
         if wish.order:
             self._begin_arrival(stream, first, deadline_ms)
             return result
         if not wish.coding:
-            self._assemble(stream, first, self._buckets.landing(self.server), deadline_ms)
+            self._assemble(stream, first, deadline_ms, self._buckets.landing(self.server))
             self._buckets.has_landed(self.server)
             return result
         codes = np.empty(self._coded_bytes(result), np.uint8)
-        self._assemble(stream, first, codes.data, deadline_ms)
+        self._assemble(stream, first, deadline_ms, codes.data)
         self._buckets.land_codes(self.server, codes, result.code_bytes, to_shadow="delta" in wish.coding)
         return result
 
-    def _assemble(self, stream: Stream, first: Frame, into: memoryview, deadline_ms: int) -> None:
-        assembler = Assembler(into)
+    def _assemble(self, stream: Stream, first: Frame, deadline_ms: int, *into: memoryview) -> None:
+        """The data of an answer, and the rows that follow it."""
+        assembler = Assembler(*into, *self._rows)
         assembler.add(first)
         while not assembler.complete:
             frame = stream.receive(timeout_ms=deadline_ms)

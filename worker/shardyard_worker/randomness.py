@@ -6,16 +6,26 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 
-def seed_everything(*key: int) -> None:
-    """Seeds torch (all devices), numpy's legacy generator and random with numbers drawn from the key."""
+class States(NamedTuple):
+    """Of the generators of the CPU."""
+
+    of_torch: torch.Tensor
+    of_numpy: Any
+    of_random: Any
+
+
+def seed_everything(*key: int, devices: bool = True) -> None:
+    """Seeds torch (all `devices`, or the CPU alone), numpy's legacy generator and random with numbers drawn from the
+    key."""
     words = np.random.SeedSequence(list(key)).generate_state(3, np.uint64)
     seed = int(words[0] >> np.uint64(1))
-    if _has_accelerator():
+    if devices and _has_accelerator():
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
@@ -33,10 +43,20 @@ def _has_accelerator() -> bool:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """The generators of the CPU stand afterwards where they stood before."""
-    torch_state, numpy_state, random_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    before = states()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(random_state)
+        restore(before)
+
+
+def states() -> States:
+    """Where the generators of the CPU stand."""
+    return States(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+
+def restore(states: States) -> None:
+    """They stand there again."""
+    torch.set_rng_state(states.of_torch)
+    np.random.set_state(states.of_numpy)
+    random.setstate(states.of_random)

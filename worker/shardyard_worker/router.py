@@ -43,6 +43,7 @@ from shardyard.ground.types import (
     Token,
     UpdateMode,
     Version,
+    WantedRows,
     Watermark,
 )
 from shardyard.wire import convert, frames, methods, tables
@@ -54,6 +55,7 @@ from shardyard_worker.coded_rows import CodedRows, Question
 from shardyard_worker.distinct import Float32s, Int64s
 from shardyard_worker.line import Line, LineSettings, Piece
 from shardyard_worker.patience import Patience
+from shardyard_worker.rows_ahead import RowsAhead
 from shardyard_worker.session import Session
 from shardyard_worker.verdicts import Verdicts
 
@@ -65,7 +67,9 @@ R = TypeVar("R")
 Bases = Mapping[PartitionId, Version]
 """The versions of the values that something was computed on."""
 Describe = Callable[[], str]
-Make = Callable[[Line], tuple[PushOrder, Sequence[Piece]] | None]
+Request = tuple[PushOrder, Sequence[Piece], Sequence[memoryview]]
+"""With the payload that travels, and the memory for rows that are wanted."""
+Make = Callable[[Line], Request | None]
 """What to ask of a server, if anything; made when the line is open."""
 
 ROWS_WAIT_MS = 200
@@ -93,6 +97,8 @@ class Shipment:
     overflow: bool = False
     rows: CodedRows | None = None
     """Of tables."""
+    ahead: RowsAhead | None = None
+    """Rows that shall come with the values that are pulled after it."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,8 @@ class Answer:
     """From here on this worker counts its steps, if it has joined."""
     foreign: frozenset[PartitionId] = frozenset()
     """Partitions that had this work from somebody else."""
+    ahead: RowsAhead | None = None
+    """Rows that have come with the values."""
 
 
 class MapChanged(Exception):
@@ -163,6 +171,8 @@ class Router:
         self._coming: dict[Incarnation, tuple[PulledPart, ...]] = {}
         self.current: tuple[tuple[PulledPart, ...], ...] = ()
         """The versions that are current in the buckets, by server."""
+        self._ahead_rows: RowsAhead | None = None
+        """What comes with the pull under way."""
         self._wishes: dict[Incarnation, tuple[Wish, bool, tuple[int, ...], PullWish]] = {}
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
@@ -341,6 +351,7 @@ class Router:
     def push_pull(self, shipment: Shipment, wish: Wish) -> Answer:
         """A push, and then a pull of what is wished, in one round trip for each server."""
         self._landed.clear()
+        self._ahead_rows = shipment.ahead
         pushes = shipment.kind is PushKind.GRADIENT
         make = partial(self._shipped, shipment, wish)
         return self._answer(self._exchange(make, partial(_applied, shipment), pushes=pushes))
@@ -350,11 +361,13 @@ class Router:
         push_pull that is not complete, ask until `missing` is empty."""
         verdict = self._verdict_for(wish)
 
-        def ask(line: Line) -> tuple[PushOrder, Sequence[Piece]] | None:
+        def ask(line: Line) -> Request | None:
             if line.server in self._landed:
                 return None
+            wanted, codes, places = self._wanted(line.server)
             order = self._order(line.server, PushKind.NOTHING)
-            return replace(order, pull=self._wish(line, wish), pace=wish.pace, verdict=verdict), ()
+            order = replace(order, pull=self._wish(line, wish), pace=wish.pace, verdict=verdict, wanted=wanted)
+            return order, _placed(codes), places
 
         return self._answer(self._exchange(ask, lambda: f"version {wish.number} of the parameters", pushes=False))
 
@@ -369,8 +382,8 @@ class Router:
     def rest(self, turn: int) -> None:
         """Tells the servers that this worker takes no steps for now: the end of that turn."""
 
-        def tell(line: Line) -> tuple[PushOrder, Sequence[Piece]]:
-            return replace(self._order(line.server, PushKind.NOTHING), pace=Pace(Stride.RESTS, turn)), ()
+        def tell(line: Line) -> Request:
+            return replace(self._order(line.server, PushKind.NOTHING), pace=Pace(Stride.RESTS, turn)), (), ()
 
         self._exchange(tell, lambda: "word that this worker takes no steps for now", pushes=False)
 
@@ -382,6 +395,7 @@ class Router:
     def abandon_pull(self) -> None:
         """Forgets what has landed of a pull that was not completed."""
         self._landed.clear()
+        self._ahead_rows = None
 
     def open_sources(self, sources: Sequence[tuple[SourceKey, Token]]) -> dict[SourceKey, tuple[Watermark, ...]]:
         """Rule A5: writes tokens to every partition, and brings back all watermarks."""
@@ -424,7 +438,15 @@ class Router:
     def _order(self, server: Incarnation, kind: PushKind, *, detach: bool = False) -> PushOrder:
         return PushOrder(self._session.caller, server, self._map.generation, NO_NAME, kind, (), 0.0, (), detach=detach)
 
-    def _shipped(self, shipment: Shipment, wish: Wish | None, line: Line) -> tuple[PushOrder, Sequence[Piece]] | None:
+    def _wanted(self, server: Incarnation) -> tuple[tuple[WantedRows, ...], Sequence[memoryview], Sequence[memoryview]]:
+        """Rows that come along from a server, the codes of their ids, and the memory for them."""
+        ahead = self._ahead_rows
+        question = None if ahead is None else ahead.question(self._owned[server])
+        if ahead is None or question is None:
+            return (), (), ()
+        return question.wanted, question.codes, ahead.places(question)
+
+    def _shipped(self, shipment: Shipment, wish: Wish | None, line: Line) -> Request | None:
         """A server's part of a shipment, and its payload unless that is read where it lies."""
         server, shared_at, rest, bases = line.server, None, None, shipment.bases
         pieces: Sequence[Piece] = ()
@@ -451,6 +473,11 @@ class Router:
         if shipment.rows is not None:
             rows, more = shipment.rows.of(self._owned[server])
             pieces = _placed([*(piece for _, piece in pieces), *more])
+        wanted: tuple[WantedRows, ...] = ()
+        places: Sequence[memoryview] = ()
+        if wish is not None and self._ahead_rows is not None:
+            wanted, ids, places = self._wanted(server)
+            pieces = _placed([*(piece for _, piece in pieces), *ids])
         order = PushOrder(
             self._session.caller,
             server,
@@ -468,8 +495,9 @@ class Router:
             overflow=shipment.overflow,
             rows=rows,
             table_groups=shipment.rows.groups if shipment.rows is not None and rows else (),
+            wanted=wanted,
         )
-        return order, pieces
+        return order, pieces, places
 
     def _wish(self, line: Line, wish: Wish) -> PullWish:
         """Made once for a wish that comes again, so that headers are seen to be alike."""
@@ -688,16 +716,19 @@ class Router:
                 self._landed.add(server)
                 self._versions[server] = max([part.version.number for part in result.parts], default=0)
                 self._coming[server] = result.parts
+        ahead = None
         if not missing:
             self._landed.clear()
             self._buckets.flip()
             self.current = tuple(self._coming.values())
+            ahead, self._ahead_rows = self._ahead_rows, None
         return Answer(
             results=_joined([result.push for result in results]),
             missing=missing,
             version_max=max(self._versions.values(), default=0),
             clock=max([result.clock or 0 for result in results], default=0),
             foreign=self._foreign(results),
+            ahead=ahead,
         )
 
     def _foreign(self, results: Sequence[PullResult]) -> frozenset[PartitionId]:

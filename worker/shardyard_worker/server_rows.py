@@ -14,10 +14,11 @@ import numpy as np
 
 from shardyard.ground.errors import InvalidRequest, NotFound
 from shardyard_worker.coded_rows import questions
-from shardyard_worker.distinct import Float32s, Int64s
+from shardyard_worker.distinct import Distinct, Float32s, Int64s
 from shardyard_worker.job_tables import JobTables
 from shardyard_worker.own_rows import Rows
 from shardyard_worker.router import MapChanged, Router
+from shardyard_worker.rows_ahead import Asked, Bools, RowsAhead, part_of
 from shardyard_worker.table import Table, Wanted
 from shardyard_worker.training import Training
 
@@ -27,10 +28,11 @@ R = TypeVar("R")
 class ServerRows:
     """Of one job, for the thread that trains."""
 
-    def __init__(self, training: Training, tables: JobTables, partitions: int) -> None:
-        self.partitions = partitions
+    def __init__(self, training: Training, tables: JobTables) -> None:
         self._training = training
         self._tables = tables
+        self.looked_up, self.came_ahead = 0, 0
+        """Rows that forwards have asked for while there was look-ahead, and how many of them had come."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ServerRows:
         """A copy of a model reads the same rows."""
@@ -43,9 +45,36 @@ class ServerRows:
             todo="pickle model.state_dict(), or load that into a model outside of the job",
         )
 
+    def once(self, table: Table, ids: Int64s) -> Distinct:
+        return self._tables.once(self._tables.number(table), ids)
+
     def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
-        asked = [(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
-        found = [np.empty((each.found.ids.size, each.table.dim), np.float32) for each in wanted]
+        """Those that came ahead, and what they lack from the servers."""
+        asked = [Asked(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
+        ahead = self._tables.ahead
+        if self._training.announced is not None:
+            self.looked_up += _count(asked)
+        return self._look_up(asked) if ahead is None else self._complete(ahead, asked)
+
+    def _complete(self, ahead: RowsAhead, asked: Sequence[Asked]) -> Sequence[Float32s]:
+        found: list[Float32s] = []
+        lacking: list[tuple[Float32s, Bools]] = []
+        more: list[Asked] = []
+        for table, ids, dim in asked:
+            rows, lacks = ahead.take(table, ids, dim)
+            found.append(rows)
+            if lacks is not None:
+                lacking.append((rows, lacks))
+                more.append(Asked(table, part_of(ids, lacks), dim))
+        if self._training.announced is not None:
+            self.came_ahead += _count(asked) - _count(more)
+        if more:
+            for (rows, lacks), values in zip(lacking, self._look_up(more), strict=True):
+                rows[lacks] = values
+        return found
+
+    def _look_up(self, asked: Sequence[Asked]) -> Sequence[Float32s]:
+        found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
 
         def ask(router: Router) -> None:
             by_server = {server: questions(asked, owned) for server, owned in router.owned.items()}
@@ -90,6 +119,10 @@ class ServerRows:
                     return ask(self._training.router)
                 except MapChanged:
                     self._training.go_over()
+
+
+def _count(asked: Sequence[Asked]) -> int:
+    return sum([each.found.ids.size for each in asked])
 
 
 def _given(table: Table) -> InvalidRequest:

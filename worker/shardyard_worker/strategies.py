@@ -318,7 +318,7 @@ class AsyncStrategy(Strategy):
     def _arrive(self, answer: Answer) -> None:
         """Puts what a push has brought into the targets."""
         assert not answer.missing, answer
-        self._training.load()
+        self._training.load(answer.ahead)
 
     def _give_up(self, name: PushName, error: errors.ShardyardError) -> NoReturn:
         """Another worker's now, or counted in part already (rule A12): the lease is gone through again from there."""

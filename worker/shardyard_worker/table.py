@@ -43,13 +43,12 @@ class Wanted(NamedTuple):
 class RowSource(Protocol):
     """Whoever has the rows of tables: this process, or a job's servers."""
 
-    @property
-    def partitions(self) -> int:
-        """By which the ids of a `Wanted` are ordered."""
+    def once(self, table: Table, ids: Int64s) -> Distinct:
+        """Ids of a table, shape (n,), each once, in the order in which they are fetched."""
 
     def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
-        """Of each, the rows of its ids, shape (m, dim), in that order; in one round trip. Nothing is changed by it, and
-        the arrays are the caller's."""
+        """Of each, the rows of its ids, shape (m, dim), in that order; in one round trip. Nothing is changed by it; the
+        arrays stay as they are, and nobody changes them."""
 
     def count(self, table: Table) -> int:
         """How many rows it has."""
@@ -67,7 +66,8 @@ class RowSource(Protocol):
 class HereRows:
     """Rows that the tables have themselves."""
 
-    partitions = 1
+    def once(self, table: Table, ids: Int64s) -> Distinct:  # noqa: ARG002
+        return distinct(ids)
 
     def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
         return [each.table.rows.look_up(each.found.ids) for each in wanted]
@@ -90,11 +90,12 @@ class Gradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._came: list[tuple[Int64s, Float32s]] = []
+        self._came: list[tuple[Distinct, Float32s]] = []
 
-    def add(self, ids: Int64s, sums: Float32s) -> None:
+    def add(self, found: Distinct, sums: Float32s) -> None:
+        """The sums of distinct ids, shape (m, dim), which are nobody else's from here on."""
         with self._lock:
-            self._came.append((ids, sums))
+            self._came.append((found, sums))
 
     def take(self, partitions: int = 1) -> tuple[Distinct, Float32s] | None:
         """The distinct ids of all, and shape (m, dim), the sums of their gradients; None if none have come. There are
@@ -103,9 +104,10 @@ class Gradients:
             came, self._came = self._came, []
         if not came:
             return None
-        ids, gradients = came[0] if len(came) == 1 else [np.concatenate(each) for each in zip(*came, strict=True)]
-        found = distinct(ids, partitions)
-        return found, sum_rows(gradients, found.places, found.ids.size)
+        if len(came) == 1 and came[0][0].starts.size == partitions + 1:
+            return came[0]
+        found = distinct(np.concatenate([each.ids for each, _ in came]), partitions)
+        return found, sum_rows(np.concatenate([sums for _, sums in came]), found.places, found.ids.size)
 
     def clear(self) -> None:
         with self._lock:
@@ -193,7 +195,7 @@ class Table(torch.nn.Module):
                 if not self.is_trained:
                     raise _nobody_trains(self)
                 assert sums is not None
-                self.gradients.add(found.ids, sums.numpy())
+                self.gradients.add(found, np.ascontiguousarray(sums.numpy()))
 
             tensor.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         return tensor
@@ -331,7 +333,7 @@ def fetch(asked: Sequence[tuple[Table, Int64s]]) -> Iterator[tuple[torch.Tensor,
     for index, (table, _) in enumerate(asked):
         by_table.setdefault(table, []).append(index)
     wanted = [
-        Wanted(table, distinct(_joined([asked[index][1] for index in indices]), table.source.partitions))
+        Wanted(table, table.source.once(table, _joined([asked[index][1] for index in indices])))
         for table, indices in by_table.items()
     ]
     fetched: dict[Table, torch.Tensor] = {}

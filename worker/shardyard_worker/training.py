@@ -50,10 +50,11 @@ from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.finite import Finiteness
 from shardyard_worker.gradients import Gradients
-from shardyard_worker.job_tables import JobTables, TakenRows
+from shardyard_worker.job_tables import Announced, JobTables, TakenRows
 from shardyard_worker.prefetch import Prefetch
 from shardyard_worker.remembrance import Remembrance, refuse
 from shardyard_worker.router import Answer, Bases, MapChanged, Router, Shipment, Wish
+from shardyard_worker.rows_ahead import RowsAhead
 from shardyard_worker.session import Session
 
 log = logging.getLogger("shardyard.worker")
@@ -149,6 +150,8 @@ class Training:
         """Rows of that version are there no more; the strategy knows what becomes of the work at hand."""
         self.optimizer = optimizer
         self._pushes = 0
+        self.announced: Callable[[], Sequence[Announced]] | None = None
+        """The ids that will be looked up while the model holds what the next exchange brings."""
         self.variables = tuple(variables)
         reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
@@ -220,10 +223,6 @@ class Training:
             optimizer=convert.optimizer_to_wire(self.optimizer),
             tables=[] if self._tables is None else tables_to_wire(self._tables.settings),
         )
-
-    @property
-    def partitions(self) -> int:
-        return len(self._layout.partitions)
 
     def follow_map(self) -> None:
         """Goes over to the newest map. Gradients that were filled in, and the current values, stay what they are."""
@@ -356,6 +355,17 @@ class Training:
 
     def ship(self, name: PushName, sending: Sending | None) -> Shipment:
         """Puts what is sent into the buckets. None: a named empty push."""
+        ahead = self._rows_ahead()  # first: what a script says may be refused
+        shipment = self._ship(name, sending)
+        return shipment if ahead is None else replace(shipment, ahead=ahead)
+
+    def _rows_ahead(self) -> RowsAhead | None:
+        # values that come in an order, as they are used, leave no place for rows
+        if self._tables is None or self.announced is None or self._prefetch is not None:
+            return None
+        return self._tables.look_ahead(self.announced())
+
+    def _ship(self, name: PushName, sending: Sending | None) -> Shipment:
         if sending is None:
             return Shipment(name, PushKind.EMPTY, 0.0)
         if self.clipper is not None and sending.coded:  # what is sent uncoded was clipped when it was first to be sent
@@ -500,9 +510,11 @@ class Training:
                 values.sub_(self._targets[index])
         return found
 
-    def load(self) -> None:
+    def load(self, ahead: RowsAhead | None = None) -> None:
         """Puts the current version into the targets, and those into the model. What is still on its way follows when it
-        is used."""
+        is used. `ahead`: rows that have come with it."""
+        if self._tables is not None:
+            self._tables.ahead = ahead
         if self._says_bases and not self._asking_again:  # else some of what is computed on is older than what comes
             self.bases = {part.partition: part.version for parts in self.router.current for part in parts}
         if self._prefetch is None:

@@ -444,7 +444,7 @@ class VerdictGiven(_message.Message):
     def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "overflow")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "wanted", "overflow")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -464,6 +464,7 @@ class PushHeader(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
@@ -484,8 +485,9 @@ class PushHeader(_message.Message):
     verdict: StepVerdict
     rows: _containers.RepeatedCompositeFieldContainer[PushedRows]
     table_groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
+    wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
     overflow: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., overflow: bool = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ...) -> None: ...
 
 class PushedRows(_message.Message):
     __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted")

@@ -100,7 +100,9 @@ def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     computed = 0
-    for (index,) in job.batches(TensorDataset(torch.arange(options.samples)), batch_size=4, epochs=options.epochs):
+    ahead = {"look_ahead": lambda batch: {model["counts"]: batch[0] * 1_000_003}} if options.look_ahead else {}
+    data = TensorDataset(torch.arange(options.samples))
+    for (index,) in job.batches(data, batch_size=4, epochs=options.epochs, **ahead):
         time.sleep(options.pause_ms / 1000)
         optimizer.zero_grad()
         (-model["counts"](index * 1_000_003)).sum().backward()
@@ -108,7 +110,9 @@ def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         computed += 1
         announce(computed)
     totals = model["counts"](torch.arange(options.samples) * 1_000_003).flatten()
-    return {"totals": totals.tolist(), "rows": len(table), "computed": computed}
+    source = table.source
+    hits = source.came_ahead / max(1, source.looked_up)
+    return {"totals": totals.tolist(), "rows": len(table), "computed": computed, "hits": hits}
 
 
 def train_words(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
@@ -204,6 +208,7 @@ def main() -> None:
     parser.add_argument("--hold", default="")
     parser.add_argument("--leave-at", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=0)
+    parser.add_argument("--look-ahead", action="store_true", help="rows of the next batch come with a step")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
     if options.patient:

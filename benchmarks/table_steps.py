@@ -1,0 +1,130 @@
+"""Steps with a table: look-up and Adagrad push of 4,096 Zipf(1.1) ids in a million rows of dim 64, steps a second.
+
+    make bench BENCH=table_steps            (or: python benchmarks/table_steps.py --pairs 3 --seconds 2)
+    python benchmarks/table_steps.py --peers            what the peer was tried with
+
+One worker, one server, one thread a process. Against torch's embedding and its sparse Adagrad in a process of
+torch.distributed.rpc, in its fastest form: there too a push can bring the next rows. Checked on all sides before they
+are measured: the rows after some steps are those of a plain model. A second measurement has each call to a server take
+5 ms more, and compares look-ahead with none.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from harness.pairs import Figures, column, measure_pairs, ratios, spread
+from harness.report import Panel, options_of, report
+from harness.rows import Task, check
+from harness.sides import Side, peer_side, shardyard_side
+from sides.rows_rpc import FORMS
+
+VERIFIED_STEPS = 5
+WARM_S = 1.0
+PEER_FORM = "one-distinct"
+"""The fastest of FORMS."""
+CALL_MS = 5
+DELAYED = Task(ids=512)
+"""The time of a step is then that of its calls, and little else."""
+OURS, AHEAD = "shardyard, rows looked up", "shardyard, look_ahead"
+
+
+@contextmanager
+def verified(side: Side, task: Task) -> Iterator[Side]:
+    with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder:
+        side.ask("verify", steps=VERIFIED_STEPS, folder=folder)
+        check(task, VERIFIED_STEPS, Path(folder))
+    side.ask("train", seconds=WARM_S)
+    yield side
+
+
+def measure(side: Side, seconds: float) -> Figures:
+    done = side.measure("train", seconds=seconds)
+    (answer,) = done.answers
+    return {
+        "steps_per_s": answer["steps"] / answer["seconds"],
+        "worker_cpu_ms": 1e3 * answer["cpu_s"] / answer["steps"],
+        "service_cpu_ms": 1e3 * done.service_cpu_s / answer["steps"],
+    }
+
+
+@contextmanager
+def our_side(task: Task, *, ahead: bool, delay_ms: int = 0) -> Iterator[Side]:
+    arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
+    with shardyard_side("rows_shardyard", *arguments, workers=1) as side:
+        yield side
+
+
+@contextmanager
+def their_side(task: Task, form: str, transport: str = "default") -> Iterator[Side]:
+    arguments = [*task.arguments(), "--form", form, "--transport", transport]
+    with peer_side("rows_rpc", *arguments, workers=1) as side:
+        yield side
+
+
+def measure_all(
+    sides: Mapping[str, AbstractContextManager[Side]], task: Task, pairs: int, seconds: float
+) -> dict[str, list[Figures]]:
+    with ExitStack() as stack:
+        ready = {name: stack.enter_context(verified(stack.enter_context(side), task)) for name, side in sides.items()}
+        return measure_pairs({name: partial(measure, side, seconds) for name, side in ready.items()}, pairs)
+
+
+def measure_steps(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """The peer's first, then ours, the last one with look-ahead."""
+    sides = {
+        f"torch.rpc, {PEER_FORM}": their_side(task, PEER_FORM),
+        OURS: our_side(task, ahead=False),
+        AHEAD: our_side(task, ahead=True),
+    }
+    return measure_all(sides, task, pairs, seconds)
+
+
+def measure_delayed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """The second with look-ahead."""
+    sides = {
+        OURS: our_side(task, ahead=False, delay_ms=CALL_MS),
+        AHEAD: our_side(task, ahead=True, delay_ms=CALL_MS),
+    }
+    return measure_all(sides, task, pairs, seconds)
+
+
+def show_peers(seconds: float, repeats: int = 3) -> None:
+    task = Task()
+    for form in FORMS:
+        for transport in ("default", "tcp"):
+            with their_side(task, form, transport) as side, verified(side, task):
+                rates = column([measure(side, seconds) for _ in range(repeats)], "steps_per_s")
+                print(f"torch.rpc, {form}, {transport}: {spread(rates)} steps/s", flush=True)
+
+
+def main() -> None:
+    parser = options_of(__doc__, pairs=7)
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a measurement (4)")
+    parser.add_argument("--peers", action="store_true", help="measure what the peer was tried with, and no more")
+    given = parser.parse_args()
+    if given.peers:
+        show_peers(given.seconds)
+        return
+    steps = measure_steps(Task(), given.pairs, given.seconds)
+    theirs, plain, ahead = steps.values()
+    delayed = measure_delayed(DELAYED, given.pairs, given.seconds)
+    before, after = delayed.values()
+    found = {
+        "tables_steps": ratios(ahead, theirs, "steps_per_s"),
+        "tables_steps_without": ratios(plain, theirs, "steps_per_s"),
+        "prefetch": ratios(after, before, "steps_per_s"),
+    }
+    panels = [
+        Panel("A million rows of 64, 4,096 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in steps.items()}),
+        Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in delayed.items()}),
+    ]
+    report("table_steps", {"steps": steps, "delayed": delayed}, found, panels=panels, folder=given.figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+"""Rows that an exchange brings along with the values: as they are after its push, and never where it is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.codecs.decoding import decode
+from shardyard.codecs.ids import encode_ids
+from shardyard.codecs.rows import RowCode, encode_rows
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
+from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.limits import FRAME_BYTES
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.row_ids import partition_of
+from shardyard.ground.row_values import initial_rows, row_key
+from shardyard.ground.table_settings import TableSettings
+from shardyard.ground.types import (
+    NO_NAME,
+    Block,
+    Caller,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    Pace,
+    PartitionId,
+    PartitionLayout,
+    PullResult,
+    PullWish,
+    PushedRows,
+    PushKind,
+    PushName,
+    PushOrder,
+    PushPart,
+    SourceKey,
+    Stride,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+    WantedRows,
+    WorkerSource,
+)
+from shardyard.transport.peers import Context
+from shardyard.transport.same_host import Shared
+from shardyard.wire import convert, frames
+from shardyard.wire.frames import Assembler, Frame
+from shardyard.wire.headers import HeaderReader, HeaderWriter
+from shardyard_ps_server.exchanges import Exchanges
+from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.store import Store
+
+JOB, HERE, GENERATION, WORKER = JobId(1), Incarnation(3), Generation(4), Incarnation(10)
+RATE = make_group("sgd", {"lr": 1.0})
+PARTS = (PartitionId(0), PartitionId(1))
+DIM = 3
+TABLE = TableSettings("wide", DIM, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 20)
+LAYOUT = JobLayout(
+    (VariableSpec("a", DType.FLOAT32, (16,)), VariableSpec("b", DType.FLOAT32, (16,))),
+    OptimizerSpec("sgd", (RATE,)),
+    tuple(PartitionLayout(p, 64, (Block(p, 0, 16, 0),)) for p in PARTS),
+    (TABLE,),
+)
+PAYLOAD_BYTES = 128
+IDS = np.array([-(2**63), -77, -1, 0, 1, 5, 1_000_003, 2**63 - 1], np.int64)
+DENSE = np.ones(32, np.float32).tobytes()
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    made = Store(shareable=True)
+    made.become(HERE, Term(1))
+    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.ASYNC, 1)
+    made.open(JOB, GENERATION)
+    yield made
+    made.close()
+
+
+def by_partition(ids: np.ndarray) -> list[np.ndarray]:
+    return [np.sort(ids[partition_of(ids, 2) == p]) for p in PARTS]
+
+
+def asked(ids: np.ndarray = IDS) -> tuple[tuple[WantedRows, ...], bytes]:
+    codes = [bytes(encode_ids(mine)) for mine in by_partition(ids)]
+    rows = tuple(mine.size for mine in by_partition(ids))
+    return (WantedRows(0, PARTS, rows, tuple(map(len, codes))),), b"".join(codes)
+
+
+def pushed(ids: np.ndarray = IDS, scale: float = 1.0) -> tuple[tuple[PushedRows, ...], bytes]:
+    codes = [
+        (bytes(encode_ids(mine)), bytes(encode_rows(np.full((mine.size, DIM), scale, np.float32), RowCode.FLOAT32)))
+        for mine in by_partition(ids)
+    ]
+    rows = tuple(mine.size for mine in by_partition(ids))
+    said = PushedRows(0, PARTS, rows, tuple(len(ids) for ids, _ in codes), tuple(len(values) for _, values in codes))
+    return (said,), b"".join(ids + values for ids, values in codes)
+
+
+INITIAL = np.concatenate([initial_rows(mine, DIM, TABLE.initial, row_key(5, "wide")) for mine in by_partition(IDS)])
+
+
+class Wire:
+    """A worker's end of a stream. What it sends and gets is encoded, as between processes."""
+
+    def __init__(self, store: Store) -> None:
+        self._writer = HeaderWriter()
+        self._sent: list[Frame] = []
+        self._answers = Exchanges(store).run(self._frames())
+
+    def _frames(self) -> Iterator[Frame]:
+        while self._sent:
+            yield frames.decode(frames.encode(self._sent.pop(0)))
+
+    def exchange(self, order: PushOrder, data: bytes = b"", *, frame_bytes: int = 50) -> tuple[PullResult, list[Frame]]:
+        """The answer's head, and its frames."""
+        self._sent += frames.cut(self._writer.write(order), [data], frame_bytes)
+        first = frames.decode(frames.encode(next(self._answers)))
+        pulled = () if order.pull is None else order.pull.partitions
+        result = convert.pulled_from_header(first.header, pulled, [part.partition for part in order.parts])
+        found = [first]
+        while sum(len(frame.data) for frame in found) < self._expected(order, result):
+            found.append(frames.decode(frames.encode(next(self._answers))))
+        return result, found
+
+    @staticmethod
+    def _expected(order: PushOrder, result: PullResult) -> int:
+        if order.pull is None or result.missing:
+            return 0
+        values = sum(result.code_bytes) if order.pull.coding else 0 if order.pull.shared else PAYLOAD_BYTES
+        return values + 4 * DIM * sum(sum(each.rows) for each in order.wanted)
+
+
+def wish(**more: Any) -> PullWish:
+    return dataclasses.replace(PullWish(Caller(JOB, WORKER), HERE, GENERATION, PARTS, 0, False), **more)
+
+
+def order(sequence: int | None, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushOrder:
+    """A push, or None: none."""
+    caller = Caller(JOB, WORKER)
+    made = PushOrder(caller, HERE, GENERATION, NO_NAME, PushKind.NOTHING, (), 0.0, (), pull=wish())
+    if sequence is not None:
+        name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), sequence, sequence)
+        parts = tuple(PushPart(p, 64) for p in PARTS)
+        made = dataclasses.replace(made, name=name, kind=PushKind.GRADIENT, parts=parts, weight=1.0, groups=(RATE,))
+        made = dataclasses.replace(made, rows=rows, table_groups=(RATE,) if rows else ())
+    return dataclasses.replace(made, **more)
+
+
+def taken(found: Sequence[Frame], before: int = PAYLOAD_BYTES) -> tuple[bytes, np.ndarray]:
+    """Values, and the rows that follow them."""
+    data = bytearray(sum(len(frame.data) for frame in found))
+    assembler = Assembler(memoryview(data))
+    for frame in found:
+        assembler.add(frame)
+    assembler.finish()
+    return bytes(data[:before]), np.frombuffer(bytes(data[before:]), np.float32).reshape(-1, DIM)
+
+
+def test_rows_are_those_after_the_push_that_they_come_with(store: Store) -> None:
+    wire = Wire(store)
+    wanted, ids = asked()
+    expected = INITIAL
+    for sequence in range(4):
+        rows, data = pushed()
+        expected = expected - np.float32(1)
+        result, found = wire.exchange(order(sequence, rows, wanted=wanted), DENSE + data + ids)
+        values, seen = taken(found)
+        assert (np.frombuffer(values, np.float32) == -(sequence + 1)).all()
+        assert (seen == expected).all()
+        assert [part.version.number for part in result.parts] == [sequence + 1] * 2
+    rows, data = pushed()
+    _, found = wire.exchange(order(3, rows, wanted=wanted), DENSE + data + ids)
+    assert (taken(found)[1] == expected).all()
+
+
+def test_rows_come_without_a_push_too_and_with_one_that_has_none(store: Store) -> None:
+    wire = Wire(store)
+    wanted, ids = asked()
+    _, found = wire.exchange(order(None, wanted=wanted), ids)
+    assert (taken(found)[1] == INITIAL).all()
+    _, found = wire.exchange(order(0, wanted=wanted), DENSE + ids)
+    assert (np.frombuffer(taken(found)[0], np.float32) == -1).all()
+    assert (taken(found)[1] == INITIAL).all()
+    nothing = tuple(PushPart(p, 0) for p in PARTS)
+    empty = order(1, wanted=wanted, kind=PushKind.EMPTY, weight=0.0, groups=(), parts=nothing)
+    _, found = wire.exchange(empty, ids)
+    assert (taken(found)[1] == INITIAL).all()
+    _, found = wire.exchange(order(None))
+    assert len(taken(found)[0]) == PAYLOAD_BYTES
+    assert sum(len(frame.data) for frame in found) == PAYLOAD_BYTES
+
+
+def test_rows_follow_codes_and_places(store: Store) -> None:
+    wanted, ids = asked()
+    coded, found = Wire(store).exchange(order(None, wanted=wanted, pull=wish(coding="bf16")), ids)
+    codes, rows = taken(found, sum(coded.code_bytes))
+    values = np.ones(16, np.float32)
+    decode(codes[: coded.code_bytes[0]], values)
+    assert (values == 0).all()
+    assert (rows == INITIAL).all()
+
+    memory = Shared(4096, read_only=False)
+    try:
+        memory.bytes[64:192] = np.frombuffer(DENSE, np.uint8)
+        wire = Wire(store)
+        assert wire.exchange(order(None, pull=None, attach=memory.ticket()))[0].attached
+        rows_said, data = pushed()
+        shared = order(0, rows_said, wanted=wanted, shared_at=64, pull=wish(shared=True))
+        result, found = wire.exchange(shared, data + ids)
+        assert len(result.places) == 2
+        assert (taken(found, 0)[1] == INITIAL - 1).all()
+        alone = order(1, wanted=wanted, shared_at=64, pull=wish(shared=True))
+        assert (taken(wire.exchange(alone, ids)[1], 0)[1] == INITIAL - 1).all()
+    finally:
+        memory.close()
+
+
+def test_many_rows_come_in_frames_that_are_taken(store: Store) -> None:
+    many = np.arange(FRAME_BYTES // (4 * DIM) + 500, dtype=np.int64)
+    wanted, ids = asked(many)
+    _, found = Wire(store).exchange(order(None, wanted=wanted), ids, frame_bytes=FRAME_BYTES)
+    assert len(found) > 1
+    expected = [initial_rows(mine, DIM, TABLE.initial, row_key(5, "wide")) for mine in by_partition(many)]
+    assert (taken(found)[1] == np.concatenate(expected)).all()
+
+
+def test_rows_come_with_the_values_and_not_before() -> None:
+    """Where staleness is bounded and somebody is too far behind, neither do."""
+    store = Store(shareable=False)
+    other = Incarnation(11)
+    store.become(HERE, Term(1))
+    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.ASYNC, 1, staleness=0, working=[WORKER, other])
+    store.open(JOB, GENERATION)
+    wanted, ids = asked()
+    rows, data = pushed()
+    ours, theirs = Wire(store), Wire(store)
+    pace = Pace(Stride.STEPS, 0, 1, 0)
+    result, found = ours.exchange(order(0, rows, wanted=wanted, pace=pace), DENSE + data + ids)
+    assert result.missing
+    assert sum(len(frame.data) for frame in found) == 0
+    name = PushName(SourceKey(WorkerSource(other)), Token(0), 0, 0)
+    said = order(0, rows, name=name, caller=Caller(JOB, other), pull=None, pace=pace)
+    theirs.exchange(said, DENSE + data)
+    result, found = ours.exchange(order(None, wanted=wanted, pace=pace), ids)
+    assert not result.missing
+    assert (taken(found)[1] == INITIAL - 2).all()
+    store.close()
+
+
+def state(store: Store) -> object:
+    (hosted,) = store.hosted()
+    return [
+        (partition.describe(), sorted(i for chunk in partition.tables["wide"].items() for i in chunk.ids.tolist()))
+        for partition in hosted.partitions.values()
+    ]
+
+
+GOOD, GOOD_IDS = asked()
+WRONG: dict[str, tuple[dict[str, Any], bytes, type[ShardyardError], str]] = {
+    "nothing is pulled": ({"pull": None}, GOOD_IDS, InvalidRequest, "pulls nothing"),
+    "an order": ({"pull": wish(order=(0,))}, GOOD_IDS, InvalidRequest, "in an order"),
+    "a partition that is not pulled": (
+        {"pull": wish(partitions=PARTS[:1])}, GOOD_IDS, MalformedPayload, "not among those pulled"
+    ),
+    "no such table": ({"wanted": (dataclasses.replace(GOOD[0], table=1),)}, GOOD_IDS, InvalidRequest, "has 1 tables"),
+    "a table twice": ({"wanted": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "name a table twice"),
+    "more than is given at a time": (
+        {"wanted": (WantedRows(0, PARTS, (1 << 24, 1 << 24), (1 << 24, 1 << 24)),)}, b"", TooLarge, "at a time"
+    ),
+    "ids that cannot be so short": (
+        {"wanted": (WantedRows(0, PARTS[:1], (1,), (9,)),)}, b"x" * 9, MalformedPayload, "1 ids of table 'wide' in 9"
+    ),
+    "ids of no code": ({}, b"\xff" + GOOD_IDS[1:], MalformedPayload, "begins with 255"),
+    "another partition's ids": (
+        {"wanted": (dataclasses.replace(GOOD[0], partitions=PARTS[::-1]),)}, GOOD_IDS, InvalidRequest, "in partition 1"
+    ),
+    "bytes too many": ({}, GOOD_IDS + b"x", MalformedPayload, "the header announced"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_ride_along_is_refused_with_its_push(store: Store, name: str) -> None:
+    more, ids, kind, text = WRONG[name]
+    before = state(store)
+    rows, data = pushed()
+    with pytest.raises(kind, match=text):
+        Wire(store).exchange(order(0, rows, **{"wanted": GOOD} | more), DENSE + data + ids)
+    assert state(store) == before
+    _, found = Wire(store).exchange(order(0, rows, wanted=GOOD), DENSE + data + GOOD_IDS)
+    assert (taken(found)[1] == INITIAL - 1).all()
+
+
+def test_rows_ride_along_in_exchanges_alone(store: Store) -> None:
+    before = state(store)
+    rows, data = pushed()
+    header = convert.push_to_wire(order(0, rows, wanted=GOOD)).SerializeToString()
+    sent = frames.cut(header, [DENSE + data + GOOD_IDS])
+    with pytest.raises(InvalidRequest, match="outside of an exchange"):
+        Servicer(store).push(sent, Context(peer="", is_active=lambda: True))
+    assert state(store) == before
+
+
+def test_rows_of_a_synchronous_job_do_not_ride_along() -> None:
+    store = Store(shareable=False)
+    store.become(HERE, Term(1))
+    store.create(JOB, GENERATION, dataclasses.replace(LAYOUT, tables=()), list(PARTS), UpdateMode.SYNC, 1)
+    store.open(JOB, GENERATION)
+    with pytest.raises(InvalidRequest, match="which is synchronous"):
+        Wire(store).exchange(order(None, wanted=GOOD), GOOD_IDS)
+    store.close()
+
+
+def test_headers_that_are_alike_keep_what_is_wanted() -> None:
+    writer, reader = HeaderWriter(), HeaderReader()
+    parts, pull = tuple(PushPart(p, 64) for p in PARTS), wish()
+    fewer = (WantedRows(0, PARTS[:1], (1,), (10,)),)
+    for sequence, wanted in enumerate([GOOD, GOOD, GOOD, fewer, fewer, GOOD, (), GOOD]):
+        made = order(sequence, wanted=wanted, parts=parts, pull=pull)
+        found = reader.read(writer.write(made))
+        assert (found.wanted, found.name) == (made.wanted, made.name)
+        assert found.renamed(found.name).wanted == made.wanted

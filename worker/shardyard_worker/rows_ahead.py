@@ -1,0 +1,100 @@
+"""Rows of the next batches, which an exchange brings along with the values that these will be computed on.
+
+Owns: what is asked for ahead, the memory that it comes into, and which of it a forward needs. Invariants: what is taken
+from here is what servers had when they gave the values of the same exchange, the push of that exchange included; ids
+that were not asked for are never answered from here. Must not know: models, names of pushes, servers' addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.ground.compiling import compiled
+from shardyard.ground.limits import ROWS_ALONG_BYTES_MAX
+from shardyard.ground.types import PartitionId
+from shardyard_worker.coded_rows import ROW_COST_MIN, Question, questions
+from shardyard_worker.distinct import Distinct, Float32s, Int64s
+
+Bools = npt.NDArray[np.bool_]
+
+
+class Asked(NamedTuple):
+    """Distinct ids of one table, by its number, that are asked for, and its dim."""
+
+    table: int
+    found: Distinct
+    dim: int
+
+
+class RowsAhead:
+    """Each table at most once. `batches`: by table all ids, as the batch has them."""
+
+    def __init__(self, asked: Sequence[Asked], batches: Mapping[int, Int64s] | None = None) -> None:
+        self._asked = asked
+        self._batches = batches or {}
+        self._rows = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
+        self._questions: dict[tuple[PartitionId, ...], Question | None] = {}
+
+    @staticmethod
+    def fit(asked: Sequence[Asked]) -> bool:
+        """Whether one answer has room for all."""
+        return sum([max(4 * each.dim, ROW_COST_MIN) * each.found.ids.size for each in asked]) <= ROWS_ALONG_BYTES_MAX
+
+    def question(self, owned: tuple[PartitionId, ...]) -> Question | None:
+        """How the server that has these partitions is asked; None where none of the rows is there."""
+        if owned not in self._questions:
+            made = questions(self._asked, owned, ROWS_ALONG_BYTES_MAX)
+            assert len(made) <= 1
+            self._questions[owned] = made[0] if made else None
+        return self._questions[owned]
+
+    def places(self, question: Question) -> list[memoryview]:
+        """The memory that the answer goes into."""
+        return question.places(self._rows)
+
+    def known(self, table: int, ids: Int64s) -> Distinct | None:
+        """These ids, each once, where all that was asked for of the table is the same batch."""
+        batch = self._batches.get(table)
+        if batch is None or not np.array_equal(batch, ids):
+            return None
+        return next(each.found for each in self._asked if each.table == table)
+
+    def take(self, table: int, found: Distinct, dim: int) -> tuple[Float32s, Bools | None]:
+        """Rows of these ids, shape (m, dim), and which of them have not come; None: all have, and the rows may be
+        anybody's, so that nobody changes them."""
+        for each, rows in zip(self._asked, self._rows, strict=True):
+            if each.table == table:
+                if each.found is found or np.array_equal(each.found.ids, found.ids):
+                    return rows, None
+                places = _places(found, each.found)
+                lacking = places < 0
+                return rows[places], lacking if lacking.any() else None
+        return np.empty((found.ids.size, dim), np.float32), np.ones(found.ids.size, np.bool_)
+
+
+def part_of(found: Distinct, chosen: Bools) -> Distinct:
+    """Some of distinct ids."""
+    before = np.concatenate([[0], np.cumsum(chosen)]).astype(np.int64)
+    return Distinct(found.ids[chosen], found.places[:0], before[found.starts])
+
+
+def _places(wanted: Distinct, there: Distinct) -> Int64s:
+    """Where each wanted id is among those that are there, -1 where it is not."""
+    places = np.empty(wanted.ids.size, np.int64)
+    _find_places(wanted.ids, wanted.starts, there.ids, there.starts, places)
+    return places
+
+
+@compiled
+def _find_places(wanted: Int64s, wanted_starts: Int64s, there: Int64s, there_starts: Int64s, places: Int64s) -> None:
+    """Both ascend within each partition."""
+    for p in range(wanted_starts.size - 1):
+        at, end = there_starts[p], there_starts[p + 1]
+        for i in range(wanted_starts[p], wanted_starts[p + 1]):
+            while at < end and there[at] < wanted[i]:
+                at += 1
+            places[i] = at if at < end and there[at] == wanted[i] else -1
