@@ -427,14 +427,23 @@ class PushedRows:
         return sum(self.id_bytes) + sum(self.row_bytes) + counts
 
 
+class RowCode(enum.StrEnum):
+    """How rows of tables travel, as settings write it."""
+
+    FLOAT32 = "float32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """What is asked of one server."""
+    """What is asked of one server. `code`: how the rows shall come."""
 
     caller: Caller
     server: Incarnation
     generation: Generation
     wanted: tuple[WantedRows, ...]
+    code: RowCode = RowCode.FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,6 +576,8 @@ class PushOrder:
     rows: tuple[PushedRows, ...] = ()
     table_groups: tuple[tuple[float, ...], ...] = ()
     """The settings of each table's optimizer, where there are rows."""
+    expired: tuple[WantedRows, ...] = ()
+    """In a log alone: what a server has decided to take out with it."""
 
     @property
     def payload_bytes(self) -> int:
@@ -577,6 +588,11 @@ class PushOrder:
     def rows_bytes(self) -> int:
         """Of what follows them."""
         return sum([each.payload_bytes for each in self.rows])
+
+    @property
+    def expired_bytes(self) -> int:
+        """Of what follows those."""
+        return sum([sum(each.id_bytes) for each in self.expired])
 
     def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
         """The same of other work."""
@@ -600,6 +616,7 @@ class PushOrder:
             self.overflow,
             self.rows,
             self.table_groups,
+            self.expired,
         )
 
 
