@@ -13,8 +13,9 @@ from typing import Final
 from shardyard.ground import limits, row_optimizers
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, VariableConflict
 from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import Durability, UpdateMode
+from shardyard.ground.types import UpdateMode
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.records import (
     Body,
@@ -40,28 +41,18 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
     """Raises ConfigurationError for a job that cannot have tables."""
     if not tables:
         return
-    for cannot, what, why, todo in (
-        (
-            settings.consistency.mode.updates is UpdateMode.SYNC,
-            f"in a job with job.consistency.mode {settings.consistency.mode.value}",
-            "rows are updated by each push as it comes, and have no versions",
-            "set job.consistency.mode to async or bounded",
-        ),
-        (
-            settings.consistency.stale is not None,
-            "in a job with a rule for stale gradients",
-            "rows have no versions by which a gradient's age is known",
-            "set job.consistency.staleness_scaling to never, and delay_compensation to 0",
-        ),
-        (
-            settings.durability is Durability.WAL,
-            "in a job with job.durability wal",
-            "logs do not have rows yet",
-            "set job.durability to checkpoint",
-        ),
-    ):
-        if cannot:
-            raise ConfigurationError(f"embedding tables {what}", why=why, todo=todo)
+    mode, stale = settings.consistency.mode, settings.consistency.stale
+    if mode.updates is UpdateMode.SYNC:
+        raise ConfigurationError(
+            f"embedding tables in a job with job.consistency.mode {mode.value}",
+            why="rows are updated by each push as it comes, and have no versions",
+            todo="set job.consistency.mode to async or bounded",
+        )
+    if stale is not None:
+        try:
+            check_stale_rows(tables, stale)
+        except InvalidRequest as error:
+            raise ConfigurationError(error.what, why=error.why_text, todo=error.todo_text) from error
 
 
 def fitted(tables: Tables, *, partitions: int) -> tuple[TableSettings, ...]:

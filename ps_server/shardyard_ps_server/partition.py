@@ -101,14 +101,16 @@ class Partition:
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._tables = PartitionTables(layout)
+        self._tables = PartitionTables(layout, recorded=logged)
         self.torn: Internal | None = None
         """Why nothing is taken or given any more, if so."""
         self._versions = Versions(self._layout.payload_bytes, memory)
         self._ledger = Ledger(partition)
         self._stale: Stale | None = None
         if stale is not None:
-            self._stale = Stale(stale, partition, layout.optimizer.kind, self._versions, logged=logged)
+            row_kinds = [table.optimizer for table in layout.tables]
+            kind = layout.optimizer.kind
+            self._stale = Stale(stale, partition, kind, self._versions, logged=logged, row_kinds=row_kinds)
         self._compensated: Bytes | None = None
         self._squares: Bytes | None = None
         self._ranks = logical_ranks
@@ -362,6 +364,23 @@ class Partition:
         if not duplicate:
             self._tables.check_room(contribution.rows)
 
+    def is_close_to_full(self, contribution: Contribution) -> bool:
+        """Whether what was recorded, and has not taken effect, may leave no room for its rows."""
+        return self._tables.is_close(contribution.rows)
+
+    def await_push(self, contribution: Contribution) -> Contribution:
+        """With what expires, of a push that is about to be recorded, by one thread at a time. `end_push` must follow
+        when it has taken effect, or never will."""
+        if not contribution.rows:
+            return contribution
+        with self._changed:
+            step = self._versions.newest.number + 1
+        return contribution._replace(gone=self._tables.await_push(contribution.rows, step))
+
+    def end_push(self, contribution: Contribution) -> None:
+        if contribution.rows:
+            self._tables.end_push(contribution.rows, contribution.gone)
+
     def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
         """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having
         changed nothing."""
@@ -411,7 +430,7 @@ class Partition:
         if stale is not None:
             applied, staleness, compensated = self._amend(stale, contribution)
         new = self._next(Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
-        self._push_rows(contribution)
+        self._push_rows(applied)
         with self._changed:
             self._ledger.advance(name)
             if new is not None:
@@ -428,7 +447,7 @@ class Partition:
         step, done = self._versions.newest.number + 1, False
         try:
             failpoint("rows.before_update")
-            self._tables.push(contribution.rows, contribution.table_groups, step)
+            self._tables.push(contribution.rows, contribution.table_groups, step, contribution.gone)
             done = True
         finally:
             if not done:
@@ -454,7 +473,10 @@ class Partition:
             if values is not None:
                 self._versions.hold(values)
         try:
-            applied = contribution._replace(groups=stale.groups(groups, staleness))
+            applied = contribution._replace(
+                groups=stale.groups(groups, staleness),
+                table_groups=stale.row_groups(contribution.table_groups, staleness),
+            )
             changed = values is not None and values is not now
             if changed or stale.rule.decay:
                 compensated = self._compensate(stale.rule, contribution, now if values is None else values, now)

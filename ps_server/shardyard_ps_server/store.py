@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,8 +22,10 @@ from shardyard.checkpoints.library import read_partition
 from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
+from shardyard.codecs.rows import encode_rows
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import (
+    Internal,
     InvalidRequest,
     MalformedPayload,
     NotFound,
@@ -37,6 +39,7 @@ from shardyard.ground.errors import (
     TooLarge,
 )
 from shardyard.ground.failpoints import failpoint
+from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
     NO_CLIPPING,
@@ -63,6 +66,7 @@ from shardyard.ground.types import (
     PushKind,
     PushOrder,
     RankSource,
+    RowCode,
     SourceKey,
     StaleRule,
     StepVerdict,
@@ -90,6 +94,7 @@ from shardyard_ps_server.partition_tables import (
     warm,
 )
 from shardyard_ps_server.pins import Pins, await_pin
+from shardyard_ps_server.recorded_rows import said_of
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import (
     bases_of,
@@ -431,7 +436,7 @@ class Store:
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
-            _check_tables(job, mode, durability, stale)
+            _check_tables(job, layout, mode, stale)
             with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
                 warm()
         logs = self._logs
@@ -502,7 +507,7 @@ class Store:
             if each.state.partition in nobodys:
                 partitions[each.state.partition].restore(each.state, each.tables)
         if hosted.wal is not None:
-            self._replay(hosted.job, {number: partitions[number] for number in sorted(nobodys)}, restore)
+            self._replay(hosted, {number: partitions[number] for number in sorted(nobodys)}, restore)
         with hosted.deciding():
             if hosted.wal is not None:
                 self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
@@ -527,9 +532,10 @@ class Store:
         with wal.turn(ticket):
             """What comes next in the log is theirs."""
 
-    def _replay(self, job: JobId, restored: Mapping[PartitionId, Partition], restore: Restore) -> None:
-        """Raises StorageUnavailable, LogDamaged."""
+    def _replay(self, hosted: HostedJob, restored: Mapping[PartitionId, Partition], restore: Restore) -> None:
+        """Raises StorageUnavailable, LogDamaged, TooLarge."""
         assert self._logs is not None
+        job, layout = hosted.job, hosted.layout
         trails: dict[tuple[Incarnation, ...], dict[PartitionId, Partition]] = {}
         for number, partition in restored.items():
             trails.setdefault(restore.logs.get(number, ()), {})[number] = partition
@@ -538,7 +544,7 @@ class Store:
             for server in trail:
                 what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    replay(self._logs.log(job, server), restore.number, partitions)
+                    replay(self._logs.log(job, server), restore.number, layout, partitions)
 
     def _check_again(
         self, hosted: HostedJob, generation: Generation, owned: Sequence[PartitionId], *, matches: bool
@@ -826,7 +832,7 @@ class Store:
         results = (
             self._apply(hosted, order, work)
             if hosted.wal is None
-            else self._record(hosted.wal, hosted, order, payload, work)
+            else self._record(hosted.wal, hosted, order, payload, work, rows)
         )
         failpoint("push.before_reply")
         self._count(results, len(rows) + (len(payload) if order.shared_at is None else 0))
@@ -841,30 +847,48 @@ class Store:
             self._check_current(hosted, order)
 
         try:
-            if order.payload_bytes + order.rows_bytes >= CREW_BYTES_MIN:
-                return tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
-            return tuple([p.push(order.name, c, check_current) for p, c in work])
+            return self._push_all(order, work, check_current)
         finally:
-            torn = next((each.torn for each, _ in work if each.torn is not None), None)
+            torn = _torn(work)
             if torn is not None:
                 self._on_failure(torn)
 
-    def _record(
-        self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work]
+    def _push_all(
+        self, order: PushOrder, work: Sequence[Work], check_current: Callable[[], None]
     ) -> tuple[PartResult, ...]:
-        """As `_apply`, once the push is durable. That it counts is decided when it is appended: from there on nothing
-        but what was appended before can change what becomes of it."""
-        with wal.admission:
-            self._check_current(hosted, order)
-            for target, contribution in work:
-                target.check_push(order.name, contribution)
-            ticket = wal.append(RecordKind.PUSH, push_head(order), payload)
-        wal.sync(ticket)
-        with wal.turn(ticket):
-            works = [partial(p.push, order.name, c, _check_nothing) for p, c in work]
-            if order.payload_bytes >= CREW_BYTES_MIN:
-                return tuple(self._crew.run(works))
-            return tuple([each() for each in works])
+        works = [partial(target.push, order.name, each, check_current) for target, each in work]
+        if order.payload_bytes + order.rows_bytes >= CREW_BYTES_MIN:
+            return tuple(self._crew.run(works))
+        return tuple([each() for each in works])
+
+    def _record(
+        self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work], rows: Bytes
+    ) -> tuple[PartResult, ...]:
+        """As `_apply`, once the push is durable. That it counts, and what expires with it, is decided when it is
+        appended: from there on nothing but what was appended before can change what becomes of it."""
+        with ExitStack() as over:
+            with wal.admission:
+                self._check_current(hosted, order)
+                if order.rows and any(target.is_close_to_full(each) for target, each in work):
+                    wal.drain()
+                for target, contribution in work:
+                    target.check_push(order.name, contribution)
+                decided: list[Work] = []
+                for target, contribution in work:
+                    decided.append((target, target.await_push(contribution)))
+                    over.callback(target.end_push, decided[-1][1])
+                expired, codes = said_of([(target.id, each.gone) for target, each in decided])
+                head = push_head(replace(order, expired=expired) if expired else order)
+                ticket = wal.append(RecordKind.PUSH, head, payload, rows, *codes)
+            wal.sync(ticket)
+            with wal.turn(ticket):
+                try:
+                    return self._push_all(order, decided, _check_nothing)
+                except BaseException as error:
+                    torn = _torn(decided)
+                    if torn is not None:  # what the log says and what is here are two things now
+                        raise torn.anew() from error
+                    raise
 
     def take_verdict(self, hosted: HostedJob, order: PushOrder, verdict: StepVerdict) -> None:
         """Gives the verdict that an admitted exchange brings to the partitions that wait for it, if any does. Raises
@@ -897,13 +921,13 @@ class Store:
     # ---- rows
 
     def look_up(self, asked: LookUp, codes: Bytes) -> Bytes:
-        """The rows that are asked for, one after the other, float32. `codes`: of their ids. Changes nothing. Raises
-        InvalidRequest, MalformedPayload, TooLarge, NotReady where there are no first values."""
+        """The rows that are asked for, one after the other, float32 or coded. `codes`: of their ids. Changes nothing.
+        Raises InvalidRequest, MalformedPayload, TooLarge, NotReady where there are no first values."""
         hosted = self.admit(asked.caller, asked.server, asked.generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
         tables = hosted.layout.tables
-        nbytes = check_wanted(tables, asked.wanted)
+        nbytes, coded = check_wanted(tables, asked.wanted, asked.code), asked.code is not RowCode.FLOAT32
         if nbytes > limits.ROWS_ANSWERED_BYTES_MAX:
             raise TooLarge(
                 f"a look-up of {nbytes} bytes of rows; at most {limits.ROWS_ANSWERED_BYTES_MAX} are given at a time",
@@ -912,18 +936,26 @@ class Store:
         announced = sum([sum(each.id_bytes) for each in asked.wanted])
         if announced != len(codes):
             raise MalformedPayload(f"{len(codes)} bytes of ids; announced {announced}")
-        found, out = aligned_empty(nbytes), 0
+        found, out = aligned_empty(0 if coded else nbytes), 0
+        made: list[memoryview] = []
         at = 0
         for each in asked.wanted:
             dim, name = tables[each.table].dim, tables[each.table].name
             for number, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
                 ids = read_ids(hosted.layout, name, number, n, codes[at : at + length])
                 at += length
-                rows = found[out : out + 4 * dim * n].view(np.float32).reshape(n, dim)
+                if coded:
+                    rows = np.empty((n, dim), np.float32)
+                else:
+                    rows = found[out : out + 4 * dim * n].view(np.float32).reshape(n, dim)
+                    out += rows.nbytes
                 hosted.find(number).look_up(each.table, ids, rows)
-                out += rows.nbytes
+                if coded:
+                    made.append(encode_rows(rows, asked.code))
         hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
-        self.note_sent(nbytes)
+        if coded:
+            found = np.frombuffer(b"".join(made), np.uint8)
+        self.note_sent(len(found))
         return found
 
     def read_rows(
@@ -1189,15 +1221,16 @@ def _by_partition(layout: JobLayout, order: PushOrder, rows: Bytes) -> dict[Part
     return found
 
 
-def _check_tables(job: JobId, mode: UpdateMode, durability: Durability, stale: StaleRule | None) -> None:
+def _check_tables(job: JobId, layout: JobLayout, mode: UpdateMode, stale: StaleRule | None) -> None:
     """Raises InvalidRequest for what rows cannot be part of."""
-    for cannot, what in (
-        (mode is UpdateMode.SYNC, "which is synchronous"),
-        (durability is Durability.WAL, "which has a log"),
-        (stale is not None, "which has a rule for stale gradients"),
-    ):
-        if cannot:
-            raise InvalidRequest(f"tables of job {job}, {what}", why="rows are not part of that yet")
+    if mode is UpdateMode.SYNC:
+        raise InvalidRequest(f"tables of job {job}, which is synchronous", why="rows are not part of that yet")
+    if stale is not None:
+        check_stale_rows(layout.tables, stale)
+
+
+def _torn(work: Sequence[Work]) -> Internal | None:
+    return next((each.torn for each, _ in work if each.torn is not None), None)
 
 
 def _aligned(piece: Bytes) -> Bytes:

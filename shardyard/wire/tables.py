@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     LookUp,
     PartitionId,
     PushedRows,
+    RowCode,
     Term,
     WantedRows,
 )
@@ -43,6 +44,13 @@ _ADMISSIONS: dict[Admission, common.AdmissionKind] = {
     Admission.COUNT: common.ADMISSION_KIND_COUNT,
     Admission.CHANCE: common.ADMISSION_KIND_CHANCE,
     Admission.ESTIMATE: common.ADMISSION_KIND_ESTIMATE,
+}
+
+
+_ROW_CODES: dict[RowCode, server.RowCode] = {
+    RowCode.FLOAT32: server.ROW_CODE_UNSPECIFIED,
+    RowCode.BF16: server.ROW_CODE_BF16,
+    RowCode.INT8: server.ROW_CODE_INT8,
 }
 
 
@@ -164,15 +172,25 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
     return tuple(found)
 
 
+def wanted_to_wire(wanted: Iterable[WantedRows]) -> list[server.WantedRows]:
+    return [
+        server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
+        for each in wanted
+    ]
+
+
+def expired_from_wire(messages: Sequence[server.WantedRows]) -> tuple[WantedRows, ...]:
+    """Raises MalformedPayload, TooLarge."""
+    return _all_wanted(messages, limits.ROWS_PER_PART_MAX)
+
+
 def look_up_to_header(asked: LookUp) -> bytes:
     return server.LookUpHeader(
         caller=common.Caller(job=asked.caller.job, incarnation=asked.caller.incarnation, term=asked.caller.term),
         server=asked.server,
         generation=asked.generation,
-        wanted=[
-            server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
-            for each in asked.wanted
-        ],
+        wanted=wanted_to_wire(asked.wanted),
+        code=_ROW_CODES[asked.code],
     ).SerializeToString()
 
 
@@ -182,18 +200,21 @@ def look_up_from_header(header: bytes) -> LookUp:
         message = server.LookUpHeader.FromString(header)
     except DecodeError as error:
         raise MalformedPayload(f"the header of a look-up: {error}") from error
-    wanted = tuple(
-        _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.LOOK_UP_IDS_MAX)
-        for each in message.wanted
-    )
-    _check_tables_once([each.table for each in wanted])
+    wanted = _all_wanted(message.wanted, limits.LOOK_UP_IDS_MAX)
     caller = message.caller
     return LookUp(
         Caller(JobId(caller.job), Incarnation(caller.incarnation), Term(caller.term)),
         Incarnation(message.server),
         Generation(message.generation),
         wanted,
+        _known(dict(_ROW_CODES), message.code, "the code of a look-up's answer"),
     )
+
+
+def _all_wanted(messages: Sequence[server.WantedRows], rows_max: int) -> tuple[WantedRows, ...]:
+    found = tuple([_wanted(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
+    _check_tables_once([each.table for each in found])
+    return found
 
 
 def _wanted(

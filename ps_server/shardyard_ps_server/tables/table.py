@@ -253,16 +253,26 @@ class Table:
     def expire(self, step: int, budget: int) -> Expired:
         """Takes out what expires by the settings at `step`, in about `budget` buckets from where the last call has
         stopped, or to the end of the table. Others push and look up meanwhile."""
+        return self._expire(step, budget, stays=False)
+
+    def expiring(self, step: int, budget: int, besides: Sequence[Ids]) -> Ids:
+        """What `expire` would take out, but for `besides`: told, for who takes it out with `remove` before it asks
+        again."""
+        return self._expire(step, budget, stays=True, besides=besides).ids
+
+    def _expire(self, step: int, budget: int, *, stays: bool, besides: Sequence[Ids] = ()) -> Expired:
         gone: list[Numbers] = []
         over = False
         with self._expiring:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
                 with self._gate.together():
                     with self._counting:
-                        pins = [ids for of in self._pinned.values() for ids in of]
+                        pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
                     pinned = np.unique(np.concatenate(pins)) if pins else _NOBODY
-                    done = self._expiry.step(self._memory, step // self._step_unit, self.rows, pinned)
-                    self._tell_removed(done.ids)
+                    unit = step // self._step_unit
+                    done = self._expiry.step(self._memory, unit, self.rows, pinned, stays=stays)
+                    if not stays:
+                        self._tell_removed(done.ids)
                 gone.append(done.ids)
                 over = done.over
                 if over:
