@@ -37,6 +37,13 @@ class TakenRows:
     tables: tuple[TableRows, ...]
     groups: Groups
 
+    def unscaled(self, scale: torch.Tensor | None) -> TakenRows:
+        """Of a loss that was scaled; in place. None: they are unscaled already."""
+        if scale is not None:
+            inverse = float(scale.double().reciprocal().float())
+            torch._foreach_mul_(self.tensors, inverse)
+        return self
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The gradients of each, shape (m, dim), on the memory that is sent."""
@@ -112,6 +119,10 @@ class JobTables:
             if taken is not None:
                 found.append(TableRows(number, *taken))
         return TakenRows(tuple(found), self._groups()) if found else None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that have come, to be changed in place."""
+        return [tensor for table in self._tables for tensor in table.gradients.tensors()]
 
     def clear(self) -> None:
         """Forgets gradients that have come."""
