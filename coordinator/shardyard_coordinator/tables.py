@@ -13,6 +13,7 @@ from typing import Final
 from shardyard.ground import limits, row_optimizers
 from shardyard.ground.errors import ConfigurationError, InvalidRequest, VariableConflict
 from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import ConsistencyMode, Durability
 from shardyard.runtime.settings import JobSettings
@@ -57,20 +58,20 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
             "let rows stay, or set job.consistency.mode to async or bounded",
         ),
         (
-            settings.consistency.stale is not None,
-            "in a job with a rule for stale gradients",
-            "rows have no versions by which a gradient's age is known",
-            "set job.consistency.staleness_scaling to never, and delay_compensation to 0",
-        ),
-        (
-            settings.durability is Durability.WAL,
-            "in a job with job.durability wal",
-            "logs do not have rows yet",
-            "set job.durability to checkpoint",
+            settings.durability is Durability.WAL and any(each.expiry.by_time for each in tables),
+            "whose rows' ages are told in seconds, in a job with job.durability wal",
+            "a log says what was pushed, and not when",
+            "tell ages in steps, or set job.durability to checkpoint",
         ),
     ):
         if cannot:
             raise ConfigurationError(f"embedding tables {what}", why=why, todo=todo)
+    stale = settings.consistency.stale
+    if stale is not None:
+        try:
+            check_stale_rows(tables, stale)
+        except InvalidRequest as error:
+            raise ConfigurationError(error.what, why=error.why_text, todo=error.todo_text) from error
 
 
 def fitted(tables: Tables, *, partitions: int) -> tuple[TableSettings, ...]:

@@ -35,7 +35,7 @@ from shardyard_ps_server import kernels, optimizers
 from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.kernels import Addresses, Array, Shares
 from shardyard_ps_server.optimizers import LONE
-from shardyard_ps_server.partition_tables import Rows
+from shardyard_ps_server.partition_tables import Gone, Rows
 from shardyard_ps_server.stale import Base
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -60,7 +60,7 @@ class Contribution(NamedTuple):
     `payload` has shape (payload_bytes,), dtype uint8, contiguous, at a multiple of 8; `present[i]` says whether block i
     has a gradient (or value). `groups` None: a named empty push, without payload. `base`: what a gradient was computed
     on, where that is said. `overflow`: loss scaling has found that the gradient is beyond its format. `rows`: of
-    tables, to be updated with `table_groups`.
+    tables, to be updated with `table_groups`. `gone`: what expires with it, where that was decided before.
     """
 
     weight: float
@@ -71,6 +71,7 @@ class Contribution(NamedTuple):
     overflow: bool = False
     rows: Sequence[Rows] = ()
     table_groups: Groups = ()
+    gone: Sequence[Gone] = ()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
 from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.partition_tables import Floats, PartitionTables, Rows, scaled, square_norm
+from shardyard_ps_server.partition_tables import Floats, Gone, PartitionTables, Rows, scaled, square_norm
 from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
 from shardyard_ps_server.tables.cuts import Chunk
@@ -117,7 +117,7 @@ class Partition:
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._tables = PartitionTables(layout, clock)
+        self._tables = PartitionTables(layout, clock, recorded=logged)
         self._former: FormerRows | None = None
         """Of a synchronous job, from when the first step is taken: what it has changed."""
         self.torn: Internal | None = None
@@ -126,7 +126,9 @@ class Partition:
         self._ledger = Ledger(partition)
         self._stale: Stale | None = None
         if stale is not None:
-            self._stale = Stale(stale, partition, layout.optimizer.kind, self._versions, logged=logged)
+            row_kinds = [table.optimizer for table in layout.tables]
+            kind = layout.optimizer.kind
+            self._stale = Stale(stale, partition, kind, self._versions, logged=logged, row_kinds=row_kinds)
         self._compensated: Bytes | None = None
         self._squares: Bytes | None = None
         self._ranks = logical_ranks
@@ -443,6 +445,23 @@ class Partition:
         if not duplicate:
             self._tables.check_room(contribution.rows, recorded)
 
+    def is_close_to_full(self, contribution: Contribution) -> bool:
+        """Whether what was recorded, and has not taken effect, may leave no room for its rows."""
+        return self._tables.is_close(contribution.rows)
+
+    def await_push(self, contribution: Contribution) -> Contribution:
+        """With what expires, of a push that is about to be recorded, by one thread at a time. `end_push` must follow
+        when it has taken effect, or never will."""
+        if not contribution.rows:
+            return contribution
+        with self._changed:
+            step = self._versions.newest.number + 1
+        return contribution._replace(gone=self._tables.await_push(contribution.rows, step))
+
+    def end_push(self, contribution: Contribution) -> None:
+        if contribution.rows:
+            self._tables.end_push(contribution.rows, contribution.gone)
+
     def push(self, name: PushName, contribution: Contribution, check_current: Callable[[], None]) -> PartResult:
         """Counts the work once. Raises Refused errors, InvalidRequest, NotReady, RateMismatch and TooLarge, having
         changed nothing."""
@@ -499,7 +518,7 @@ class Partition:
         if stale is not None:
             applied, staleness, compensated = self._amend(stale, contribution)
         new = self._next(Verdict((applied,), (1.0,), contribution.overflow)) if makes else None
-        self._push_rows(contribution.rows, contribution.table_groups)
+        self._push_rows(applied.rows, applied.table_groups, gone=applied.gone)
         with self._changed:
             self._ledger.advance(name)
             if new is not None:
@@ -509,9 +528,11 @@ class Partition:
                 stale.passed(contribution.base)
         return Outcome.APPLIED
 
-    def _push_rows(self, rows: Sequence[Rows], groups: Groups, former: FormerRows | None = None) -> None:
+    def _push_rows(
+        self, rows: Sequence[Rows], groups: Groups, former: FormerRows | None = None, gone: Sequence[Gone] = ()
+    ) -> None:
         """In place. Without `former`, what they were, look-ups see them before the push is acknowledged, as nobody can
-        tell."""
+        tell. `gone`: what expires with them."""
         if former is not None:
             with self._changed:
                 self._former = former
@@ -520,7 +541,7 @@ class Partition:
         step, done = self._versions.newest.number + 1, False
         try:
             failpoint("rows.before_update")
-            self._tables.push(rows, groups, step)
+            self._tables.push(rows, groups, step, gone)
             done = True
         finally:
             if not done:
@@ -546,7 +567,10 @@ class Partition:
             if values is not None:
                 self._versions.hold(values)
         try:
-            applied = contribution._replace(groups=stale.groups(groups, staleness))
+            applied = contribution._replace(
+                groups=stale.groups(groups, staleness),
+                table_groups=stale.row_groups(contribution.table_groups, staleness),
+            )
             changed = values is not None and values is not now
             if changed or stale.rule.decay:
                 compensated = self._compensate(stale.rule, contribution, now if values is None else values, now)

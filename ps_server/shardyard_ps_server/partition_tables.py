@@ -1,23 +1,27 @@
 """The tables of one partition: made with it, changed in its turn, read at any time.
 
-Owns: which rows of a push belong to the partition, and what they do to its tables. Invariants: rows are decoded and
-checked, all of them, before anything changes: ids ascend strictly and are the partition's own, gradients are finite;
-room for the rows of all tables is made sure of before the first changes, in a synchronous job when they are recorded;
-who fails after that has left the tables torn, and says so; a table's clock goes on from where it was when the table was
-cut. Whoever changes them has the partition's turn. Must not know: names, ledgers, which version is the newest.
+Owns: which rows of a push belong to the partition, what they do to its tables, and what expires with them. Invariants:
+rows are decoded and checked, all of them, before anything changes: ids ascend strictly and are the partition's own,
+gradients are finite; room for the rows of all tables is made sure of before the first changes, in a synchronous job
+when they are recorded; who fails after that has left the tables torn, and says so; a table's clock goes on from where
+it was when the table was cut. Where a walk finds what expires depends on a seed that nobody knows; so in a job with a
+log it is decided when a push is recorded, and recorded with it: what expires is in no push that was recorded and has
+not taken effect. Whoever changes tables has the partition's turn. Must not know: names, ledgers, which version is the
+newest, logs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Container, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardyard.codecs.ids import decode_ids, encode_ids
-from shardyard.codecs.rows import decode_rows
+from shardyard.codecs.rows import decode_rows, encode_rows
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, ShapeMismatch, TooLarge
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES, ROWS_PER_PART_MAX
@@ -25,7 +29,7 @@ from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.row_routes import partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
-from shardyard.ground.types import JobLayout, PartitionId, PushedRows, WantedRows
+from shardyard.ground.types import JobLayout, PartitionId, PushedRows, RowCode, WantedRows
 from shardyard_ps_server import row_sums
 from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.row_sums import Given, Mean
@@ -40,6 +44,8 @@ Floats = npt.NDArray[np.float32]
 
 HOMES_PER_ROW: Final = 2
 """Of a table whose rows expire, so many places are looked at for each row that is pushed."""
+HOMES_MAX: Final = 1 << 18
+"""And at most so many at a time, since nothing else is recorded meanwhile: a few milliseconds."""
 
 
 class Rows(NamedTuple):
@@ -60,13 +66,26 @@ class AskedRows(NamedTuple):
     ids: Ids
 
 
-class PartitionTables:
-    """Raises TableError where the address space for rows is refused."""
+class Gone(NamedTuple):
+    """Ids of one table, ascending, that expire."""
 
-    def __init__(self, layout: JobLayout, clock: Clock) -> None:
+    table: int
+    ids: Ids
+
+
+class PartitionTables:
+    """`recorded`: what expires with a push is decided by `await_push`, and not when it takes effect. Raises TableError
+    where the address space for rows is refused."""
+
+    def __init__(self, layout: JobLayout, clock: Clock, *, recorded: bool = False) -> None:
         self._settings = layout.tables
         self._clock = clock
         self.names = frozenset(settings.name for settings in layout.tables)
+        self._recorded = recorded
+        self._awaiting = threading.Lock()
+        self._awaited: list[Sequence[Rows]] = []
+        self._decided: set[int] = set()
+        self._owed: dict[int, int] = {}
         self.become(make_tables(layout))
 
     @property
@@ -110,7 +129,7 @@ class PartitionTables:
             found[each.table] = each.ids, values
         return FormerRows(number, found)
 
-    def push(self, rows: Sequence[Rows], groups: Groups, step: int) -> None:
+    def push(self, rows: Sequence[Rows], groups: Groups, step: int, gone: Sequence[Gone] = ()) -> None:
         """Update number `step` of the partition. What raises here has torn the tables."""
         now_ms = self._clock.now_ms()
         for each in rows:
@@ -121,8 +140,61 @@ class PartitionTables:
                 counts = None if each.counts is None else each.counts[part]
                 values = each.values[part]
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
-            if into.settings.expiry != _STAYS:
+            if into.settings.expiry != _STAYS and not self._recorded:
                 into.expire(step, HOMES_PER_ROW * each.ids.size, time_ms)
+        for expired in gone:
+            self._of(expired).remove_expired(expired.ids)
+
+    # ---- between the record of a push and its effect
+
+    def is_close(self, rows: Sequence[Rows]) -> bool:
+        """Whether there is room for them may depend on pushes that are awaited."""
+        with self._awaiting:
+            coming = [each for awaited in self._awaited for each in awaited]
+        if not coming:
+            return False
+        for each in rows:
+            into = self._of(each)
+            others = sum([other.ids.size for other in coming if other.table == each.table])
+            if into.rows + others + each.ids.size > into.settings.rows_max:
+                return True
+        return False
+
+    def await_push(self, rows: Sequence[Rows], step: int) -> tuple[Gone, ...]:
+        """What expires with a push that is about to be recorded, by one thread at a time; `end_push`, by any, must
+        follow when it has taken effect, or never will."""
+        with self._awaiting:
+            self._awaited.append(rows)
+        found = []
+        for each in rows:
+            ids = self._expiring(each, step)
+            if ids.size:
+                found.append(Gone(each.table, ids))
+        return tuple(found)
+
+    def end_push(self, rows: Sequence[Rows], gone: Sequence[Gone]) -> None:
+        with self._awaiting:
+            self._awaited = [each for each in self._awaited if each is not rows]
+            self._decided -= {each.table for each in gone}
+
+    def _expiring(self, rows: Rows, step: int) -> Ids:
+        table, into = rows.table, self._of(rows)
+        if into.settings.expiry == _STAYS:
+            return rows.ids[:0]
+        owed = min(self._owed.get(table, 0) + HOMES_PER_ROW * rows.ids.size, HOMES_MAX)
+        with self._awaiting:
+            # one decision of a table at a time: what the one before takes out is still there
+            waits = table in self._decided
+            besides = [each.ids for awaited in self._awaited for each in awaited if each.table == table]
+        self._owed[table] = owed if waits else 0
+        if waits:
+            return rows.ids[:0]
+        ids = into.expiring(step, owed, besides)
+        ids.sort()
+        if ids.size:
+            with self._awaiting:
+                self._decided.add(table)
+        return ids
 
     def load(self, rows: Sequence[Rows]) -> None:
         """First values, over what is there. Raises TableFull."""
@@ -146,7 +218,7 @@ class PartitionTables:
             raise NotReady(f"rows of table {self._settings[number].name!r}, which have left this server")
         return found
 
-    def _of(self, rows: Rows) -> Table:
+    def _of(self, rows: Rows | Gone) -> Table:
         return self._tables[self._settings[rows.table].name]
 
 
@@ -174,6 +246,8 @@ def warm() -> None:
     ids = np.arange(2, dtype=np.int64)
     decode_ids(encode_ids(ids), ids.size)
     partition_of(ids, 2)
+    for code in RowCode:
+        encode_rows(np.ones((2, 2), np.float32), code)
 
 
 def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], groups: Groups | None) -> None:
@@ -196,15 +270,19 @@ def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], 
         row_optimizers.check_update(settings.optimizer, settings.group, values)
 
 
-def check_wanted(tables: Sequence[TableSettings], wanted: Sequence[WantedRows]) -> int:
-    """The bytes of all rows that are asked for. Raises InvalidRequest, MalformedPayload."""
+def check_wanted(tables: Sequence[TableSettings], wanted: Sequence[WantedRows], code: RowCode = RowCode.FLOAT32) -> int:
+    """The bytes of all rows that are asked for, in a code at most. Raises InvalidRequest, MalformedPayload."""
     total = 0
     for each in wanted:
         settings = table_at(tables, each.table)
         for n, ids in zip(each.rows, each.id_bytes, strict=True):
             if not _fits(n, ids):
                 raise MalformedPayload(f"{n} ids of table {settings.name!r} in {ids} bytes")
-        total += 4 * settings.dim * sum(each.rows)
+        row = 4 * settings.dim
+        if code is not RowCode.FLOAT32:  # what it cannot say comes as it is, and each has its scale
+            row = max(row, settings.dim + 4)
+            total += CODE_HEAD_BYTES_MAX * len(each.rows)
+        total += row * sum(each.rows)
     return total
 
 
@@ -221,14 +299,18 @@ def _fits(ids: int, nbytes: int) -> bool:
 
 
 def unpack_pushed(
-    layout: JobLayout, pushed: Sequence[PushedRows], payload: Bytes
+    layout: JobLayout, pushed: Sequence[PushedRows], payload: Bytes, among: Container[PartitionId] | None = None
 ) -> Iterator[tuple[PartitionId, Rows]]:
-    """The rows of a push that was checked. Raises MalformedPayload, InvalidRequest."""
+    """The rows of a push that was checked; `among`: those of these partitions. Raises MalformedPayload,
+    InvalidRequest."""
     at = 0
     for each in pushed:
         settings = layout.tables[each.table]
         entries = zip(each.partitions, each.rows, each.id_bytes, each.row_bytes, strict=True)
         for partition, n, id_bytes, row_bytes in entries:
+            if among is not None and partition not in among:
+                at += id_bytes + row_bytes + (ROW_COUNT_BYTES * n if each.counted else 0)
+                continue
             ids = read_ids(layout, settings.name, partition, n, payload[at : at + id_bytes])
             at += id_bytes
             counts = None

@@ -1,9 +1,9 @@
 """What a log records, as messages and back, and how partitions come back from it.
 
-A record holds a push as it was received, with the settings that it was to be applied with, the verdict on a step, the
-tokens of sources that were opened, or which partitions began anew. Given to the same partitions in the same order it
-has the same outcome, refusals included, so replay gives the same bits (docs/ledger.md, rule C1). What a checkpoint has
-already is known by its name, and passed over.
+A record holds a push as it was received, with the settings that it was to be applied with and the rows that expire with
+it, the verdict on a step, the tokens of sources that were opened, or which partitions began anew. Given to the same
+partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (docs/ledger.md,
+rule C1). What a checkpoint has already is known by its name, and passed over.
 
 Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.
 """
@@ -21,6 +21,7 @@ from shardyard.ground.errors import InvalidRequest, NotReady, Refused, SequenceG
 from shardyard.ground.types import (
     Generation,
     Incarnation,
+    JobLayout,
     PartitionId,
     PushKind,
     PushOrder,
@@ -33,6 +34,7 @@ from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.recorded_rows import read_rows
 from shardyard_ps_server.stale import Base
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal_files import LogFiles
@@ -45,7 +47,9 @@ _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 
 def push_head(order: PushOrder) -> bytes:
     """What is recorded of a push beside its payload."""
-    said = replace(order, pull=None, attach=None, shared_at=None, rest=None, detach=False, pace=None, verdict=None)
+    said = replace(
+        order, pull=None, wanted=(), attach=None, shared_at=None, rest=None, detach=False, pace=None, verdict=None
+    )
     return convert.push_to_wire(said).SerializeToString()
 
 
@@ -66,9 +70,9 @@ def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
     return wire.PassOverRequest(worker=worker, next=next_sequence).SerializeToString()
 
 
-def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partition]) -> None:
+def replay(files: LogFiles, base: int, layout: JobLayout, partitions: Mapping[PartitionId, Partition]) -> None:
     """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says. Raises
-    StorageUnavailable, LogDamaged."""
+    StorageUnavailable, LogDamaged, TooLarge."""
     end = files.take_over()
     begins = _begins(files, files.records(base, end, payloads=False))
     counted = 0
@@ -77,7 +81,7 @@ def replay(files: LogFiles, base: int, partitions: Mapping[PartitionId, Partitio
         present = {number: each for number, each in partitions.items() if begins.get(number, record.at) <= record.at}
         try:
             if record.kind is RecordKind.PUSH:
-                counted += _push(record, present)
+                counted += _push(record, layout, present)
             elif record.kind is RecordKind.OPEN:
                 _open(record, present)
             elif record.kind is RecordKind.PASS_OVER:
@@ -125,10 +129,14 @@ def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mar
     return found
 
 
-def _push(record: Record, partitions: Mapping[PartitionId, Partition]) -> bool:
-    order = convert.push_from_header(record.head)
-    if order.kind not in _RECORDED or order.payload_bytes != len(record.payload):
+def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Partition]) -> bool:
+    order = convert.push_from_header(record.head, recorded=True)
+    if order.kind not in _RECORDED:
         raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
+    try:
+        brought, gone = read_rows(layout, order, record.payload, partitions)
+    except TooLarge as error:  # what was taken was within the limits
+        raise InvalidRequest(error.what) from error
     touched = False
     pieces = pieces_of(order, record.payload)
     for part, (number, piece), base in zip(order.parts, pieces, bases_of(order), strict=True):
@@ -140,12 +148,19 @@ def _push(record: Record, partitions: Mapping[PartitionId, Partition]) -> bool:
         if len(piece):
             piece = _aligned(piece)
         full, present = partition.unpack(part, piece)
+        rows, expired = brought.get(number, ()), gone.get(number, ())
+        contribution = Contribution(
+            order.weight, groups, full, present, base, order.overflow, rows, order.table_groups, expired
+        )
         try:
-            contribution = Contribution(order.weight, groups, full, present, base, order.overflow)
             partition.push(order.name, contribution, _check_nothing)
+        except MemoryError as error:
+            raise TooLarge(f"{order.name}, for which there is no memory now") from error
         except (SequenceGap, TooLarge):
             raise
         except (Refused, InvalidRequest, NotReady) as error:
+            if partition.torn is not None:
+                raise TooLarge(f"{order.name}, whose rows were applied in part: {error.what}") from error
             # refused when it was received, or, under a token that has ended, contained in the checkpoint
             log.debug("%s is passed over: %s", order.name, error.what)
             continue

@@ -15,10 +15,12 @@ Must not know: values, arithmetic on them, threads.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.optimizers import setting_names
+from shardyard.ground.row_optimizers import settings_of
 from shardyard.ground.types import Incarnation, PartitionId, StaleRule, Version
 from shardyard_ps_server.versions import Bytes
 
@@ -55,13 +57,23 @@ class Tally(NamedTuple):
 
 
 class Stale:
-    """Of one partition. `kind`: of the optimizer. `logged`: the job has logs."""
+    """Of one partition. `kind`: of the optimizer; `row_kinds`: of each table's. `logged`: the job has logs."""
 
-    def __init__(self, rule: StaleRule, partition: PartitionId, kind: str, buffers: Buffers, *, logged: bool) -> None:
+    def __init__(
+        self,
+        rule: StaleRule,
+        partition: PartitionId,
+        kind: str,
+        buffers: Buffers,
+        *,
+        logged: bool,
+        row_kinds: Sequence[str] = (),
+    ) -> None:
         self.rule = rule
         self.tally = Tally()
         self._partition = partition
         self._rate = setting_names(kind).index("lr")
+        self._row_rates = [[setting.name for setting in settings_of(each)].index("lr") for each in row_kinds]
         self._buffers = buffers
         self._logged = logged
         self._began = 0
@@ -99,8 +111,13 @@ class Stale:
         """The settings that an update of that staleness is applied with."""
         if staleness <= 1 or not self.rule.divides_rate:
             return groups
-        at = self._rate
-        return tuple([(*values[:at], values[at] / staleness, *values[at + 1 :]) for values in groups])
+        return tuple([_slowed(values, self._rate, staleness) for values in groups])
+
+    def row_groups(self, groups: Groups, staleness: int) -> Groups:
+        """The same of tables."""
+        if staleness <= 1 or not self.rule.divides_rate or not groups:
+            return groups
+        return tuple([_slowed(values, at, staleness) for values, at in zip(groups, self._row_rates, strict=True)])
 
     def count(self, base: Base | None, staleness: int, *, compensated: bool) -> None:
         """A gradient was applied. `compensated`: it was, or was computed on the newest version."""
@@ -150,3 +167,7 @@ class Stale:
         for each in list(self._kept) if worker is None else [worker]:
             for _, buffer in self._kept.pop(each, ()):
                 self._buffers.release(buffer)
+
+
+def _slowed(values: tuple[float, ...], at: int, staleness: int) -> tuple[float, ...]:
+    return (*values[:at], values[at] / staleness, *values[at + 1 :])

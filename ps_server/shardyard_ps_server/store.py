@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,8 +22,10 @@ from shardyard.checkpoints.library import read_partition
 from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
+from shardyard.codecs.rows import encode_rows
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import (
+    Internal,
     InvalidRequest,
     MalformedPayload,
     NotFound,
@@ -37,6 +39,7 @@ from shardyard.ground.errors import (
     TooLarge,
 )
 from shardyard.ground.failpoints import failpoint
+from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.table_settings import ExpirySettings
 from shardyard.ground.types import (
@@ -64,6 +67,7 @@ from shardyard.ground.types import (
     PushKind,
     PushOrder,
     RankSource,
+    RowCode,
     SourceKey,
     StaleRule,
     StepVerdict,
@@ -93,6 +97,7 @@ from shardyard_ps_server.partition_tables import (
     warm,
 )
 from shardyard_ps_server.pins import Pins, await_pin
+from shardyard_ps_server.recorded_rows import said_of
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import (
     bases_of,
@@ -520,7 +525,7 @@ class Store:
             if each.state.partition in nobodys:
                 partitions[each.state.partition].restore(each.state, each.tables)
         if hosted.wal is not None:
-            self._replay(hosted.job, {number: partitions[number] for number in sorted(nobodys)}, restore)
+            self._replay(hosted, {number: partitions[number] for number in sorted(nobodys)}, restore)
         with hosted.deciding():
             if hosted.wal is not None:
                 self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
@@ -545,9 +550,10 @@ class Store:
         with wal.turn(ticket):
             """What comes next in the log is theirs."""
 
-    def _replay(self, job: JobId, restored: Mapping[PartitionId, Partition], restore: Restore) -> None:
-        """Raises StorageUnavailable, LogDamaged."""
+    def _replay(self, hosted: HostedJob, restored: Mapping[PartitionId, Partition], restore: Restore) -> None:
+        """Raises StorageUnavailable, LogDamaged, TooLarge."""
         assert self._logs is not None
+        job, layout = hosted.job, hosted.layout
         trails: dict[tuple[Incarnation, ...], dict[PartitionId, Partition]] = {}
         for number, partition in restored.items():
             trails.setdefault(restore.logs.get(number, ()), {})[number] = partition
@@ -556,7 +562,7 @@ class Store:
             for server in trail:
                 what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    replay(self._logs.log(job, server), restore.number, partitions)
+                    replay(self._logs.log(job, server), restore.number, layout, partitions)
 
     def _check_again(
         self, hosted: HostedJob, generation: Generation, owned: Sequence[PartitionId], *, matches: bool
@@ -858,7 +864,7 @@ class Store:
         results = (
             self._apply(hosted, order, work)
             if hosted.wal is None
-            else self._record(hosted.wal, hosted, order, payload, work)
+            else self._record(hosted.wal, hosted, order, payload, work, rows)
         )
         failpoint("push.before_reply")
         self._count(results, len(rows) + (len(payload) if order.shared_at is None else 0))
@@ -873,28 +879,46 @@ class Store:
             self._check_current(hosted, order)
 
         try:
-            if order.payload_bytes + order.rows_bytes >= CREW_BYTES_MIN:
-                return tuple(self._crew.run([partial(p.push, order.name, c, check_current) for p, c in work]))
-            return tuple([p.push(order.name, c, check_current) for p, c in work])
+            return self._push_all(order, work, check_current)
         finally:
-            self._tell_torn([partition for partition, _ in work])
+            self._tell_torn([target for target, _ in work])
+
+    def _push_all(
+        self, order: PushOrder, work: Sequence[Work], check_current: Callable[[], None]
+    ) -> tuple[PartResult, ...]:
+        works = [partial(target.push, order.name, each, check_current) for target, each in work]
+        if order.payload_bytes + order.rows_bytes >= CREW_BYTES_MIN:
+            return tuple(self._crew.run(works))
+        return tuple([each() for each in works])
 
     def _record(
-        self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work]
+        self, wal: Wal, hosted: HostedJob, order: PushOrder, payload: Bytes, work: Sequence[Work], rows: Bytes
     ) -> tuple[PartResult, ...]:
-        """As `_apply`, once the push is durable. That it counts is decided when it is appended: from there on nothing
-        but what was appended before can change what becomes of it."""
-        with wal.admission:
-            self._check_current(hosted, order)
-            for target, contribution in work:
-                target.check_push(order.name, contribution)
-            ticket = wal.append(RecordKind.PUSH, push_head(order), payload)
-        wal.sync(ticket)
-        with wal.turn(ticket):
-            works = [partial(p.push, order.name, c, _check_nothing) for p, c in work]
-            if order.payload_bytes >= CREW_BYTES_MIN:
-                return tuple(self._crew.run(works))
-            return tuple([each() for each in works])
+        """As `_apply`, once the push is durable. That it counts, and what expires with it, is decided when it is
+        appended: from there on nothing but what was appended before can change what becomes of it."""
+        with ExitStack() as over:
+            with wal.admission:
+                self._check_current(hosted, order)
+                if order.rows and any(target.is_close_to_full(each) for target, each in work):
+                    wal.drain()
+                for target, contribution in work:
+                    target.check_push(order.name, contribution)
+                decided: list[Work] = []
+                for target, contribution in work:
+                    decided.append((target, target.await_push(contribution)))
+                    over.callback(target.end_push, decided[-1][1])
+                expired, codes = said_of([(target.id, each.gone) for target, each in decided])
+                head = push_head(replace(order, expired=expired) if expired else order)
+                ticket = wal.append(RecordKind.PUSH, head, payload, rows, *codes)
+            wal.sync(ticket)
+            with wal.turn(ticket):
+                try:
+                    return self._push_all(order, decided, _check_nothing)
+                except BaseException as error:
+                    torn = _torn([target for target, _ in decided])
+                    if torn is not None:  # what the log says and what is here are two things now
+                        raise torn.anew() from error
+                    raise
 
     def take_verdict(self, hosted: HostedJob, order: PushOrder, verdict: StepVerdict) -> None:
         """Gives the verdict that an admitted exchange brings to the partitions that wait for it, if any does. Raises
@@ -928,31 +952,36 @@ class Store:
             self._tell_torn(partitions)
 
     def _tell_torn(self, partitions: Sequence[Partition]) -> None:
-        torn = next((each.torn for each in partitions if each.torn is not None), None)
+        torn = _torn(partitions)
         if torn is not None:
             self._on_failure(torn)
 
     # ---- rows
 
     def look_up(self, asked: LookUp, codes: Bytes) -> Bytes:
-        """The rows that are asked for, one after the other, float32; of each partition as of one version where the job
-        is synchronous. `codes`: of their ids. Changes nothing. Raises InvalidRequest, MalformedPayload, TooLarge,
-        NotReady where there are no first values or a version does not come in time, NotFound where it has passed."""
+        """The rows that are asked for, one after the other, float32 or coded; of each partition as of one version where
+        the job is synchronous. `codes`: of their ids. Changes nothing. Raises InvalidRequest, MalformedPayload,
+        TooLarge, NotReady where there are no first values or a version does not come in time, NotFound where it has
+        passed."""
         hosted = self.admit(asked.caller, asked.server, asked.generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
-        self.admit_wanted(hosted, asked.wanted)
+        self.admit_wanted(hosted, asked.wanted, code=asked.code)
         until = time.monotonic() + asked.wait_ms / 1000
-        found = self.find_rows(hosted, self.read_wanted(hosted, asked.wanted, codes), asked.number, until)
+        found = self.find_rows(hosted, self.read_wanted(hosted, asked.wanted, codes), asked.number, until, asked.code)
         hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
         return found
 
     def admit_wanted(
-        self, hosted: HostedJob, wanted: Sequence[WantedRows], bytes_max: int = limits.ROWS_ANSWERED_BYTES_MAX
+        self,
+        hosted: HostedJob,
+        wanted: Sequence[WantedRows],
+        bytes_max: int = limits.ROWS_ANSWERED_BYTES_MAX,
+        code: RowCode = RowCode.FLOAT32,
     ) -> None:
         """What can be said of rows that are asked for before their ids come. Raises InvalidRequest, MalformedPayload,
         TooLarge."""
-        nbytes = check_wanted(hosted.layout.tables, wanted)
+        nbytes = check_wanted(hosted.layout.tables, wanted, code)
         if nbytes > bytes_max:
             raise TooLarge(
                 f"a look-up of {nbytes} bytes of rows; at most {bytes_max} are given at a time",
@@ -978,21 +1007,30 @@ class Store:
         return found
 
     def find_rows(
-        self, hosted: HostedJob, asked: Sequence[AskedRows], number: int | None = None, until: float = 0.0
+        self,
+        hosted: HostedJob,
+        asked: Sequence[AskedRows],
+        number: int | None = None,
+        until: float = 0.0,
+        code: RowCode = RowCode.FLOAT32,
     ) -> Bytes:
-        """The rows, one after the other, float32; of each partition as of one version where the job is synchronous.
-        `number`: that version, for which is waited until `until` (time.monotonic); None: the newest. Changes nothing.
-        Raises what Partition.look_up raises."""
+        """The rows, one after the other, float32 or coded; of each partition as of one version where the job is
+        synchronous. `number`: that version, for which is waited until `until` (time.monotonic); None: the newest.
+        Changes nothing. Raises what Partition.look_up raises."""
         dims = [hosted.layout.tables[each.table].dim for each in asked]
         found, at = aligned_empty(4 * sum([dim * each.ids.size for dim, each in zip(dims, asked, strict=True)])), 0
         by_partition: dict[PartitionId, list[Asked]] = {}
+        answers: list[Floats] = []
         for dim, (table, partition, ids) in zip(dims, asked, strict=True):
             rows = found[at : at + 4 * dim * ids.size].view(np.float32).reshape(ids.size, dim)
             by_partition.setdefault(partition, []).append(Asked(table, ids, rows))
+            answers.append(rows)
             at += rows.nbytes
         for partition, of_partition in by_partition.items():
             hosted.find(partition).look_up(of_partition, number, until)
-        self.note_sent(at)
+        if code is not RowCode.FLOAT32:
+            found = np.frombuffer(b"".join([encode_rows(rows, code) for rows in answers]), np.uint8)
+        self.note_sent(len(found))
         return found
 
     def read_rows(
@@ -1262,19 +1300,26 @@ def _check_tables(
     job: JobId, layout: JobLayout, mode: UpdateMode, durability: Durability, stale: StaleRule | None
 ) -> None:
     """Raises InvalidRequest for what rows cannot be part of."""
-    for cannot, what in (
-        (durability is Durability.WAL, "which has a log"),
-        (stale is not None, "which has a rule for stale gradients"),
-    ):
-        if cannot:
-            raise InvalidRequest(f"tables of job {job}, {what}", why="rows are not part of that yet")
-    expiring = next((each.name for each in layout.tables if each.expiry != ExpirySettings()), None)
+    expiring = next((each for each in layout.tables if each.expiry != ExpirySettings()), None)
     if mode is UpdateMode.SYNC and expiring is not None:
         raise InvalidRequest(
-            f"table {expiring!r} of job {job}, which is synchronous, with rows that expire",
+            f"table {expiring.name!r} of job {job}, which is synchronous, with rows that expire",
             why="which rows go depends on where a walk stands, and a step's bits depend on its work alone",
             todo="let rows of synchronous jobs stay",
         )
+    timed = next((each for each in layout.tables if each.expiry.by_time), None)
+    if durability is Durability.WAL and timed is not None:
+        raise InvalidRequest(
+            f"table {timed.name!r} of job {job}, which has a log, with ages in seconds",
+            why="a log says what was pushed, and not when",
+            todo="tell ages in steps",
+        )
+    if stale is not None:
+        check_stale_rows(layout.tables, stale)
+
+
+def _torn(partitions: Sequence[Partition]) -> Internal | None:
+    return next((each.torn for each in partitions if each.torn is not None), None)
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -92,15 +92,18 @@ class Wal:
 
     # ---- recording
 
-    def append(self, kind: RecordKind, head: bytes, payload: Bytes) -> int:
-        """Under `admission`. The payload must stay as it is until the ticket's turn. Raises NotReady where the log has
-        failed."""
-        checksum = zlib.crc32(payload.data)
+    def append(self, kind: RecordKind, head: bytes, *pieces: Bytes) -> int:
+        """Under `admission`. `pieces` of the payload, which must stay as they are until the ticket's turn. Raises
+        NotReady where the log has failed."""
+        checksum = nbytes = 0
+        for piece in pieces:
+            checksum = zlib.crc32(piece.data, checksum)
+            nbytes += len(piece)
         with self._changed:
             self._check()
-            header = record_header(kind, head, len(payload), checksum, self._offset)
-            self._queue += [memoryview(header), memoryview(head), *([payload.data] if len(payload) else [])]
-            self._offset += len(header) + len(head) + len(payload)
+            header = record_header(kind, head, nbytes, checksum, self._offset)
+            self._queue += [memoryview(header), memoryview(head), *[piece.data for piece in pieces if len(piece)]]
+            self._offset += len(header) + len(head) + nbytes
             self._appended += 1
             return self._appended
 
@@ -126,7 +129,8 @@ class Wal:
             failpoint("wal.before_apply")
             yield
         except ShardyardError as error:
-            if isinstance(error, TooLarge):  # there is no memory now; there may be when the log is read
+            # there is no memory now; there may be when the log is read
+            if isinstance(error, TooLarge | Internal):
                 self._fail(error)
                 raise
             self._end_turn(ticket)

@@ -11,7 +11,7 @@ from shardyard.codecs.form import Buffer, CodeId
 from shardyard.codecs.ids import decode_ids, encode_ids
 from shardyard.codecs.powersgd import Grid, grid_of
 from shardyard.codecs.pulls import DeltaSender, encode_values
-from shardyard.codecs.rows import RowCode, decode_rows, encode_rows
+from shardyard.codecs.rows import decode_rows, encode_gradients, encode_rows, first_code
 from shardyard.codecs.warming import warm_codecs, warm_decoders
 from shardyard.ground.compression import (
     NONE,
@@ -21,6 +21,7 @@ from shardyard.ground.compression import (
     parse_pull_rules,
     parse_push_rules,
 )
+from shardyard.ground.types import RowCode
 
 __all__ = [
     "NONE",
@@ -37,10 +38,12 @@ __all__ = [
     "decode_rows",
     "encode",
     "encode_feedback",
+    "encode_gradients",
     "encode_ids",
     "encode_low_rank",
     "encode_rows",
     "encode_values",
+    "first_code",
     "first_factor",
     "grid_of",
     "parse_codec",

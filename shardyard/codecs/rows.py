@@ -2,37 +2,30 @@
 
 Owns: which codes rows travel in. The codes are those of blocks (`floats`, `int8` with a bucket of one row), so a
 receiver needs no settings. Invariant: memory is asked for when it has been held against the bytes at hand, of which
-each of these codes has at least one an element. Must not know: ids, what is done with rows that are not finite.
+each of these codes has at least one an element. Must not know: what is done with rows that are not finite.
 """
 
 from __future__ import annotations
 
-import enum
 from typing import Final
 
 import numpy as np
 
-from shardyard.codecs import floats, int8
-from shardyard.codecs.compiled import Float32s
+from shardyard.codecs import floats, int8, row_rounding
+from shardyard.codecs.compiled import Float32s, Int64s
 from shardyard.codecs.decoding import decode
-from shardyard.codecs.form import Buffer, CodeId
+from shardyard.codecs.form import Buffer, CodeId, Reader
 from shardyard.ground.errors import MalformedPayload
-
-
-class RowCode(enum.StrEnum):
-    """As settings write it."""
-
-    FLOAT32 = "float32"
-    BF16 = "bf16"
-    INT8 = "int8"
-
+from shardyard.ground.limits import BLOCK_ELEMENTS_MAX
+from shardyard.ground.types import RowCode
 
 _CODES: Final = frozenset({CodeId.RAW, CodeId.BF16, CodeId.INT8})
 
 
 def encode_rows(rows: Float32s, code: RowCode) -> memoryview:
-    """The code of `rows`, shape (n, dim), contiguous; RAW where one of them cannot be said otherwise: it is not finite,
-    or beyond what the code holds. The bounds are those of `floats` and `int8`, for each row by itself."""
+    """The code of `rows`, shape (n, dim), contiguous, each element rounded to the nearest; RAW where one of them cannot
+    be said otherwise: it is not finite, or beyond what the code holds. The bounds are those of `floats` and `int8`, for
+    each row by itself."""
     values = rows.reshape(-1)
     made = None
     if code is RowCode.BF16:
@@ -40,6 +33,17 @@ def encode_rows(rows: Float32s, code: RowCode) -> memoryview:
     elif code is RowCode.INT8 and values.size:
         made = int8.encode(values, rows.shape[1])
     return (floats.encode_raw(values) if made is None else made).data
+
+
+def encode_gradients(rows: Float32s, ids: Int64s, code: RowCode, key: int) -> memoryview:
+    """The same of gradients of the rows of `ids`, shape (n,), rounded at random: the mean of what comes out is what
+    went in. The bounds are those of `row_rounding`, which says what depends on `key` (64 bits)."""
+    made = None
+    if code is RowCode.BF16:
+        made = row_rounding.encode_bf16(rows, ids, key)
+    elif code is RowCode.INT8 and rows.size:
+        made = row_rounding.encode_int8(rows, ids, key)
+    return (floats.encode_raw(rows.reshape(-1)) if made is None else made).data
 
 
 def decode_rows(code: Buffer, rows: int, dim: int) -> Float32s:
@@ -52,3 +56,24 @@ def decode_rows(code: Buffer, rows: int, dim: int) -> Float32s:
     values = np.empty(rows * dim, np.float32)
     decode(code, values)
     return values.reshape(rows, dim)
+
+
+def first_code(codes: memoryview, rows: int, dim: int) -> memoryview:
+    """Of codes that follow one another the first, which has so many rows. Raises MalformedPayload, TooLarge."""
+    elements = rows * dim
+    reader = Reader(codes, elements)
+    match reader.id:
+        case CodeId.RAW:
+            body = 4 * elements
+        case CodeId.BF16:
+            body = 2 * elements
+        case CodeId.INT8:
+            bucket = reader.varint("bucket", BLOCK_ELEMENTS_MAX, minimum=1)
+            body = elements + 4 * -(-elements // bucket)
+        case _:
+            raise MalformedPayload(f"a code of rows that begins with {reader.id}; expected one of {sorted(_CODES)}")
+    if reader.left < body:
+        raise MalformedPayload(
+            f"a {reader.id.name} code of {rows} rows of {dim} elements with {reader.left} bytes of {body}"
+        )
+    return codes[: len(codes) - reader.left + body]

@@ -13,7 +13,15 @@ from collections.abc import Iterable, Sequence
 from shardyard.ground import limits, optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import Block, JobLayout, PartitionLayout, VariableKind, VariableSpec, aligned_bytes
+from shardyard.ground.types import (
+    Block,
+    JobLayout,
+    PartitionLayout,
+    StaleRule,
+    VariableKind,
+    VariableSpec,
+    aligned_bytes,
+)
 
 
 def check_layout(layout: JobLayout) -> None:
@@ -41,6 +49,24 @@ def check_variables(variables: Sequence[VariableSpec], groups: int) -> None:
     total = sum(spec.payload_bytes for spec in variables)
     if total > limits.JOB_BYTES_MAX:
         raise TooLarge(f"the variables have {total} bytes; at most {limits.JOB_BYTES_MAX}")
+
+
+def check_stale_rows(tables: Sequence[TableSettings], rule: StaleRule) -> None:
+    """Raises InvalidRequest where gradients of rows cannot be what the rule makes of stale ones."""
+    if tables and rule.compensation:
+        raise InvalidRequest(
+            "stale gradients of embedding tables, to be compensated",
+            why="that needs the values on which each gradient was computed, and no versions of rows are kept",
+            todo="set job.consistency.delay_compensation to 0; staleness_scaling works with tables",
+        )
+    for table in tables:
+        if rule.divides_rate and table.optimizer == "ftrl":
+            raise InvalidRequest(
+                f"table {table.name!r}, whose optimizer is ftrl, in a job that divides the rates of stale gradients",
+                why="with ftrl a row's values, and not their change, are proportional to the rate: a late gradient"
+                " would shrink the row",
+                todo="give the table another optimizer, or set job.consistency.staleness_scaling to never",
+            )
 
 
 def check_tables(tables: Sequence[TableSettings]) -> None:

@@ -440,10 +440,18 @@ class PushedRows:
         return sum(self.id_bytes) + sum(self.row_bytes) + counts
 
 
+class RowCode(enum.StrEnum):
+    """How rows of tables travel, as settings write it."""
+
+    FLOAT32 = "float32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True, slots=True)
 class LookUp:
     """What is asked of one server. `number`: in a synchronous job, the version of which rows are wanted, for at most
-    `wait_ms`; None: the newest."""
+    `wait_ms`; None: the newest. `code`: how the rows shall come."""
 
     caller: Caller
     server: Incarnation
@@ -451,6 +459,7 @@ class LookUp:
     wanted: tuple[WantedRows, ...]
     number: int | None = None
     wait_ms: int = 0
+    code: RowCode = RowCode.FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -585,6 +594,8 @@ class PushOrder:
     """The settings of each table's optimizer, where there are rows."""
     wanted: tuple[WantedRows, ...] = ()
     """Rows that the answer shall have after what is pulled; the codes of their ids follow the rows of the push."""
+    expired: tuple[WantedRows, ...] = ()
+    """In a log alone: what a server has decided to take out with it; the codes follow the rows, too."""
 
     @property
     def payload_bytes(self) -> int:
@@ -600,6 +611,11 @@ class PushOrder:
     def wanted_bytes(self) -> int:
         """Of the ids that follow those."""
         return sum([sum(each.id_bytes) for each in self.wanted])
+
+    @property
+    def expired_bytes(self) -> int:
+        """Of the ids that follow the rows in a log."""
+        return sum([sum(each.id_bytes) for each in self.expired])
 
     def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
         """The same of other work."""
@@ -624,6 +640,7 @@ class PushOrder:
             self.rows,
             self.table_groups,
             self.wanted,
+            self.expired,
         )
 
 

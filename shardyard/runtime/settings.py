@@ -36,6 +36,7 @@ from shardyard.ground.types import (
     ConsistencyMode,
     Durability,
     NonFinite,
+    RowCode,
     StaleRule,
     UpdateMode,
 )
@@ -351,6 +352,15 @@ class CompressionSettings(Section):
         ge=0,
         le=1_000_000_000,
         description="topk: a worker's first pushes, in which the density falls from 25% to its own by quarters.",
+    )
+    rows_push: RowCode = Field(
+        default=RowCode.FLOAT32,
+        strict=False,
+        description="How gradients of tables' rows travel; in bf16 and int8 (one scale a row) they are rounded at"
+        " random, without a bias.",
+    )
+    rows_pull: RowCode = Field(
+        default=RowCode.FLOAT32, strict=False, description="How rows of tables travel that are looked up."
     )
 
     @property
@@ -729,7 +739,7 @@ def _expected(kind: Any, metadata: list[Any]) -> str:
         return _expected(bare, [each for info in inner for each in info.metadata])
     if get_origin(kind) is Literal:
         return _one_of([str(choice) for choice in get_args(kind)])
-    if isinstance(kind, type) and issubclass(kind, BufferMode | ConsistencyMode | Durability | NonFinite):
+    if isinstance(kind, type) and issubclass(kind, BufferMode | ConsistencyMode | Durability | NonFinite | RowCode):
         return _one_of([choice.value for choice in kind])
     if kind is int:
         return _whole_number(metadata)

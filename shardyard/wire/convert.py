@@ -47,6 +47,7 @@ from shardyard.ground.types import (
     PulledPart,
     PullResult,
     PullWish,
+    PushedRows,
     PushKind,
     PushName,
     PushOrder,
@@ -67,6 +68,7 @@ from shardyard.ground.types import (
     VariableKind,
     VariableSpec,
     Version,
+    WantedRows,
     Watermark,
     WorkerSource,
 )
@@ -423,6 +425,8 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         header.table_groups.extend(groups_to_wire(order.table_groups))
     if order.wanted:
         header.wanted.extend(tables.wanted_to_wire(order.wanted))
+    if order.expired:
+        header.expired.extend(tables.wanted_to_wire(order.expired))
     return header
 
 
@@ -463,9 +467,9 @@ def _part_to_wire(part: PushPart) -> server.PushPart:
     )
 
 
-def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrder:
+def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded: bool = False) -> PushOrder:
     """Reads and checks the header of a push. The payload it announces is bounded. `before`: the order of the exchange
-    before on the same stream, for what this one leaves out."""
+    before on the same stream, for what this one leaves out. `recorded`: it comes from a log."""
     if not header:
         raise MalformedPayload("a push whose first frame has no header")
     try:
@@ -498,8 +502,13 @@ def push_from_header(header: bytes, before: PushOrder | None = None) -> PushOrde
         rows=tables.pushed_from_wire(message.rows) if message.rows else (),
         table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
         wanted=tables.wanted_from_wire(message.wanted) if message.wanted else (),
+        expired=tables.expired_from_wire(message.expired) if message.expired else (),
     )
-    if order.rows:
+    if order.expired and not recorded:
+        raise InvalidRequest(
+            "a push that says which rows expire", why="what expires is the server's to decide", todo="leave them out"
+        )
+    if order.rows or order.expired:
         _check_rows(order)
     if order.wanted:
         _check_wanted(order)
@@ -524,7 +533,8 @@ def _check_rows(order: PushOrder) -> None:
     if order.rest is not None:
         raise InvalidRequest("rows of a push of which data came ahead of its header", todo="send the header first")
     listed = {part.partition for part in order.parts}
-    for each in order.rows:
+    said: list[PushedRows | WantedRows] = [*order.rows, *order.expired]
+    for each in said:
         strange = [partition for partition in each.partitions if partition not in listed]
         if strange:
             raise MalformedPayload(

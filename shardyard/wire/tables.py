@@ -25,6 +25,7 @@ from shardyard.ground.types import (
     LookUp,
     PartitionId,
     PushedRows,
+    RowCode,
     Term,
     WantedRows,
 )
@@ -43,6 +44,13 @@ _ADMISSIONS: dict[Admission, common.AdmissionKind] = {
     Admission.COUNT: common.ADMISSION_KIND_COUNT,
     Admission.CHANCE: common.ADMISSION_KIND_CHANCE,
     Admission.ESTIMATE: common.ADMISSION_KIND_ESTIMATE,
+}
+
+
+_ROW_CODES: dict[RowCode, server.RowCode] = {
+    RowCode.FLOAT32: server.ROW_CODE_UNSPECIFIED,
+    RowCode.BF16: server.ROW_CODE_BF16,
+    RowCode.INT8: server.ROW_CODE_INT8,
 }
 
 
@@ -183,11 +191,12 @@ def wanted_to_wire(wanted: Iterable[WantedRows]) -> list[server.WantedRows]:
 
 def wanted_from_wire(messages: Sequence[server.WantedRows]) -> tuple[WantedRows, ...]:
     """Raises MalformedPayload, TooLarge."""
-    wanted = tuple(
-        _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.LOOK_UP_IDS_MAX) for each in messages
-    )
-    _check_tables_once([each.table for each in wanted])
-    return wanted
+    return _all_wanted(messages, limits.LOOK_UP_IDS_MAX)
+
+
+def expired_from_wire(messages: Sequence[server.WantedRows]) -> tuple[WantedRows, ...]:
+    """Raises MalformedPayload, TooLarge."""
+    return _all_wanted(messages, limits.ROWS_PER_PART_MAX)
 
 
 def look_up_to_header(asked: LookUp) -> bytes:
@@ -198,6 +207,7 @@ def look_up_to_header(asked: LookUp) -> bytes:
         wanted=wanted_to_wire(asked.wanted),
         number=asked.number,
         wait_ms=asked.wait_ms,
+        code=_ROW_CODES[asked.code],
     ).SerializeToString()
 
 
@@ -218,7 +228,14 @@ def look_up_from_header(header: bytes) -> LookUp:
         wanted,
         message.number if message.HasField("number") else None,
         message.wait_ms,
+        _known(dict(_ROW_CODES), message.code, "the code of a look-up's answer"),
     )
+
+
+def _all_wanted(messages: Sequence[server.WantedRows], rows_max: int) -> tuple[WantedRows, ...]:
+    found = tuple([_wanted(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
+    _check_tables_once([each.table for each in found])
+    return found
 
 
 def _wanted(

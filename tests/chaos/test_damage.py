@@ -170,7 +170,7 @@ class Log(Artifact):
             partition = made[state.partition] = Partition(self._layout, state.partition, self._mode, 1)
             partition.restore(state)
         try:
-            replay(self._files, self._base, made)
+            replay(self._files, self._base, self._layout, made)
         except LogDamaged as error:
             return Sight((error.what,))
         return Sight(content=[_standing(partition) for partition in made.values()])

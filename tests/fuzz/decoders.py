@@ -36,7 +36,8 @@ from shardyard.codecs import (
 )
 from shardyard.ground.errors import InvalidRequest, ShardyardError
 from shardyard.ground.optimizers import make_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
+from shardyard.ground.row_ids import partition_of
+from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Block,
     Caller,
@@ -52,6 +53,7 @@ from shardyard.ground.types import (
     OptimizerSpec,
     PartitionId,
     PartitionLayout,
+    PushedRows,
     PushKind,
     PushName,
     PushOrder,
@@ -440,17 +442,30 @@ def _journals(folder: Path) -> Iterator[Decoder]:
 
 def _logs(folder: Path) -> Iterator[Decoder]:
     """As the successors of a dead server find them."""
+    table = TableSettings("words", 2, rows_max=1 << 12, expiry=ExpirySettings(age_steps=1))
+    yield from _logs_of(folder / "logs", LAYOUT, "a log")
+    yield from _logs_of(folder / "logs-of-rows", replace(LAYOUT, tables=(table,)), "a log with rows")
+
+
+def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
+    """Three pushes; with a table each has a row, and the last one takes the row of the first along."""
     caller, owner = Caller(JobId(1), Incarnation(9)), Incarnation(3)
-    store = Store(logs=LogRoot(folder / "logs"))
+    store = Store(logs=LogRoot(folder))
     store.become(owner, Term(1))
-    store.create(caller.job, Generation(1), LAYOUT, [PartitionId(0)], UpdateMode.ASYNC, 0, durability=Durability.WAL)
+    store.create(caller.job, Generation(1), layout, [PartitionId(0)], UpdateMode.ASYNC, 0, durability=Durability.WAL)
     store.open(caller.job, Generation(1))
+    mine = np.flatnonzero(partition_of(np.arange(99), len(layout.partitions)) == 0)
     for sequence in range(3):
         name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), sequence, sequence)
         parts = (PushPart(PartitionId(0), 128),)
-        order = PushOrder(caller, owner, Generation(1), name, PushKind.GRADIENT, parts, 1.0, RATE)
-        store.push(store.admit_push(order), order, aligned_empty(128))
-    files = LogRoot(folder / "logs").log(caller.job, owner)
+        order, data = PushOrder(caller, owner, Generation(1), name, PushKind.GRADIENT, parts, 1.0, RATE), b""
+        if layout.tables:
+            ids = bytes(encode_ids(mine[sequence : sequence + 1]))
+            row = bytes(encode_rows(np.ones((1, 2), np.float32), RowCode.FLOAT32))
+            said = PushedRows(0, (PartitionId(0),), (1,), (len(ids),), (len(row),))
+            order, data = replace(order, rows=(said,), table_groups=(layout.tables[0].group,)), ids + row
+        store.push(store.admit_push(order), order, aligned_empty(128), np.frombuffer(data, np.uint8))
+    files = LogRoot(folder).log(caller.job, owner)
     (number,) = files.numbers()
     segment = files.segment(number)
     written, mark = segment.read_bytes(), (files.folder / SYNCED).read_bytes()
@@ -464,23 +479,27 @@ def _logs(folder: Path) -> Iterator[Decoder]:
             each.unlink()
         segment.write_bytes(data)
         (files.folder / SYNCED).write_bytes(durable)
-        return replay(files, number, {PartitionId(0): Partition(LAYOUT, PartitionId(0), UpdateMode.ASYNC, 0)})
+        return replay(files, number, layout, {PartitionId(0): Partition(layout, PartitionId(0), UpdateMode.ASYNC, 0)})
 
-    def read_sealed(head: bytes) -> object:
-        data = sealed(head)
+    def read_sealed(head: bytes, payload: bytes) -> object:
+        data = sealed(head, payload)
         return read(data, encode_mark(Mark(number, len(data))))
 
-    def sealed(head: bytes) -> bytes:
-        """The log with another head of its second push, in a record that is right."""
+    def sealed(head: bytes, payload: bytes) -> bytes:
+        """The log with another last push, in a record that is right."""
         data = bytearray(written[:SEGMENT_HEADER_BYTES])
-        for at, (kind, former, payload) in enumerate(records):
-            said = head if at == 2 else former
-            data += record_header(kind, said, len(payload), zlib.crc32(payload), len(data)) + said + payload
+        for kind, former, had in [*records[:-1], (records[-1][0], head, payload)]:
+            data += record_header(kind, former, len(had), zlib.crc32(had), len(data)) + former + had
         return bytes(data)
 
-    assert sealed(records[2][1]) == written
-    yield Decoder("a log's segment", (written,), read, _change_page, share=0.3)
-    yield Decoder("a head in a log", (records[2][1],), read_sealed, share=0.3)
+    _, head, payload = records[-1]
+    assert sealed(head, payload) == written
+    assert bool(convert.push_from_header(head, recorded=True).expired) is bool(layout.tables)
+    yield Decoder(f"{called}'s segment", (written,), read, _change_page, share=0.3)
+    yield Decoder(f"a head in {called}", (head,), lambda head: read_sealed(head, payload), share=0.3)
+    if layout.tables:
+        rows = payload[128:]
+        yield Decoder(f"rows in {called}", (rows,), lambda rows: read_sealed(head, payload[:128] + rows), share=0.3)
 
 
 def _records() -> list[list[object]]:

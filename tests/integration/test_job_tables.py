@@ -109,6 +109,8 @@ def trained_alone(steps: int, optimizer: sy.tables.RowOptimizer | None = None) -
         SYNC,
         SYNC | {"worker.prefetch": "always", "worker.same_host": "never"},
         SYNC | {"job.clip.norm": 1e6},
+        {"job.compression.rows_push": "bf16", "job.compression.rows_pull": "bf16"},
+        {"job.consistency.staleness_scaling": "inverse"},
     ],
 )
 def test_rows_of_a_job_are_those_of_a_model_that_trains_by_itself(connect: Connect, given: dict[str, Any]) -> None:
@@ -248,6 +250,127 @@ def test_clipping_takes_rows_into_the_norm(connect: Connect) -> None:
     optimizer.step()
     assert job.gradient_norm == pytest.approx(12.0)
     torch.testing.assert_close(model(torch.tensor([2])), torch.full((1, 4), -0.25), rtol=1e-4, atol=0)
+
+
+# ---- loss scaling
+
+
+def scaled_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    loss: torch.Tensor,
+    *,
+    explicit: bool = False,
+) -> None:
+    scaler.scale(loss).backward()
+    if explicit:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_gradients_of_rows_are_unscaled_with_the_others(connect: Connect, mode: str, explicit: bool) -> None:
+    """A scale that is a power of two leaves no trace."""
+    alone = trained_alone(8)
+    job = connect(settings=NEVER | {"job.consistency.mode": mode})
+    scaler = job.scaler(init_scale=1024.0, growth_interval=3)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    for step, batch in enumerate(batches(8)):
+        loss = (model(*batch) * float(step % 3 - 1)).sum()
+        scaled_step(model, optimizer, scaler, loss, explicit=explicit)
+    job.pull()
+    assert_same(model.state_dict(), alone.state_dict())
+    assert scaler.get_scale() == 1024.0 * 2**2
+
+
+def test_rows_of_a_model_in_float16_are_unscaled_with_the_others(connect: Connect) -> None:
+    """Its own gradients are widened before they are unscaled, and scaler.unscale_ is never called."""
+    job = connect(settings=NEVER)
+    scaler = job.scaler(init_scale=8.0)
+    rows = sy.Embedding(2, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model = torch.nn.ModuleDict({"rows": rows, "top": torch.nn.Linear(2, 1, bias=False)}).half()
+    with torch.no_grad():
+        model["top"].weight.fill_(1.0)
+    model, optimizer = job.prepare(model, dense(model))
+    for _ in range(2):
+        scaled_step(model, optimizer, scaler, model["top"](model["rows"](torch.tensor([3, -5, 3]))).sum())
+    assert model["rows"](torch.tensor([3, -5])).tolist() == [[-4.0, -4.0], [-2.0, -2.0]]
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_overflow_in_a_rows_gradient_is_one_of_the_step(connect: Connect, explicit: bool) -> None:
+    """Nothing moves, rows and parameters, and the scale falls; the work is counted."""
+    job = connect(settings=NEVER)
+    scaler = job.scaler(init_scale=1024.0)
+    rows = sy.Embedding(2, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model = torch.nn.ModuleDict({"rows": rows, "beside": torch.nn.Linear(1, 1, bias=False)})
+    with torch.no_grad():
+        model["beside"].weight.fill_(1.0)
+    model, optimizer = job.prepare(model, dense(model, lr=1.0))
+
+    def loss(factor: float) -> torch.Tensor:
+        return (model["rows"](torch.tensor([1, 2])) * factor).sum() + model["beside"](torch.ones(1, 1)).sum()
+
+    for factor in (1.0, INF, 1.0):
+        scaled_step(model, optimizer, scaler, loss(factor), explicit=explicit)
+    assert model["rows"](torch.tensor([1, 2])).tolist() == [[-2.0, -2.0], [-2.0, -2.0]]
+    assert model["beside"].weight.item() == -1.0
+    assert scaler.get_scale() == 512.0
+    assert job.step == 3
+    assert len(model["rows"].table) == 2
+
+
+def test_a_model_of_tables_alone_is_scaled(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    scaler = job.scaler(init_scale=1024.0)
+    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    for factor in (1.0, INF, 1.0):
+        scaled_step(model, optimizer, scaler, (model(torch.tensor([4])) * factor).sum())
+    assert model(torch.tensor([4])).item() == -2.0
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_torchs_own_scaler_is_refused_with_tables(connect: Connect, explicit: bool) -> None:
+    """It does not see rows."""
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    with pytest.raises(errors.UnsupportedModel, match=r"use job\.scaler\(\)"):
+        scaled_step(model, optimizer, scaler, model(*next(batches(1))).sum(), explicit=explicit)
+    assert (job.step, len(model.author.table)) == (0, 0)
+
+
+# ---- codes
+
+
+@pytest.mark.parametrize("code", ["bf16", "int8"])
+def test_rows_in_codes_are_learned_as_without(connect: Connect, code: str) -> None:
+    """Gradients are rounded without a bias, so a row comes to where it would have come, but for a few roundings."""
+    job = connect(settings=NEVER | {"job.compression.rows_push": code, "job.compression.rows_pull": code})
+    model = sy.Embedding(8, optimizer=sy.tables.SGD(lr=0.25), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    goal = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(torch.arange(30)) - goal).square().sum().backward()
+        optimizer.step()
+    exact = model.state_dict()["table.rows"]
+    seen = model(torch.arange(30)).detach()
+    step = 1 / 250 if code == "int8" else 2.0**-7
+    assert (seen - exact).abs().max() <= step * goal.abs().max()
+    assert not torch.equal(seen, exact), "look-ups are coded, and state_dict is not"
+    assert (exact - goal).abs().max() < 3 * step * goal.abs().max()
 
 
 class Yard:
@@ -431,7 +554,7 @@ def test_workers_push_rows_at_the_same_time(yard: Yard) -> None:
     ("settings", "text"),
     [
         ({"job.consistency.mode": "local"}, "job.consistency.mode local"),
-        ({"job.consistency.staleness_scaling": "inverse"}, "a rule for stale gradients"),
+        ({"job.consistency.delay_compensation": 0.1}, "to be compensated.*staleness_scaling works"),
     ],
 )
 def test_jobs_that_cannot_have_tables_say_so(connect: Connect, settings: dict[str, Any], text: str) -> None:
@@ -441,11 +564,10 @@ def test_jobs_that_cannot_have_tables_say_so(connect: Connect, settings: dict[st
         job.prepare(model, dense(model))
 
 
-def test_loss_scaling_is_refused(connect: Connect) -> None:
-    job = connect(settings=NEVER)
-    job.scaler()
-    model = Model()
-    with pytest.raises(errors.UnsupportedModel, match="loss scaling"):
+def test_ftrl_rows_whose_rate_falls_with_staleness_are_refused(connect: Connect) -> None:
+    job = connect(settings=NEVER | {"job.consistency.staleness_scaling": "inverse"})
+    model = Model(sy.tables.FTRL())
+    with pytest.raises(errors.ConfigurationError, match="'users', whose optimizer is ftrl"):
         job.prepare(model, dense(model))
 
 

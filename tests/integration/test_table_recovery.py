@@ -28,13 +28,18 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
         yield running
 
 
-def begin(yard: RoleYard, probes: Probes, script: str = "rows", **settings: Any) -> list[tuple[Script, Path]]:
-    """Two workers, with a checkpoint every few steps, once there is one."""
-    settings |= {"coordinator": yard.address, "job__workers_expected": 2, "job__checkpoint__every_steps": 7}
-    settings |= {"job__data__batches_per_data_shard": 5}
+def begin(
+    yard: RoleYard, probes: Probes, script: str = "rows", *, every_steps: int = 7, **settings: Any
+) -> list[tuple[Script, Path]]:
+    """Two workers, with a checkpoint every few steps, once there is one; with 0 there is none but the first."""
+    settings |= {"coordinator": yard.address, "job__workers_expected": 2, "job__checkpoint__every_steps": every_steps}
+    settings |= {"job__data__batches_per_data_shard": 5, "job__checkpoint__every_s": 3_600 if not every_steps else 60}
     options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--pause-ms", "30")
     started = [probes.start(script, *options, **settings) for _ in range(2)]
-    yard.coordinator.wait_for("checkpoint 2 of step")
+    if every_steps:
+        yard.coordinator.wait_for("checkpoint 2 of step")
+    for each, _ in started:
+        each.wait_for("computed 9", or_end=True)
     return started
 
 
@@ -54,6 +59,29 @@ def test_promise_1_and_2_hold_for_rows_when_a_server_dies(
         yard.restart_server(1)
     assert_counted(started)
     assert "are restored, of step" in yard.coordinator.output
+
+
+@pytest.mark.parametrize("every_steps", [7, 0], ids=["checkpoint-and-log", "log-alone"])
+@pytest.mark.parametrize("returns", [True, False])
+def test_promise_3_rows_come_back_from_the_log_of_a_server_that_died(
+    yard: RoleYard, probes: Probes, returns: bool, every_steps: int
+) -> None:
+    started = begin(yard, probes, every_steps=every_steps, job__durability="wal")
+    yard.kill_server(1)
+    if returns:
+        yard.restart_server(1)
+    assert_counted(started)
+    assert "with all that was acknowledged" in yard.coordinator.output
+    assert not list((yard.state / "wal").glob("*/*")), "a job's logs end with it"
+
+
+def test_promise_3_rows_come_back_from_logs_when_all_servers_die_at_once(yard: RoleYard, probes: Probes) -> None:
+    started = begin(yard, probes, every_steps=0, job__durability="wal", job__compression__rows_push="bf16")
+    for index in range(2):
+        yard.kill_server(index)
+    for index in range(2):
+        yard.restart_server(index)
+    assert_counted(started)
 
 
 @MODES

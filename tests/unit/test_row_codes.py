@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.codecs import CodeId, RowCode, decode_ids, decode_rows, encode_ids, encode_rows
+from shardyard.codecs import (
+    CodeId,
+    RowCode,
+    decode_ids,
+    decode_rows,
+    encode_gradients,
+    encode_ids,
+    encode_rows,
+    first_code,
+)
 from shardyard.codecs.form import varint
 from shardyard.ground.errors import MalformedPayload, TooLarge
 
@@ -129,3 +138,100 @@ def test_rows_of_other_numbers_are_refused(form: RowCode, rows: int, dim: int) -
 def test_rows_in_any_other_code_are_refused(kind: CodeId) -> None:
     with pytest.raises(MalformedPayload, match=f"begins with {int(kind)}"):
         decode_rows(bytes((kind,)) + varint(8) + bytes(64), 1, 8)
+
+
+# ---- gradients, rounded at random
+
+IDS = np.array([-(2**63), -1, 0, 7, 2**63 - 1])
+STEPS = {RowCode.BF16: 2.0**-7 * np.abs(ROWS), RowCode.INT8: 1.0001 * np.abs(ROWS).max(axis=1, keepdims=True) / 127}
+"""The most by which an element may be another one."""
+
+
+def rounded(rows: np.ndarray, form: RowCode, key: int = 1, ids: np.ndarray = IDS) -> np.ndarray:
+    return decode_rows(encode_gradients(rows, ids, form, key), *rows.shape)
+
+
+def test_gradients_of_float32_are_exact() -> None:
+    assert bytes(encode_gradients(ROWS, IDS, RowCode.FLOAT32, 1)) == bytes(encode_rows(ROWS, RowCode.FLOAT32))
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_gradients_are_within_a_step_in_as_many_bytes(form: RowCode) -> None:
+    code = encode_gradients(ROWS, IDS, form, 1)
+    assert len(code) == len(encode_rows(ROWS, form))
+    assert code[0] == encode_rows(ROWS, form)[0]
+    found = decode_rows(code, 5, 24)
+    assert (np.abs(found - ROWS) <= STEPS[form]).all()
+    assert not (found[4] != 0).any()
+    assert (np.abs(found - ROWS) > STEPS[form] / 2).any(), "not to the nearest"
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_the_mean_of_what_arrives_is_the_gradient(form: RowCode) -> None:
+    keys = 4_000
+    mean = np.mean([rounded(ROWS, form, key).astype(np.float64) for key in range(keys)], axis=0)
+    # of draws within one step a standard deviation is half of it at most
+    assert (np.abs(mean - ROWS) <= 5 * STEPS[form] / 2 / keys**0.5 + 2.0**-22 * np.abs(ROWS).max()).all()
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_what_is_drawn_depends_on_key_id_and_place_alone(form: RowCode) -> None:
+    every = rounded(ROWS, form)
+    assert (rounded(ROWS, form) == every).all()
+    assert (rounded(ROWS[1:4:2].copy(), form, ids=IDS[1:4:2]) == every[1:4:2]).all()
+    assert (rounded(ROWS, form, key=2) != every).any()
+    assert (rounded(ROWS, form, ids=IDS + 1) != every).any()
+    same = np.full((5, 24), 1 / 3, np.float32)
+    same[:, 0] = 1
+    alike = rounded(same, form)
+    assert len(np.unique(alike[0, 1:])) > 1
+    assert (alike[0] != alike[1]).any()
+
+
+def test_what_bf16_has_arrives_as_it_is() -> None:
+    exact = decode_rows(encode_rows(ROWS, RowCode.BF16), 5, 24)
+    assert (rounded(exact, RowCode.BF16) == exact).all()
+
+
+GRADIENT_CODES = {RowCode.BF16: "010480bf013f81be003e", RowCode.INT8: "0304040802013c8140e00f"}
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_gradients_have_these_bytes(form: RowCode) -> None:
+    row = np.float32([[-1.0, 0.503, -0.2511, 0.1251]])
+    assert bytes(encode_gradients(row, IDS[3:4], form, 9)).hex() == GRADIENT_CODES[form]
+
+
+@pytest.mark.parametrize("form", RowCode)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3.4e38])
+def test_gradients_that_a_code_cannot_say_arrive_as_they_are(form: RowCode, value: float) -> None:
+    rows = ROWS.copy()
+    rows[2, 3] = value
+    assert rounded(rows, form).tobytes() == rows.tobytes()
+
+
+@pytest.mark.parametrize("form", RowCode)
+def test_no_gradients_travel_too(form: RowCode) -> None:
+    assert rounded(np.empty((0, 24), np.float32), form, ids=IDS[:0]).shape == (0, 24)
+
+
+# ---- codes that follow one another
+
+
+@pytest.mark.parametrize("form", RowCode)
+@pytest.mark.parametrize("after", [b"", b"M", bytes(99)])
+def test_the_first_of_several_codes_is_as_long_as_it_says(form: RowCode, after: bytes) -> None:
+    code = bytes(encode_rows(ROWS, form))
+    assert bytes(first_code(memoryview(code + after), 5, 24)) == code
+
+
+@pytest.mark.parametrize("form", RowCode)
+def test_a_first_code_that_ends_early_is_refused(form: RowCode) -> None:
+    code = memoryview(bytes(encode_rows(ROWS, form)))
+    for length in (0, 1, 2, len(code) - 1):
+        with pytest.raises(MalformedPayload):
+            first_code(code[:length], 5, 24)
+    with pytest.raises(MalformedPayload, match="for a block of"):
+        first_code(code, 4, 24)
+    with pytest.raises(MalformedPayload, match="begins with"):
+        first_code(memoryview(bytes((CodeId.FP16,)) + bytes(code[1:])), 5, 24)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, encode_rows
+from shardyard.codecs.rows import RowCode, decode_rows, encode_rows, first_code
 from shardyard.ground import limits
 from shardyard.ground.errors import (
     Internal,
@@ -42,7 +42,6 @@ from shardyard.ground.types import (
     Block,
     Caller,
     DType,
-    Durability,
     Generation,
     Incarnation,
     JobId,
@@ -63,6 +62,7 @@ from shardyard.ground.types import (
     Token,
     UpdateMode,
     VariableSpec,
+    Version,
     WantedRows,
     WorkerSource,
 )
@@ -107,11 +107,11 @@ def closed() -> Iterator[None]:
         _STORES.pop().close()
 
 
-def server(layout: JobLayout = LAYOUT, *, opened: bool = True, **more: Any) -> Store:
+def server(layout: JobLayout = LAYOUT, *, opened: bool = True, stale: StaleRule | None = None, **more: Any) -> Store:
     store = Store(shareable=False, **more)
     _STORES.append(store)
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, layout, list(PARTS), UpdateMode.ASYNC, 1)
+    store.create(JOB, GENERATION, layout, list(PARTS), UpdateMode.ASYNC, 1, stale=stale)
     if opened:
         store.open(JOB, GENERATION)
     return store
@@ -559,6 +559,35 @@ def test_a_look_up_that_cannot_be_is_refused(more: dict[str, Any], kind: type[Sh
     assert state(store) == before
 
 
+@pytest.mark.parametrize(("code", "each"), [(RowCode.BF16, 2 * 3), (RowCode.INT8, 3 + 4)])
+def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
+    store = server()
+    code_of = [bytes(encode_ids(IDS[p == OWNER])) for p in PARTS]
+    n = tuple(int((p == OWNER).sum()) for p in PARTS)
+    wanted = (WantedRows(0, PARTS, n, tuple(map(len, code_of))), WantedRows(1, PARTS[:1], n[:1], (len(code_of[0]),)))
+    asked = LookUp(Caller(JOB), HERE, GENERATION, wanted, code)
+    assert tables.look_up_from_header(tables.look_up_to_header(asked)) == asked
+    data = store.look_up(asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
+    rest, found = memoryview(bytes(data)), []
+    for rows, dim in ((n[0], 3), (n[1], 3), (n[0], 1)):
+        first = first_code(rest, rows, dim)
+        found.append(decode_rows(first, rows, dim))
+        rest = rest[len(first) :]
+    assert not len(rest)
+    assert len(data) < 8 * each + n[0] * 5 + 3 * limits.CODE_HEAD_BYTES_MAX
+    for p in PARTS:
+        limit = np.abs(INITIAL[p == OWNER]).max(axis=1, keepdims=True) / 127
+        assert (np.abs(found[p] - INITIAL[p == OWNER]) <= limit).all()
+    assert not found[2].any()
+    assert store.counters.bytes_sent == len(data)
+
+
+def test_an_answer_in_an_unknown_code_is_refused() -> None:
+    header = wire.LookUpHeader(server=HERE, generation=GENERATION, code=7)
+    with pytest.raises(MalformedPayload, match="the code of a look-up's answer is 7"):
+        tables.look_up_from_header(header.SerializeToString())
+
+
 def test_a_look_up_of_another_partitions_ids_is_refused() -> None:
     store = server()
     code = encode_ids(IDS[OWNER == 1])
@@ -613,11 +642,14 @@ def test_tables_that_cannot_be_are_refused(messages: Any, kind: type[ShardyardEr
         tables.tables_from_wire(messages())
 
 
+FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, optimizer="ftrl", group=())))
+
+
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"durability": Durability.WAL}, "has a log"),
-        ({"stale": StaleRule(divides_rate=True)}, "stale gradients"),
+        ({"stale": StaleRule(compensation=0.1)}, "to be compensated"),
+        ({"stale": StaleRule(divides_rate=True), "layout": FTRL}, "'narrow', whose optimizer is ftrl"),
     ],
 )
 def test_jobs_of_which_rows_are_no_part_are_refused(more: dict[str, Any], text: str) -> None:
@@ -626,8 +658,30 @@ def test_jobs_of_which_rows_are_no_part_are_refused(more: dict[str, Any], text: 
     store.become(HERE, Term(1))
     given = {"mode": UpdateMode.ASYNC, "logical_ranks": 1} | more
     with pytest.raises(InvalidRequest, match=text):
-        store.create(JOB, GENERATION, LAYOUT, list(PARTS), **given)
+        store.create(JOB, GENERATION, given.pop("layout", LAYOUT), list(PARTS), **given)
     assert store.hosted() == []
+
+
+def test_a_late_push_moves_rows_by_the_rate_over_its_staleness() -> None:
+    """As it moves parameters; the partition's version is the rows' age, also of a partition that lacks the row."""
+    store = server(stale=StaleRule(divides_rate=True))
+    rows, data = coded(ones())
+    for sequence, bases in enumerate([(0, 0), (1, 0), (0, 2), (3, 3)]):
+        order = push_order(sequence, rows, bases=tuple(Version(1, number) for number in bases))
+        push(store, order, DENSE + data)
+    #       staleness 0, 0; 0, 1; 2, 0; 0, 0
+    moved = np.where(OWNER == 0, 1 + 1 + 1 / 2 + 1, 4).astype(np.float32)
+    np.testing.assert_allclose(look_up(store), INITIAL - moved[:, None], rtol=1e-6)
+    values = [p._versions.values.view(np.float32)[0] for _, p in sorted(store.hosted()[0].partitions.items())]
+    assert values == [-3.5, -4.0]
+
+
+def test_a_push_that_does_not_say_what_it_was_computed_on_moves_rows_by_the_rate() -> None:
+    store = server(stale=StaleRule(divides_rate=True))
+    rows, data = coded(ones())
+    for sequence in range(3):
+        push(store, push_order(sequence, rows), DENSE + data)
+    assert (look_up(store) == INITIAL - 3).all()
 
 
 def test_rows_expire_by_their_tables_settings() -> None:

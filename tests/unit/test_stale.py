@@ -7,6 +7,8 @@ import pytest
 
 from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.optimizers import KINDS, make_group
+from shardyard.ground.row_optimizers import KINDS as ROW_KINDS
+from shardyard.ground.row_optimizers import make_group as row_group
 from shardyard.ground.types import Incarnation, PartitionId, StaleRule, Version
 from shardyard_ps_server.stale import GIVEN_KEPT, Base, Stale, Tally
 from shardyard_ps_server.versions import Bytes
@@ -50,6 +52,15 @@ def test_rate_of_every_group_is_divided_by_the_staleness_and_nothing_else_change
     groups = (make_group(kind, {"lr": 0.7}), make_group(kind, {"lr": 0.3}))
     expected = tuple(make_group(kind, {"lr": rate / divisor}) for rate in (0.7, 0.3))
     assert stale.groups(groups, staleness) == expected
+
+
+@pytest.mark.parametrize("kind", sorted(set(ROW_KINDS) - {"ftrl"}))
+def test_rate_of_every_table_is_divided_by_the_staleness(kind: str) -> None:
+    stale = Stale(StaleRule(divides_rate=True), PartitionId(0), "sgd", Buffers(), logged=True, row_kinds=["sgd", kind])
+    groups = (row_group("sgd", {"lr": 0.5}), row_group(kind, {"lr": 0.7}))
+    assert stale.row_groups(groups, 4) == (row_group("sgd", {"lr": 0.5 / 4}), row_group(kind, {"lr": 0.7 / 4}))
+    assert stale.row_groups(groups, 1) is groups
+    assert stale.row_groups((), 4) == (), "a push without rows"
 
 
 def test_rates_stay_where_only_the_compensation_is_asked_for() -> None:

@@ -106,7 +106,9 @@ class Yard:
         clipping: Clipping = NO_CLIPPING,
         *,
         stale: StaleRule | None = None,
+        layout: JobLayout = LAYOUT,
     ) -> None:
+        self.layout = layout
         self.clipping = clipping
         self.logs = LogRoot(folder / "wal")
         self.checkpoints = folder / "checkpoints"
@@ -125,7 +127,7 @@ class Yard:
         """With checkpoint 1, of zeros."""
         store = self.empty(incarnation)
         rules = {"stale": self.stale, "clipping": self.clipping}
-        store.create(JOB, GENERATION, LAYOUT, OWNED, self.mode, 2, durability=Durability.WAL, **rules)
+        store.create(JOB, GENERATION, self.layout, OWNED, self.mode, 2, durability=Durability.WAL, **rules)
         store.open(JOB, GENERATION)
         leases(store)
         self.save(store, 1)
@@ -152,13 +154,13 @@ class Yard:
         """A server that goes on where those in `trail` have stopped. `job`: who wrote the checkpoint."""
         store = into or self.empty(incarnation)
         entries = tuple(
-            PartitionEntry(each.partition, Version(life, each.version.number), (each.file,))
+            PartitionEntry(each.partition, Version(life, each.version.number), (each.file,), each.tables)
             for each in saved
             if each.partition in owned
         )
         restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail), job)
         rules = {"stale": self.stale, "clipping": self.clipping}
-        store.create(JOB, generation, LAYOUT, owned, self.mode, 2, restore, Durability.WAL, **rules)
+        store.create(JOB, generation, self.layout, owned, self.mode, 2, restore, Durability.WAL, **rules)
         return store
 
     def close(self) -> None:
@@ -180,8 +182,9 @@ def yard_of(
     clipping: Clipping = NO_CLIPPING,
     *,
     stale: StaleRule | None = None,
+    layout: JobLayout = LAYOUT,
 ) -> Iterator[Yard]:
-    made = Yard(folder, mode, clipping, stale=stale)
+    made = Yard(folder, mode, clipping, stale=stale, layout=layout)
     try:
         yield made
     finally:

@@ -7,15 +7,17 @@ are for.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, encode_rows
-from shardyard.ground.errors import TooLarge
-from shardyard.ground.limits import MIB, ROWS_ANSWERED_BYTES_MAX, ROWS_PER_PART_MAX
-from shardyard.ground.types import PartitionId, PushedRows, WantedRows
+from shardyard.codecs.rows import decode_rows, encode_gradients, first_code
+from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, MIB, ROWS_ANSWERED_BYTES_MAX, ROWS_PER_PART_MAX
+from shardyard.ground.types import PartitionId, PushedRows, RowCode, WantedRows
 from shardyard_worker.distinct import Distinct, Float32s, Int64s
 
 PUSH_BYTES_EACH = 64 * MIB
@@ -51,17 +53,37 @@ class _Part:
     values: memoryview
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How gradients of rows are coded. `work`: the numbers of what they were computed from, on which depends, with the
+    job's `seed`, what is drawn: work that is done again gives the same bits."""
+
+    code: RowCode
+    seed: int = 0
+    work: tuple[int, ...] = ()
+
+    def key(self, table: int) -> int:
+        numbers = " ".join(map(str, (self.seed, table, *self.work)))
+        return int.from_bytes(hashlib.blake2b(numbers.encode(), digest_size=8).digest(), "little")
+
+
+EXACT: Final = Rounding(RowCode.FLOAT32)
+
+
 class CodedRows:
     """What a push brings. `groups`: the settings of each table's optimizer."""
 
-    def __init__(self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = ()) -> None:
+    def __init__(
+        self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = (), rounding: Rounding = EXACT
+    ) -> None:
         self.groups = groups
         self._tables: list[tuple[int, dict[PartitionId, _Part]]] = []
         for each in given:
-            parts = {}
+            parts, key = {}, rounding.key(each.table)
             for partition, begin, end in _spans(each.found, ROWS_PER_PART_MAX):
                 ids, values = each.found.ids[begin:end], each.values[begin:end]
-                parts[partition] = _Part(end - begin, encode_ids(ids), encode_rows(values, RowCode.FLOAT32))
+                code = encode_gradients(values, ids, rounding.code, key)
+                parts[partition] = _Part(end - begin, encode_ids(ids), code)
             self._tables.append((each.table, parts))
 
     def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
@@ -116,15 +138,29 @@ class Question:
             spans.append((look_up, begin, end))
         return [into[look_up][begin:end].reshape(-1).view("u1").data for look_up, begin, end in spans]
 
-    def put(self, data: memoryview, into: Sequence[Float32s]) -> None:
-        """Puts the rows of an answer, of the length that was asked for, into their places."""
+    def put(self, data: memoryview, into: Sequence[Float32s], code: RowCode = RowCode.FLOAT32) -> None:
+        """Puts the rows of an answer into their places. Raises MalformedPayload for another one."""
+        if code is not RowCode.FLOAT32:
+            self._put_coded(data, into)
+            return
+        if len(data) != self.nbytes(into):
+            raise MalformedPayload(f"a look-up answered with {len(data)} bytes; expected {self.nbytes(into)}")
         at = 0
         for place in self.places(into):
             place[:] = data[at : at + len(place)]
             at += len(place)
 
+    def _put_coded(self, data: memoryview, into: Sequence[Float32s]) -> None:
+        for look_up, begin, end in self.answers:
+            rows = into[look_up][begin:end]
+            code = first_code(data, *rows.shape)
+            rows[:] = decode_rows(code, *rows.shape)
+            data = data[len(code) :]
+        if len(data):
+            raise MalformedPayload(f"a look-up answered with {len(data)} bytes more than its rows have")
+
     def nbytes(self, into: Sequence[Float32s]) -> int:
-        """Of the answer."""
+        """Of an answer without codes."""
         return sum([len(place) for place in self.places(into)])
 
 
@@ -150,13 +186,13 @@ def questions(
             begin, last = starts[partition], starts[partition + 1]
             while begin < last:
                 cost = max(4 * dim, ROW_COST_MIN)
-                rows = min(last - begin, left // cost)
-                if rows == 0 or any(run[0] == partition for run in runs.get(look_up, ())):
+                rows = min(last - begin, (left - CODE_HEAD_BYTES_MAX) // cost)
+                if rows <= 0 or any(run[0] == partition for run in runs.get(look_up, ())):
                     end()
                     continue
                 ids: Int64s = found.ids[begin : begin + rows]
                 runs.setdefault(look_up, []).append((partition, begin, begin + rows, encode_ids(ids)))
-                left -= cost * rows
+                left -= cost * rows + CODE_HEAD_BYTES_MAX
                 begin += rows
     end()
     return made

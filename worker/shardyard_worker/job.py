@@ -335,23 +335,23 @@ class Job:
         def contribute(server_optimizer: ServerOptimizer, scaled: Scaled | None) -> None:
             if schedule is not None:
                 schedule.follow()
-            taken = None if rows is None else rows.take()
-            if rows is not None and scaled is not None:
+            if rows is not None and scaled is not None and self._scaler is None:
                 raise _scaled_rows()
+            taken = None if rows is None else rows.take()
             gradients, overflow = self._unscaled([parameter.target.grad for parameter in parameters], scaled)
+            if taken is not None and scaled is not None:
+                taken = None if overflow else taken.unscaled(scaled.scale)
             sent = [*gradients, *(buffer.found for buffer in buffers)]
             if self._scaler is not None:
                 sent.append(self._scaler.proposal(None if scaled is None else overflow))
             self._contribute(Sending(sent, 1.0, server_optimizer.settings(), overflow=overflow, rows=taken))
 
-        moved = ServerOptimizer(optimizer, spec.kind, contribute, *([] if rows is None else [rows.clear]))
+        moved = ServerOptimizer(optimizer, spec.kind, contribute, rows)
         self._settings_now = moved.settings
         return (model, moved) if schedule is None else (model, moved, schedule)
 
     def _check_tables(self, name: str) -> None:
         """Raises UnsupportedModel for what tables cannot be part of here; the coordinator knows the rest."""
-        if self._scaler is not None:
-            raise _scaled_rows()
         if self._session.job_settings.consistency.mode is ConsistencyMode.LOCAL:
             raise ConfigurationError(
                 f"embedding table {name!r} in a job with job.consistency.mode local",
@@ -856,9 +856,9 @@ def _two_look_aheads() -> InvalidRequest:
 
 def _scaled_rows() -> UnsupportedModel:
     return UnsupportedModel(
-        "a model with embedding tables, and loss scaling",
-        why="a scaler looks at parameters of a size, and would leave the gradients of rows scaled",
-        todo="use bfloat16, which needs no scale, or float32",
+        "a model with embedding tables, and a scaler of torch's",
+        why="it looks at parameters of a size, and would leave the gradients of rows scaled",
+        todo="use job.scaler(), before job.prepare; or bfloat16, which needs no scale",
     )
 
 

@@ -40,6 +40,13 @@ class TakenRows:
     tables: tuple[TableRows, ...]
     groups: Groups
 
+    def unscaled(self, scale: torch.Tensor | None) -> TakenRows:
+        """Of a loss that was scaled; in place. None: they are unscaled already."""
+        if scale is not None:
+            inverse = float(scale.double().reciprocal().float())
+            torch._foreach_mul_(self.tensors, inverse)
+        return self
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The gradients of each, shape (m, dim), on the memory that is sent."""
@@ -136,6 +143,10 @@ class JobTables:
         """Ids of a table, each once, by partition."""
         known = None if self.ahead is None else self.ahead.known(number, ids)
         return distinct(ids, self._partitions) if known is None else known
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that have come, to be changed in place."""
+        return [tensor for table in self._tables for tensor in table.gradients.tensors()]
 
     def clear(self) -> None:
         """Forgets gradients that have come."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 
@@ -127,6 +127,16 @@ class Scaled:
 Contribute = Callable[["ServerOptimizer", Scaled | None], None]
 
 
+class Rows(Protocol):
+    """Of the tables that are trained with the parameters."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that have come since the last step, to be changed in place."""
+
+    def clear(self) -> None:
+        """Forgets them."""
+
+
 class ServerOptimizer(torch.optim.Optimizer):
     """The optimizer that `job.prepare` gives back: `step()` pushes the gradients and pulls the parameters.
 
@@ -142,14 +152,13 @@ class ServerOptimizer(torch.optim.Optimizer):
         original: torch.optim.Optimizer,
         kind: str,
         contribute: Contribute,
-        forget_rows: Callable[[], None] = lambda: None,
+        rows: Rows | None = None,
     ):
-        """`forget_rows`: the gradients of tables, with those of parameters."""
         super().__init__(original.param_groups, dict(original.defaults))
         self.param_groups = original.param_groups
         self._kind = kind
         self._contribute = contribute
-        self._forget_rows = forget_rows
+        self._rows = rows
         self._settings: tuple[tuple[float, ...], ...] | None = None
         self._found: list[list[Any]] = []
         self._hooked_step = partial(self.profile_hook_step(type(self)._step), self)
@@ -193,7 +202,12 @@ class ServerOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, of the rows of tables too."""
         super().zero_grad(set_to_none)
-        self._forget_rows()
+        if self._rows is not None:
+            self._rows.clear()
+
+    def row_gradients(self) -> list[torch.Tensor] | None:
+        """The gradients of tables' rows, to be changed in place; None without tables."""
+        return None if self._rows is None else self._rows.gradients()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Refused: the state is not in this process."""

@@ -249,22 +249,18 @@ class Router:
         """Asks all servers at once; the rows that come are put into the arrays of the look-ups. Beside an exchange that
         is under way in another thread. `number`: of a synchronous job, the version of which rows are wanted; None: the
         newest of each partition. Raises NotFound (facts: newest) where that has passed."""
+        code = self._session.job_settings.compression.rows_pull
 
         def ask(server: Incarnation) -> None:
             peer = self._lines[server].peer
             for question in asked[server]:
                 wait_ms = 0 if number is None else ROWS_WAIT_MS
                 header = tables.look_up_to_header(
-                    LookUp(self._session.caller, server, self._map.generation, question.wanted, number, wait_ms)
+                    LookUp(self._session.caller, server, self._map.generation, question.wanted, number, wait_ms, code)
                 )
                 frame = Frame(header, 0, b"".join(question.codes))
                 answer = peer.call(methods.LOOK_UP, frame, timeout_ms=self._deadline_ms)
-                if len(answer.data) != question.nbytes(into):
-                    raise errors.MalformedPayload(
-                        f"server {server} answered a look-up with {len(answer.data)} bytes of rows; expected "
-                        f"{question.nbytes(into)}"
-                    )
-                question.put(memoryview(answer.data), into)
+                question.put(memoryview(answer.data), into, code)
 
         self._ask_for_rows([server for server, each in asked.items() if each], ask, "rows that are looked up")
 

@@ -5,6 +5,8 @@ scale is a function of three counts, which are one integer variable of the job: 
 either, in this order from the highest bit on. So it is versioned, logged, written into checkpoints and given to workers
 that join, like any buffer; and of several proposals for one step the largest is that of a rank that has overflowed.
 
+Gradients of tables' rows are scaled, and looked at, with the others: an overflow in one of them is one of the step.
+
 Owns: the counts and their scale, and the way from a scaled gradient to one that is sent. Must not know: pushes.
 """
 
@@ -19,6 +21,7 @@ import torch
 
 from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
 from shardyard.ground.types import DType, VariableKind, VariableSpec
+from shardyard_worker.optimizer import ServerOptimizer
 
 log = logging.getLogger("shardyard.worker")
 
@@ -197,6 +200,19 @@ class JobScaler(torch.amp.GradScaler):
                 self._warned = True
                 log.warning("the loss scale is %g: overflows do not end; is the loss finite?", self._init_scale)
         return self._init_scale
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        """As torch's, which sees parameters alone, and the gradients of tables' rows, which are in this machine's
+        memory."""
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        rows = optimizer.row_gradients() if isinstance(optimizer, ServerOptimizer) else None
+        if rows is not None:
+            here = found.setdefault(torch.device("cpu"), torch.zeros(()))
+            if rows:
+                torch._amp_foreach_non_finite_check_and_unscale_(rows, here, inv_scale.cpu())
+        return found
 
     def _is_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"])

@@ -97,6 +97,11 @@ class Gradients:
         with self._lock:
             self._came.append((found, sums))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that have come, on the memory in which they are kept."""
+        with self._lock:
+            return [torch.from_numpy(sums) for _, sums in self._came]
+
     def take(self, partitions: int = 1) -> tuple[Distinct, Float32s] | None:
         """The distinct ids of all, and shape (m, dim), the sums of their gradients; None if none have come. There are
         none after that."""

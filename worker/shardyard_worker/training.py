@@ -44,7 +44,7 @@ from shardyard.wire.tables import tables_to_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.buckets import Buckets, Codes, Late, Version, check_tensor, widened
 from shardyard_worker.clipping import Clipper
-from shardyard_worker.coded_rows import CodedRows
+from shardyard_worker.coded_rows import CodedRows, Rounding
 from shardyard_worker.device import Copies, copies_for
 from shardyard_worker.device_feedback import DeviceFeedback
 from shardyard_worker.feedback import Feedback
@@ -377,7 +377,7 @@ class Training:
             self._prefetch.settle_order()
             self.router.needed = self._prefetch.order
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
-        rows = None if sending.rows is None else CodedRows(sending.rows.tables, sending.rows.groups)
+        rows = None if sending.rows is None else self._coded(sending.rows, name)
         if isinstance(self.feedback, DeviceFeedback) and sending.coded:
             made = self._encode_there(self.feedback, name, sending.tensors)
             return Shipment(
@@ -405,6 +405,11 @@ class Training:
             overflow=sending.overflow,
             rows=rows,
         )
+
+    def _coded(self, rows: TakenRows, name: PushName) -> CodedRows:
+        session = self.session
+        code = session.job_settings.compression.rows_push
+        return CodedRows(rows.tables, rows.groups, Rounding(code, session.seed, _work(name)))
 
     def _encode(self, feedback: Feedback, name: PushName, absent: frozenset[int]) -> Codes:
         gradients: list[npt.NDArray[Any]] = []
@@ -662,6 +667,13 @@ def _numbers(name: PushName) -> tuple[int, ...]:
             return (1, feed, epoch, index, name.first)
         case _:
             return ()
+
+
+def _work(name: PushName) -> tuple[int, ...]:
+    """The numbers of a name, without the token, which others who do the work have another of."""
+    source = name.key.source
+    mine = (2, source.incarnation) if isinstance(source, WorkerSource) else ()
+    return (*_numbers(name), *mine, name.first, name.last)
 
 
 def explain(answer: Answer) -> str:

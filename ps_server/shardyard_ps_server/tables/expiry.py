@@ -42,8 +42,8 @@ class Expiry:
     _ties: Numbers = field(default_factory=lambda: np.zeros(1, np.int64))
     _begun: bool = False
 
-    def step(self, memory: Memory, unit: int, rows: int, pinned: Numbers) -> Expired:
-        """The next few hundred buckets."""
+    def step(self, memory: Memory, unit: int, rows: int, pinned: Numbers, *, stays: bool = False) -> Expired:
+        """The next few hundred buckets. `stays`: what expires is told, and somebody else takes it out."""
         nothing = np.empty(0, np.int64)
         if not self._begun:
             self._begin(rows)
@@ -55,7 +55,7 @@ class Expiry:
             return Expired(nothing, over=False)
         gone = np.empty(_GONE, np.int64)
         n, cursor, over = walks.expire_some(
-            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, pinned), gone
+            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, pinned), gone, stays
         )
         self._cursor = np.uint64(cursor)
         if over:

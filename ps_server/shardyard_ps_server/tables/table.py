@@ -283,6 +283,18 @@ class Table:
     def expire(self, step: int, budget: int, now_ms: int = 0) -> Expired:
         """Takes out what expires by the settings at `step`, or at `now_ms` of the table's clock, in about `budget`
         buckets from where the last call has stopped, or to the end of the table. Others push and look up meanwhile."""
+        return self._expire(step, budget, now_ms, stays=False)
+
+    def expiring(self, step: int, budget: int, besides: Sequence[Ids]) -> Ids:
+        """What `expire` would take out at `step`, but for `besides`: told, for who takes it out with `remove_expired`
+        before it asks again."""
+        return self._expire(step, budget, 0, stays=True, besides=besides).ids
+
+    def remove_expired(self, ids: Ids) -> None:
+        """What `expiring` has told, here or where a log was written."""
+        self._expired += self.remove(ids).size
+
+    def _expire(self, step: int, budget: int, now_ms: int, *, stays: bool, besides: Sequence[Ids] = ()) -> Expired:
         gone: list[Numbers] = []
         over = False
         self._advance(0, now_ms)
@@ -291,11 +303,12 @@ class Table:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
                 with self._gate.together():
                     with self._counting:
-                        pins = [ids for of in self._pinned.values() for ids in of]
+                        pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
                     pinned = np.unique(np.concatenate(pins)) if pins else _NOBODY
-                    done = self._expiry.step(self._memory, unit, self.rows, pinned)
-                    self._tell_removed(done.ids)
-                self._expired += done.ids.size
+                    done = self._expiry.step(self._memory, unit, self.rows, pinned, stays=stays)
+                    if not stays:
+                        self._tell_removed(done.ids)
+                        self._expired += done.ids.size
                 gone.append(done.ids)
                 over = done.over
                 if over:

@@ -107,9 +107,10 @@ class Reasons(NamedTuple):
 
 @compiled
 def expire_some(
-    memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers
+    memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers, stays: bool
 ) -> tuple[int, np.uint64, bool]:
-    """Takes out what expires of the next `homes` homes; `gone` has room for so many ids. As `copy_some`."""
+    """Takes out what expires of the next `homes` homes; `gone` has room for so many ids. `stays`: they are told and
+    left there; those for which there is no room come with a later walk. As `copy_some`."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     base = memory.stripes[at + BASE]
@@ -122,15 +123,16 @@ def expire_some(
             number = signed(buckets[2 * b])
             if not _is_in(reasons.pinned, number):
                 if n == gone.size:
-                    stop = home
+                    stop = stop if stays else home
                     break
                 if reasons.fewest > 0 and signed((word >> FREQUENCY_SHIFT) & FREQUENCY) == reasons.fewest:
                     reasons.ties[0] -= 1
                 gone[n] = number
                 n += 1
-                # what was behind it may be here now
-                drop(memory, stripe, buckets, b)
-                continue
+                if not stays:
+                    # what was behind it may be here now
+                    drop(memory, stripe, buckets, b)
+                    continue
         b += 1
     after, over = _leave(memory, stripe, stop)
     return n, after, over

@@ -30,6 +30,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_RECORDED: _ClassVar[Outcome]
     OUTCOME_DUPLICATE: _ClassVar[Outcome]
     OUTCOME_DROPPED: _ClassVar[Outcome]
+
+class RowCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_CODE_UNSPECIFIED: _ClassVar[RowCode]
+    ROW_CODE_BF16: _ClassVar[RowCode]
+    ROW_CODE_INT8: _ClassVar[RowCode]
 PUSH_KIND_UNSPECIFIED: PushKind
 PUSH_KIND_GRADIENT: PushKind
 PUSH_KIND_EMPTY: PushKind
@@ -44,6 +50,9 @@ OUTCOME_APPLIED: Outcome
 OUTCOME_RECORDED: Outcome
 OUTCOME_DUPLICATE: Outcome
 OUTCOME_DROPPED: Outcome
+ROW_CODE_UNSPECIFIED: RowCode
+ROW_CODE_BF16: RowCode
+ROW_CODE_INT8: RowCode
 
 class CreatePartitionsRequest(_message.Message):
     __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers", "switches")
@@ -444,7 +453,7 @@ class VerdictGiven(_message.Message):
     def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "wanted", "overflow")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "wanted", "overflow", "expired")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +475,7 @@ class PushHeader(_message.Message):
     TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -487,7 +497,8 @@ class PushHeader(_message.Message):
     table_groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
     wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
     overflow: bool
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ...) -> None: ...
+    expired: _containers.RepeatedCompositeFieldContainer[WantedRows]
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ..., expired: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
 
 class PushedRows(_message.Message):
     __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted")
@@ -686,20 +697,22 @@ class WantedRows(_message.Message):
     def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookUpHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "wanted", "number", "wait_ms")
+    __slots__ = ("caller", "server", "generation", "wanted", "number", "wait_ms", "code")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
     wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
     number: int
     wait_ms: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    code: RowCode
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ..., code: _Optional[_Union[RowCode, str]] = ...) -> None: ...
 
 class LookUpFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

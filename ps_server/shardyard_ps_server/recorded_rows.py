@@ -1,0 +1,67 @@
+"""Rows in a log: those of a push as they came, and the ids that expire with it.
+
+Owns: where their bytes stand in a record. Invariant: what is read from a record is checked as a peer's bytes are, all
+of it, before anything changes. Must not know: files, what a push does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+import numpy as np
+
+from shardyard.codecs.ids import encode_ids
+from shardyard.ground.errors import MalformedPayload
+from shardyard.ground.types import JobLayout, PartitionId, PushOrder, WantedRows
+from shardyard_ps_server.partition_tables import (
+    Gone,
+    Rows,
+    check_pushed,
+    check_wanted,
+    read_ids,
+    unpack_pushed,
+)
+from shardyard_ps_server.versions import Bytes
+
+
+def said_of(gone: Iterable[tuple[PartitionId, Sequence[Gone]]]) -> tuple[tuple[WantedRows, ...], list[Bytes]]:
+    """What expires in each partition, as a record says it, and the codes of the ids."""
+    tables: dict[int, list[tuple[PartitionId, Gone, Bytes]]] = {}
+    for partition, each in gone:
+        for one in each:
+            code = np.frombuffer(encode_ids(one.ids), np.uint8)
+            tables.setdefault(one.table, []).append((partition, one, code))
+    said = [
+        WantedRows(
+            table,
+            tuple([partition for partition, _, _ in mine]),
+            tuple([one.ids.size for _, one, _ in mine]),
+            tuple([len(code) for _, _, code in mine]),
+        )
+        for table, mine in tables.items()
+    ]
+    return tuple(said), [code for mine in tables.values() for _, _, code in mine]
+
+
+def read_rows(
+    layout: JobLayout, order: PushOrder, payload: Bytes, among: Container[PartitionId]
+) -> tuple[dict[PartitionId, list[Rows]], dict[PartitionId, list[Gone]]]:
+    """The rows of a recorded push, and what expires with it, in partitions `among` these. Raises MalformedPayload,
+    InvalidRequest, ShapeMismatch."""
+    begin, end = order.payload_bytes, order.payload_bytes + order.rows_bytes
+    if end + order.expired_bytes != len(payload):
+        raise MalformedPayload(f"{order.name} with {len(payload)} bytes; its header says {end + order.expired_bytes}")
+    if order.rows:
+        check_pushed(layout.tables, order.rows, order.table_groups)
+    check_wanted(layout.tables, order.expired)
+    brought: dict[PartitionId, list[Rows]] = {}
+    for partition, rows in unpack_pushed(layout, order.rows, payload[begin:end], among):
+        brought.setdefault(partition, []).append(rows)
+    gone: dict[PartitionId, list[Gone]] = {}
+    for each in order.expired:
+        for partition, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
+            if partition in among:
+                ids = read_ids(layout, layout.tables[each.table].name, partition, n, payload[end : end + length])
+                gone.setdefault(partition, []).append(Gone(each.table, ids))
+            end += length
+    return brought, gone

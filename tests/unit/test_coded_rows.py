@@ -1,0 +1,126 @@
+"""Rows on their way: cut by partition, each coded once, rounded by the work that they come from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from shardyard.codecs import RowCode, decode_ids, decode_rows, encode_rows
+from shardyard.ground.errors import MalformedPayload
+from shardyard.ground.types import (
+    DataShardSource,
+    Incarnation,
+    PartitionId,
+    PushName,
+    Rank,
+    RankSource,
+    Source,
+    SourceKey,
+    Token,
+    WorkerSource,
+)
+from shardyard_worker.coded_rows import CodedRows, Rounding, TableRows, questions
+from shardyard_worker.distinct import distinct
+from shardyard_worker.training import _work
+
+DIM = 6
+IDS = np.random.default_rng(0).permutation(np.arange(-40, 60) * 1_000_003)
+
+
+def gradient_of(ids: np.ndarray) -> np.ndarray:
+    return np.stack([np.random.default_rng(abs(int(number))).standard_normal(DIM) for number in ids]).astype(np.float32)
+
+
+def coded(ids: np.ndarray, rounding: Rounding, partitions: int = 1, table: int = 3) -> dict[int, bytes]:
+    """What arrives for each id."""
+    found = distinct(ids, partitions)
+    said, pieces = CodedRows([TableRows(table, found, gradient_of(found.ids))], ((1.0,),), rounding).of(
+        [PartitionId(number) for number in range(partitions)]
+    )
+    (one,) = said
+    assert [len(piece) for piece in pieces] == [
+        n for pair in zip(one.id_bytes, one.row_bytes, strict=True) for n in pair
+    ]
+    arrived = {}
+    for at, n in enumerate(one.rows):
+        numbers = decode_ids(pieces[2 * at], n)
+        rows = decode_rows(pieces[2 * at + 1], n, DIM)
+        arrived |= {int(number): row.tobytes() for number, row in zip(numbers, rows, strict=True)}
+    return arrived
+
+
+def test_rows_travel_as_they_are_unless_it_is_said_otherwise() -> None:
+    assert coded(IDS, Rounding(RowCode.FLOAT32, 1, (2,))) == {
+        int(number): row.tobytes() for number, row in zip(IDS, gradient_of(IDS), strict=True)
+    }
+
+
+@pytest.mark.parametrize("code", [RowCode.BF16, RowCode.INT8])
+def test_work_that_is_computed_again_arrives_as_the_same_bits_whatever_the_map(code: RowCode) -> None:
+    once = coded(IDS, Rounding(code, 5, (1, 0, 2, 3, 7, 7)))
+    assert coded(IDS[::-1], Rounding(code, 5, (1, 0, 2, 3, 7, 7)), partitions=4) == once
+    for other in (Rounding(code, 6, (1, 0, 2, 3, 7, 7)), Rounding(code, 5, (1, 0, 2, 3, 8, 8))):
+        assert coded(IDS, other) != once
+    assert coded(IDS, Rounding(code, 5, (1, 0, 2, 3, 7, 7)), table=4) != once
+
+
+def name(source: Source, first: int, last: int | None = None, token: int = 1) -> PushName:
+    return PushName(SourceKey(source), Token(token), first, first if last is None else last)
+
+
+def test_work_is_known_by_its_name_without_the_token() -> None:
+    assert _work(name(DataShardSource(0, 1, 2), 3)) == _work(name(DataShardSource(0, 1, 2), 3, token=9))
+    different = [
+        name(DataShardSource(0, 1, 2), 3),
+        name(DataShardSource(0, 1, 3), 3),
+        name(DataShardSource(0, 2, 2), 3),
+        name(DataShardSource(1, 1, 2), 3),
+        name(DataShardSource(0, 1, 2), 4),
+        name(DataShardSource(0, 1, 2), 3, 4),
+        name(RankSource(Rank(1)), 3),
+        name(RankSource(Rank(2)), 3),
+        name(RankSource(Rank(1)), 4),
+        name(WorkerSource(Incarnation(1)), 3),
+        name(WorkerSource(Incarnation(2)), 3),
+        name(WorkerSource(Incarnation(1)), 4),
+    ]
+    assert len({_work(each) for each in different}) == len(different)
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("code", list(RowCode))
+def test_answers_are_put_in_their_places(code: RowCode) -> None:
+    found, other = distinct(IDS, 3), distinct(IDS[:9], 3)
+    wanted = [(0, found, DIM), (1, other, 2)]
+    into = [np.full((found.ids.size, DIM), np.nan, np.float32), np.full((other.ids.size, 2), np.nan, np.float32)]
+    rows = [gradient_of(found.ids), gradient_of(other.ids)[:, :2].copy()]
+    for question in questions(wanted, [PartitionId(0), PartitionId(2)], 1_500):
+        pieces = [rows[look_up][begin:end] for look_up, begin, end in question.answers]
+        answer = b"".join(
+            each.tobytes() if code is RowCode.FLOAT32 else bytes(encode_rows(each, code)) for each in pieces
+        )
+        question.put(memoryview(answer), into, code)
+        with pytest.raises(MalformedPayload):
+            question.put(memoryview(answer + b"M"), into, code)
+        with pytest.raises(MalformedPayload):
+            question.put(memoryview(answer[:-1]), into, code)
+    for asked, given, looked_up in zip(into, rows, (found, other), strict=True):
+        (a, b), (c, d), (e, f) = pairwise(looked_up.starts.tolist())
+        assert np.isnan(asked[c:d]).all()
+        for mine in (slice(a, b), slice(e, f)):
+            bound = {RowCode.FLOAT32: 0.0, RowCode.BF16: 2.0**-8, RowCode.INT8: 1 / 250}[code]
+            limit = bound * np.abs(given[mine]).max(axis=1, keepdims=True)
+            assert (np.abs(asked[mine] - given[mine]) <= limit).all()
+
+
+def test_a_question_has_room_for_its_answer_in_any_code() -> None:
+    """A row that a code cannot say comes as it is, with the code's head."""
+    found = distinct(IDS, 3)
+    for question in questions([(0, found, DIM)], [PartitionId(n) for n in range(3)], 600):
+        rows = [np.full((end - begin, DIM), np.inf, np.float32) for _, begin, end in question.answers]
+        for code in (RowCode.BF16, RowCode.INT8):
+            assert sum(len(encode_rows(each, code)) for each in rows) <= 600
