@@ -113,6 +113,9 @@ def main() -> None:
             vocabulary = counts.most(options.vocabulary)
             print(f"{counts.total:,} words in {len(passages):,} passages, {len(model.words.table):,} vectors")
             for word in options.ask:
+                if hashed(word) not in counts.words:
+                    print(f"{word:>12}:  was not read")
+                    continue
                 found = nearest(model, word, counts, vocabulary, options.neighbours)
                 print(f"{word:>12}:  " + "  ".join(f"{other} {cosine:.2f}" for other, cosine in found), flush=True)
             if options.save:
