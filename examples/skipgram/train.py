@@ -17,7 +17,7 @@ from words import Batch, Counts, Passages, SkipGrams, hashed, sources, words_of
 import shardyard as sy
 
 TELL_EVERY_S = 5.0
-ASKED = ["self", "True", "int", "read", "append", "socket", "IOError", "assertEqual", "async", "encode", "threading"]
+ASKED = ["self", "True", "int", "read", "socket", "async", "encode", "threading"]
 
 
 class SkipGram(torch.nn.Module):
@@ -113,6 +113,9 @@ def main() -> None:
             vocabulary = counts.most(options.vocabulary)
             print(f"{counts.total:,} words in {len(passages):,} passages, {len(model.words.table):,} vectors")
             for word in options.ask:
+                if hashed(word) not in counts.words:
+                    print(f"{word:>12}:  was not read")
+                    continue
                 found = nearest(model, word, counts, vocabulary, options.neighbours)
                 print(f"{word:>12}:  " + "  ".join(f"{other} {cosine:.2f}" for other, cosine in found), flush=True)
             if options.save:
