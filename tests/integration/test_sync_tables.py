@@ -279,17 +279,20 @@ def test_work_that_was_overtaken_reads_on_and_does_not_count(connect: Connect) -
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     one = torch.tensor([1])
 
-    def step() -> None:
+    strategy = job._strategy
+    assert isinstance(strategy, SyncStrategy)
+
+    def step(*, overtaken: bool = False) -> None:
         optimizer.zero_grad()
         model(one).sum().backward()
+        assert strategy._mixed is overtaken
         optimizer.step()
+        assert not strategy._mixed
 
     for _ in range(3):
         step()
-    strategy = job._strategy
-    assert isinstance(strategy, SyncStrategy)
     strategy._version = 1  # what its parameters were, if it had been paused
-    step()
+    step(overtaken=True)
     assert model(one).item() == -3.0
     assert job.step == 3
     step()

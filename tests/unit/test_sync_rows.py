@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
 from shardyard.ground.errors import (
+    ConfigurationError,
     Internal,
     InvalidRequest,
     NotFound,
@@ -58,7 +59,9 @@ from shardyard.ground.types import (
     VariableSpec,
     Version,
 )
+from shardyard.runtime import configuration
 from shardyard.wire import tables as wire_tables
+from shardyard_coordinator.tables import check_settings
 from shardyard_ps_server import partition_tables, row_sums
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import SaveOrder
@@ -74,6 +77,7 @@ RATE = make_group("sgd", {"lr": 1.0})
 HALF = (0.5, *RATE[1:])
 WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
 NARROW = TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12)
+EXPIRING = dataclasses.replace(NARROW, expiry=ExpirySettings(age_steps=5))
 PARTITION = PartitionId(0)
 LAYOUT = JobLayout(
     (VariableSpec("a", DType.FLOAT32, (16,)),),
@@ -421,14 +425,18 @@ def test_an_asynchronous_partition_has_no_versions_of_rows() -> None:
 def test_all_rows_are_read_between_two_updates() -> None:
     partition = partition_of(1)
     push(partition, 0, 0, work({0: 1.0}))
-    chunks = partition.items(0)
-    read_before: list[int] = []
+    asked: list[Future[Any]] = []
     with ThreadPoolExecutor(1) as pool:
-        with armed("rows.before_update", lambda _: read_before.append(pool.submit(next, chunks) and 1)):
-            push(partition, 0, 1, work({0: 1.0, 1: 1.0}))  # has the turn while the first piece is asked for
-        pool.shutdown(wait=True)
-    assert read_before == [1]
-    assert not list(chunks)
+
+        def ask(_: str) -> None:  # while the update has the turn
+            asked.append(pool.submit(lambda: list(partition.items(0))))
+            with pytest.raises(TimeoutError):
+                asked[0].result(0.3)
+
+        with armed("rows.before_update", ask):
+            push(partition, 0, 1, work({0: 1.0, 1: 1.0}))
+        (chunk,) = asked[0].result(30)
+    assert sorted(chunk.ids.tolist()) == IDS[:2].tolist()
 
 
 # ---- verdicts
@@ -619,11 +627,31 @@ def test_rows_that_expire_are_refused_in_a_synchronous_job() -> None:
     store = Store(shareable=False)
     STORES.append(store)
     store.become(HERE, Term(1))
-    expiring = dataclasses.replace(NARROW, expiry=ExpirySettings(age_steps=5))
-    layout = dataclasses.replace(LAYOUT, tables=(WIDE, expiring))
+    layout = dataclasses.replace(LAYOUT, tables=(WIDE, EXPIRING))
     with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire"):
         store.create(JOB, GENERATION, layout, [PARTITION], UpdateMode.SYNC, 2)
     assert not store.hosted()
+
+
+@pytest.mark.parametrize(
+    ("mode", "tables", "text"),
+    [
+        ("sync", (WIDE, NARROW), ""),
+        ("async", (WIDE, EXPIRING), ""),
+        ("sync", (WIDE, EXPIRING), "whose rows expire, in a job with job.consistency.mode sync"),
+        ("local", (WIDE,), "in a job with job.consistency.mode local"),
+        ("local", (), ""),
+    ],
+)
+def test_the_coordinator_refuses_tables_that_a_job_cannot_have(
+    mode: str, tables: tuple[TableSettings, ...], text: str
+) -> None:
+    given = configuration.load(None, {}, {"job.consistency.mode": mode}).settings.job
+    if not text:
+        check_settings(tables, given)
+        return
+    with pytest.raises(ConfigurationError, match=text):
+        check_settings(tables, given)
 
 
 # ---- the parts
