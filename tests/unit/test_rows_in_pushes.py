@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardyard.codecs.form import CodeId
 from shardyard.codecs.ids import encode_ids
 from shardyard.codecs.rows import RowCode, decode_rows, encode_rows, first_code
 from shardyard.ground import limits
@@ -571,10 +572,11 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
     rest, found = memoryview(bytes(data)), []
     for rows, dim in ((n[0], 3), (n[1], 3), (n[0], 1)):
         first = first_code(rest, rows, dim)
+        assert first[0] == CodeId[code.name]
+        assert len(first) < rows * (each if dim == 3 else 5) + limits.CODE_HEAD_BYTES_MAX
         found.append(decode_rows(first, rows, dim))
         rest = rest[len(first) :]
     assert not len(rest)
-    assert len(data) < 8 * each + n[0] * 5 + 3 * limits.CODE_HEAD_BYTES_MAX
     for p in PARTS:
         limit = np.abs(INITIAL[p == OWNER]).max(axis=1, keepdims=True) / 127
         assert (np.abs(found[p] - INITIAL[p == OWNER]) <= limit).all()
