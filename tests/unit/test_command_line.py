@@ -844,7 +844,8 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (1 << 50, "1024.0 TiB")]
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (1 << 50, "1024.0 TiB")],
 )
 def test_sizes_are_told_in_their_unit(nbytes: int, text: str) -> None:
     assert status_view._size(nbytes) == text
