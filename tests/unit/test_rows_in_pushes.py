@@ -566,7 +566,7 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
     code_of = [bytes(encode_ids(IDS[p == OWNER])) for p in PARTS]
     n = tuple(int((p == OWNER).sum()) for p in PARTS)
     wanted = (WantedRows(0, PARTS, n, tuple(map(len, code_of))), WantedRows(1, PARTS[:1], n[:1], (len(code_of[0]),)))
-    asked = LookUp(Caller(JOB), HERE, GENERATION, wanted, code)
+    asked = LookUp(Caller(JOB), HERE, GENERATION, wanted, code=code)
     assert tables.look_up_from_header(tables.look_up_to_header(asked)) == asked
     data = store.look_up(asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
     rest, found = memoryview(bytes(data)), []
