@@ -49,7 +49,7 @@ def until_set(yard: RoleYard, *what: str) -> str:
 def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_is_switched(
     yard: RoleYard, probes: Probes, durability: str
 ) -> None:
-    options = ("--epochs", str(EPOCHS), "--pause-ms", "40")
+    options = ("--epochs", str(EPOCHS), "--pause-ms", "80")
     settings = {
         "coordinator": yard.address,
         "job__workers_expected": 3,
