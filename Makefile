@@ -59,7 +59,7 @@ test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@# kernels are compiled once, here, and not by each of the processes of the first tests
 	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
-	@$(BIN)/python -c "from shardyard_ps_server.tables.table import warm; warm()"
+	@$(BIN)/python -c "from shardyard_ps_server.partition_tables import warm; warm()"
 	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu --numprocesses=$(JOBS) --dist=loadfile
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
