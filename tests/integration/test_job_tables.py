@@ -271,12 +271,12 @@ def scaled_step(
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("mode", ["async", "bounded"])
+@pytest.mark.parametrize("mode", [{}, {"job.consistency.mode": "bounded"}, SYNC], ids=["async", "bounded", "sync"])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_gradients_of_rows_are_unscaled_with_the_others(connect: Connect, mode: str, explicit: bool) -> None:
+def test_gradients_of_rows_are_unscaled_with_the_others(connect: Connect, mode: dict[str, Any], explicit: bool) -> None:
     """A scale that is a power of two leaves no trace."""
     alone = trained_alone(8)
-    job = connect(settings=NEVER | {"job.consistency.mode": mode})
+    job = connect(settings=NEVER | mode)
     scaler = job.scaler(init_scale=1024.0, growth_interval=3)
     model = Model()
     model, optimizer = job.prepare(model, dense(model))
@@ -305,10 +305,13 @@ def test_rows_of_a_model_in_float16_are_unscaled_with_the_others(connect: Connec
 INF = float("inf")
 
 
+@pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
 @pytest.mark.parametrize("explicit", [False, True])
-def test_an_overflow_in_a_rows_gradient_is_one_of_the_step(connect: Connect, explicit: bool) -> None:
+def test_an_overflow_in_a_rows_gradient_is_one_of_the_step(
+    connect: Connect, mode: dict[str, Any], explicit: bool
+) -> None:
     """Nothing moves, rows and parameters, and the scale falls; the work is counted."""
-    job = connect(settings=NEVER)
+    job = connect(settings=NEVER | mode)
     scaler = job.scaler(init_scale=1024.0)
     rows = sy.Embedding(2, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
     model = torch.nn.ModuleDict({"rows": rows, "beside": torch.nn.Linear(1, 1, bias=False)})

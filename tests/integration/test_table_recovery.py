@@ -61,12 +61,14 @@ def test_promise_1_and_2_hold_for_rows_when_a_server_dies(
     assert "are restored, of step" in yard.coordinator.output
 
 
-@pytest.mark.parametrize("every_steps", [7, 0], ids=["checkpoint-and-log", "log-alone"])
-@pytest.mark.parametrize("returns", [True, False])
+@MODES
+@pytest.mark.parametrize(
+    ("returns", "every_steps"), [(True, 7), (False, 0)], ids=["checkpoint-and-log", "log-alone-elsewhere"]
+)
 def test_promise_3_rows_come_back_from_the_log_of_a_server_that_died(
-    yard: RoleYard, probes: Probes, returns: bool, every_steps: int
+    yard: RoleYard, probes: Probes, returns: bool, every_steps: int, mode: dict[str, object]
 ) -> None:
-    started = begin(yard, probes, every_steps=every_steps, job__durability="wal")
+    started = begin(yard, probes, every_steps=every_steps, job__durability="wal", **mode)
     yard.kill_server(1)
     if returns:
         yard.restart_server(1)
@@ -102,13 +104,16 @@ def test_promise_1_and_2_hold_for_rows_when_all_services_die_at_once(yard: RoleY
     assert_counted(started)
 
 
-@pytest.mark.parametrize("clip", [{}, {"job__clip__norm": 0.3}], ids=["plain", "clipped"])
+@pytest.mark.parametrize(
+    "clip", [{}, {"job__clip__norm": 0.3, "job__durability": "wal"}], ids=["plain", "clipped-with-logs"]
+)
 def test_promise_6_rows_have_the_same_bits_when_a_server_and_a_worker_die(
     yard: RoleYard, probes: Probes, clip: dict[str, object]
 ) -> None:
     undisturbed = [finish(*each) for each in begin(yard, probes, "words", job="one", **SYNC, **clip)]
     options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS))
-    undisturbed.append(probes.run("words", *options, job="alone", job__checkpoint__url="never", **SYNC, **clip))
+    unlogged = clip | {"job__durability": "checkpoint", "job__checkpoint__url": "never"}
+    undisturbed.append(probes.run("words", *options, job="alone", **SYNC, **unlogged))
     (survivor, out), (victim, _) = begin(yard, probes, "words", job="two", **SYNC, **clip)
     yard.coordinator.wait_for("job 'two' (1.2): checkpoint ")
     yard.kill_server(0)
@@ -118,4 +123,5 @@ def test_promise_6_rows_have_the_same_bits_when_a_server_and_a_worker_die(
     disturbed = finish(survivor, out)
     assert {result["digest"] for result in undisturbed} == {disturbed["digest"]}
     assert disturbed["step"] == undisturbed[0]["step"]
-    assert "are restored, of step" in yard.coordinator.output
+    told = "with all that was acknowledged" if "job__durability" in clip else "are restored, of step"
+    assert told in yard.coordinator.output
