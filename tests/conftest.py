@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -13,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import settings
+
+from shardyard.runtime.log import ShardyardHandler
 
 # a busy machine is no fault
 settings.register_profile("shardyard", deadline=None)
@@ -100,6 +103,18 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     left = wait_until_clean(before)
     assert not left, f"the test left behind: {', '.join(left)}"
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A command that ran in this process has set up its log, for a stream that ends with the test."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        if isinstance(handler, ShardyardHandler):
+            root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

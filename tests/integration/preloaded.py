@@ -75,6 +75,8 @@ class Preloaded:
             said = json.loads(message)
             with self._changed:
                 if "started" in said:
+                    # numbers come back: this one is not the process that had it before
+                    self._codes.pop(said["started"], None)
                     self._started.append(said["started"])
                 else:
                     self._codes[said["ended"]] = said["code"]

@@ -152,12 +152,18 @@ class RoleYard:
 
     def __init__(self, folder: Path, *, servers: int = 2) -> None:
         self.state = folder / "state"
+        self.servers: list[Script] = []
         self.coordinator = self.start_coordinator("127.0.0.1:0")
-        self.coordinator.wait_for("ready ")
-        self.address = next(line for line in self.coordinator.lines if line.startswith("ready ")).split()[1]
-        self.servers = [self.start_server("127.0.0.1:0") for _ in range(servers)]
-        for server in self.servers:
-            server.wait_for("ready ")
+        try:
+            self.coordinator.wait_for("ready ")
+            self.address = next(line for line in self.coordinator.lines if line.startswith("ready ")).split()[1]
+            for _ in range(servers):
+                self.servers.append(self.start_server("127.0.0.1:0"))
+            for server in self.servers:
+                server.wait_for("ready ")
+        except BaseException:
+            self.stop()
+            raise
 
     def start_coordinator(self, bind: str, failpoints: str = "") -> Script:
         return Script(
