@@ -43,7 +43,7 @@ def to_record(layout: JobLayout) -> dict[str, object]:
             [part.payload_bytes, [[b.variable, b.offset, b.length, b.position] for b in part.blocks]]
             for part in layout.partitions
         ],
-        **({"tables": tables.to_record(layout.tables)} if layout.tables else {}),
+        "tables": tables.to_record(layout.tables),
     }
 
 

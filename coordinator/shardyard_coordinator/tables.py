@@ -32,9 +32,7 @@ Tables = Sequence[TableSettings]
 ROWS_MAX: Final = 1 << 26
 """Rows of a table in one partition, where there is address space for as many."""
 ROWS_MAX_LEAST: Final = 1 << 12
-_RECORD_ITEMS: Final = 18
-_TIMED_RECORD_ITEMS: Final = 20
-"""Of a table whose rows' ages are told in time."""
+_RECORD_ITEMS: Final = 20
 _STATES: Final = 4
 """A row with its optimizer state has at most so many times its values."""
 
@@ -136,16 +134,15 @@ def to_record(tables: Tables) -> list[object]:
             each.expiry.norm_min,
             each.expiry.rows_kept,
             each.expiry.grace_steps,
-            *([each.expiry.age_ms, each.expiry.grace_ms] if each.expiry.by_time else []),
+            each.expiry.age_ms,
+            each.expiry.grace_ms,
         ]
         for each in tables
     ]
 
 
 def of_record(body: Body) -> tuple[TableSettings, ...]:
-    """Of a layout; one that was written before there were tables has none. Raises DamagedRecord."""
-    if not body.has("tables"):
-        return ()
+    """Of a layout. Raises DamagedRecord."""
     items = body.items("tables")
     require(len(items) <= limits.TABLES_MAX, f"{len(items)} tables")
     return tuple(_table_of(each) for each in items)
@@ -153,7 +150,7 @@ def of_record(body: Body) -> tuple[TableSettings, ...]:
 
 def _table_of(item: object) -> TableSettings:
     said = checked_items(item, "a table")
-    require(len(said) in (_RECORD_ITEMS, _TIMED_RECORD_ITEMS), f"a table of {len(said)} items")
+    require(len(said) == _RECORD_ITEMS, f"a table of {len(said)} items")
     seed = checked_text(said[4], "a table's seed")
     kinds = {kind.value: kind for kind in InitialKind}
     admissions = {kind.value: kind for kind in Admission}
@@ -181,7 +178,8 @@ def _table_of(item: object) -> TableSettings:
                 checked_float(said[15], "a norm"),
                 checked_number(said[16], "rows kept"),
                 checked_number(said[17], "a grace"),
-                *[checked_number(each, "an age in ms") for each in said[_RECORD_ITEMS:]],
+                checked_number(said[18], "an age in ms"),
+                checked_number(said[19], "a grace in ms"),
             ),
         )
     except (InvalidRequest, ValueError) as error:

@@ -244,7 +244,7 @@ def _table_document(table: TableEntry) -> dict[str, object]:
         "ids": table.ids,
         "base": [_file_document(file) for file in table.base],
         "increments": [_file_document(file) for file in table.increments],
-        **({"now_ms": table.now_ms} if table.now_ms else {}),
+        "now_ms": table.now_ms,
     }
 
 
@@ -363,9 +363,7 @@ def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEn
 def _tables(node: Node, number: int, partition: int, tables: tuple[TableSettings, ...]) -> tuple[TableEntry, ...]:
     found = []
     for index, each in enumerate(node.items(len(tables))):
-        # it came later, and is written where it is not 0
-        timed = ["now_ms"] if tables[index].expiry.by_time and "now_ms" in each.mapping() else []
-        fields = each.fields(("updates", "rows", "ids", "base", "increments", *timed))
+        fields = each.fields(("updates", "rows", "ids", "base", "increments", "now_ms"))
         name = f"rows-{partition:04d}-{index:04d}-"
         entry = TableEntry(
             fields["updates"].number(rows_file.STEP_MAX),
@@ -373,7 +371,7 @@ def _tables(node: Node, number: int, partition: int, tables: tuple[TableSettings
             fields["ids"].number(),
             tuple(_rows_file(file, number, name) for file in fields["base"].items(limits.ROWS_FILES_MAX)),
             tuple(_rows_file(file, number, name) for file in fields["increments"].items(limits.ROWS_FILES_MAX)),
-            fields["now_ms"].number(rows_file.STEP_MAX) if timed else 0,
+            fields["now_ms"].number(rows_file.STEP_MAX),
         )
         if entry.rows > entry.ids:
             fields["ids"].refuse(f"at least {entry.rows}, as many as rows")

@@ -1,13 +1,15 @@
-"""Python processes that need not import torch anew: forked from one that has imported it, and nothing of ours.
+"""Python processes that need not begin with imports: forked from one that has done them, and has loaded the compiled
+kernels.
 
 Run as a program it is that process: it forks for each request that comes on its socket, and reports how each child has
-ended. A child is a process of its own, with the arguments, environment and output that were asked for; only what torch,
-numba and numpy are made of is there already, which saves a second and a half of processor time at each start. It runs
-the script as `python -u` does.
+ended. A child is a process of its own, with the arguments, environment and output that were asked for; only modules and
+kernels are there already, which saves several seconds of processor time at each start. It runs the script as
+`python -u` does. That processes begin without this is tested by those that start `shardyard` or `make up` themselves.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -19,6 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 MESSAGE_BYTES_MAX = 1 << 17
@@ -45,18 +48,39 @@ class Preloaded:
         """`arguments`: those of `python -u`: a script, or -P -m and a module, and theirs."""
         output, its_output = os.pipe()
         try:
-            with self._asking:
-                request = json.dumps({"arguments": arguments, "environment": dict(environment), "folder": os.getcwd()})
-                socket.send_fds(self._socket, [request.encode()], [its_output])
-                with self._changed:
-                    assert self._changed.wait_for(lambda: self._started, 120), "nothing was forked"
-                    pid = self._started.pop()
+            pid = self._fork(arguments, environment, its_output, session=False)
         except BaseException:
             os.close(output)
             raise
         finally:
             os.close(its_output)
         return Forked(self, pid, os.fdopen(output, encoding="utf-8", errors="replace"))
+
+    def as_subprocess(self) -> SimpleNamespace:
+        """For the module `subprocess` of shardyard_launcher.role_process: roles that end with the process that starts
+        them are forked, and end with the one that forks."""
+
+        def start(command: list[str], *, stdin: int, stdout: IO[bytes], env: Mapping[str, str], **rest: Any) -> Forked:
+            assert (rest["stderr"], rest["start_new_session"], stdin) == (subprocess.STDOUT, True, subprocess.DEVNULL)
+            assert command[1:5] == ["-u", "-P", "-m", "shardyard_launcher.command_line"]
+            arguments = command[2:]
+            arguments[arguments.index("--ends-with") + 1] = str(self._process.pid)
+            return Forked(self, self._fork(arguments, env, stdout.fileno(), session=True))
+
+        return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+
+    def _fork(self, arguments: list[str], environment: Mapping[str, str], output: int, *, session: bool) -> int:
+        asked = {
+            "arguments": arguments,
+            "environment": dict(environment),
+            "folder": os.getcwd(),
+            "session": session,
+        }
+        with self._asking:
+            socket.send_fds(self._socket, [json.dumps(asked).encode()], [output])
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._started, 120), "nothing was forked"
+                return self._started.pop()
 
     def code(self, pid: int, timeout_s: float | None) -> int | None:
         """How it ended, as subprocess says it; None: it lives."""
@@ -86,7 +110,9 @@ class Preloaded:
 class Forked:
     """What of subprocess.Popen is used here."""
 
-    def __init__(self, parent: Preloaded, pid: int, stdout: IO[str]) -> None:
+    stdin = None
+
+    def __init__(self, parent: Preloaded, pid: int, stdout: IO[str] | None = None) -> None:
         self._parent = parent
         self.pid = pid
         self.stdout = stdout
@@ -113,12 +139,7 @@ class Forked:
 
 def serve(requests: socket.socket) -> dict[str, Any]:
     """Returns in each child, with what it is to run; in the parent it ends the process."""
-    import google.protobuf.message  # noqa: F401
-    import numba  # noqa: F401
-    import numpy  # noqa: F401
-    import pydantic  # noqa: F401
-    import torch  # noqa: F401
-
+    load()
     assert len(os.listdir("/proc/self/task")) == 1
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -150,6 +171,27 @@ def serve(requests: socket.socket) -> dict[str, Any]:
         requests.send(json.dumps({"started": pid}).encode())
 
 
+def load() -> None:
+    """All that a process of a yard imports and warms, but for the command line, which is run as a program."""
+    for name in (
+        "shardyard_coordinator.process",
+        "shardyard_launcher.roles",
+        "shardyard_ps_server.process",
+        "shardyard_worker.agent_process",
+        "shardyard_worker.bootstrap",
+        "shardyard_worker.job",
+        "torch._dynamo",  # the first optimizer of torch imports it, for two seconds
+    ):
+        importlib.import_module(name)
+    from shardyard.codecs import finiteness, warm_decoders
+    from shardyard_ps_server import optimizers, partition_tables
+
+    optimizers.warm(("float32", "float64"))
+    warm_decoders()
+    finiteness.warm()
+    partition_tables.warm()
+
+
 def report_ended(requests: socket.socket) -> None:
     while True:
         try:
@@ -162,8 +204,11 @@ def report_ended(requests: socket.socket) -> None:
 
 
 def run(asked: Mapping[str, Any]) -> None:
+    if asked["session"]:
+        os.setsid()
+    of_grpc = {name: value for name, value in os.environ.items() if name.startswith("GRPC_")}  # see shardyard.transport
     os.environ.clear()
-    os.environ.update(asked["environment"])
+    os.environ.update(of_grpc | asked["environment"])
     os.chdir(asked["folder"])
     arguments = list(asked["arguments"])
     del sys.path[0]

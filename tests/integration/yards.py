@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 from preloaded import Forked, Preloaded
 
@@ -20,6 +21,7 @@ from shardyard.runtime import configuration
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher import role_process
 from shardyard_launcher.cluster import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -32,12 +34,14 @@ def running_yard(
 ) -> Iterator[LocalCluster]:
     """A coordinator and servers on free ports of loopback. The agent idles."""
     given = {"yard.servers": servers, "yard.workers": 1, "yard.coordinator_port": 0, **(settings or {})}
-    cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
-    try:
-        cluster.start(stop=threading.Event())
-        yield cluster
-    finally:
-        cluster.stop()
+    assert Script.preloaded is not None
+    with mock.patch.object(role_process, "subprocess", Script.preloaded.as_subprocess()):
+        cluster = LocalCluster(configuration.load(None, {}, given).settings, folder, tied=True)
+        try:
+            cluster.start(stop=threading.Event())
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 class Script:
