@@ -60,7 +60,9 @@ test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
 	@$(BIN)/python -c "from shardyard_ps_server.partition_tables import warm; warm()"
-	@$(BIN)/python -m pytest tests --ignore=tests/containers --ignore=tests/gpu --numprocesses=$(JOBS) --dist=loadfile
+	@# what takes longest comes first, so that no process of the tests waits long for another at the end
+	@$(BIN)/python -m pytest $(addprefix tests/,simulation chaos integration fuzz property unit) \
+		--numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
 	@$(BIN)/python tests/fuzz/fuzzing.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))

@@ -55,6 +55,10 @@ class Place:
 
     # ---- what is done to it
 
+    def arm(self, failpoints: str) -> None:
+        """For the next process that is started."""
+        self._failpoints = failpoints
+
     def start(self) -> None:
         assert self._process is None, self.name
         self.starts += 1
