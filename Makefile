@@ -7,6 +7,8 @@ PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
 # test processes side by side
 JOBS   ?= 2
+LONGEST := tests/simulation/ tests/chaos/ tests/integration/
+TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/,$(wildcard tests/*/))
 NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
@@ -61,7 +63,7 @@ test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
 	@$(BIN)/python -c "from shardyard_ps_server.partition_tables import warm; warm()"
 	@# what takes longest comes first, so that no process of the tests waits long for another at the end
-	@$(BIN)/python -m pytest $(addprefix tests/,simulation chaos integration fuzz property unit) \
+	@$(BIN)/python -m pytest $(LONGEST) $(TESTS) \
 		--numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
