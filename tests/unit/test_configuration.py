@@ -173,7 +173,7 @@ def test_all_problems_of_all_layers_come_in_one_error_with_their_lines(write) ->
     assert problems(file, {"SHARDYARD__JOB__IDLE_MS": "1"}, {"worker.device": "gpu"}) == [
         "yard.yaml:2: job.sed: unknown setting; did you mean job.seed?",
         'yard.yaml:3: job.seed: expected a whole number from 0 to 9223372036854775807, got "abc" (text)',
-        'yard.yaml:4: job.consistency.mode: expected one of sync, local, bounded, async, got "snyc" (text)',
+        'yard.yaml:4: job.consistency.mode: expected one of sync, local, hybrid, bounded, async, got "snyc" (text)',
         "yard.yaml:4: job.consistency.logical_ranks: expected a whole number from 1 to 4096 or auto, got 99999",
         "yard.yaml:5: job.seed: given twice, first on line 3; keep one",
         'yard.yaml:6: job.name: expected 1 to 128 letters, digits, ".", "_" or "-", beginning with a letter or digit,'
