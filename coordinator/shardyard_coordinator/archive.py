@@ -266,6 +266,7 @@ class Archive:
                 clipping=subject.clipping,
                 backup_workers=subject.backup_workers,
                 switches=subject.switches,
+                rows_at_once=subject.rows_at_once,
                 working=working,
                 folder=folder,
                 base=base,

@@ -90,6 +90,7 @@ class Subject:
     clipping: Clipping = NO_CLIPPING
     backup_workers: int = 0
     switches: int = 0
+    rows_at_once: bool = False
 
 
 class CheckpointBook:

@@ -203,6 +203,7 @@ class Deployment:
                 clipping=self._settings.server_clipping,
                 backup_workers=self._settings.consistency.backup_workers,
                 switches=self._switches,
+                rows_at_once=self._settings.consistency.rows_at_once,
             )
             for server, owned in self.map.by_server().items()
         ]

@@ -666,6 +666,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
         logical_ranks=job.logical_ranks,
         staleness=job.staleness,
         local_steps=job.local_steps,
+        rows_in_flight=job.rows_in_flight,
         workers=job.workers,
         step=job.step,
         samples=job.samples,

@@ -101,6 +101,7 @@ class CreatePartitions:
     clipping: Clipping = NO_CLIPPING
     backup_workers: int = 0
     switches: int = 0
+    rows_at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -825,7 +825,8 @@ class Job:
         if policy is NonFinite.ALLOW:
             raise errors.InvalidRequest(f"{said.work} of {self.title}, which takes what is not finite")
         of_data = self._check_reported(said)
-        counted = isinstance(of_data, DataShardSource) and said.first < said.highest
+        parts = isinstance(of_data, DataShardSource) or self.settings.consistency.rows_at_once
+        counted = of_data is not None and parts and said.first < said.highest
         if counted and said.highest <= said.last:
             raise errors.StraddlingRange(
                 f"{said.work}, of which partitions have counted what is before #{said.highest}"

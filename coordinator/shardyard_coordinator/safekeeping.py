@@ -494,6 +494,7 @@ class Safekeeping:
             clipping=settings.server_clipping,
             backup_workers=settings.consistency.backup_workers,
             switches=self._switches,
+            rows_at_once=settings.consistency.rows_at_once,
         )
 
     # ---- records

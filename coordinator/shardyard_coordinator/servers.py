@@ -75,6 +75,7 @@ class Servers:
             clipping=convert.clipping_to_wire(effect.clipping),
             backup_workers=effect.backup_workers,
             switches=effect.switches,
+            rows_at_once=effect.rows_at_once,
         )
         what = f"to take partitions {_listed(effect.partitions)} of job {effect.job}"
         self._call(effect.server, methods.CREATE_PARTITIONS, request, CALL_MS, what)
@@ -99,6 +100,7 @@ class Servers:
         clipping: Clipping,
         backup_workers: int,
         switches: int,
+        rows_at_once: bool,
         working: Sequence[Incarnation],
         folder: str,
         base: effects.Base,
@@ -120,6 +122,7 @@ class Servers:
             clipping=convert.clipping_to_wire(clipping),
             backup_workers=backup_workers,
             switches=switches,
+            rows_at_once=rows_at_once,
             working=working,
             restore=wire.Restore(
                 url=folder,

@@ -46,14 +46,20 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
             settings.consistency.mode is ConsistencyMode.LOCAL,
             "in a job with job.consistency.mode local",
             "a round is steps that a worker takes by itself, and rows are on the servers",
-            "set job.consistency.mode to sync, async or bounded",
+            "set job.consistency.mode to sync, hybrid, async or bounded",
         ),
         (
             settings.consistency.mode is ConsistencyMode.SYNC
             and any(each.expiry != ExpirySettings() for each in tables),
             "whose rows expire, in a job with job.consistency.mode sync",
             "which rows go depends on where a walk stands, and a step's bits depend on its work alone",
-            "let rows stay, or set job.consistency.mode to async or bounded",
+            "let rows stay, or set job.consistency.mode to hybrid, async or bounded",
+        ),
+        (
+            bool(settings.consistency.rows_at_once and settings.clip.norm),
+            f"in a job with job.clip.norm {settings.clip.norm:g} and job.consistency.mode hybrid",
+            "rows are updated before the gradient of their step, and so its norm, is known",
+            "set job.clip.norm to 0, or clip by value; or set job.consistency.mode to sync",
         ),
         (
             settings.durability is Durability.WAL and any(each.expiry.by_time for each in tables),

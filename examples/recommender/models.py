@@ -39,6 +39,10 @@ class DLRM(torch.nn.Module):
         products = torch.bmm(features, features.transpose(1, 2))
         return self.top(torch.cat([dense, products[:, self.pairs[0], self.pairs[1]]], dim=1)).squeeze(1)
 
+    def asked(self, ids: torch.Tensor) -> dict[torch.nn.Module, torch.Tensor]:
+        """What will be looked up for these, for `look_ahead`."""
+        return {self.rows: ids}
+
 
 class DeepFM(torch.nn.Module):
     """Guo et al., DeepFM: A Factorization-Machine based Neural Network for CTR Prediction (IJCAI 2017): weights of
@@ -65,5 +69,10 @@ class DeepFM(torch.nn.Module):
         pairs = (vectors.sum(dim=1).square() - vectors.square().sum(dim=1)).sum(dim=1) / 2
         return single + pairs + self.deep(vectors.flatten(1)).squeeze(1)
 
+    def asked(self, ids: torch.Tensor) -> dict[torch.nn.Module, dict[str, torch.Tensor]]:
+        """What will be looked up for these, for `look_ahead`."""
+        return {self.rows: {"weight": ids, "vector": ids}}
 
-MODELS = {"dlrm": DLRM, "deepfm": DeepFM}
+
+Model = DLRM | DeepFM
+MODELS: dict[str, type[Model]] = {"dlrm": DLRM, "deepfm": DeepFM}

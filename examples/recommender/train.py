@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from clicks import Clicks, World, auc, best_auc, parse_criteo, read_criteo
-from models import MODELS
+from models import MODELS, Model
 from torch.utils.data import Dataset, TensorDataset
 
 import shardyard as sy
@@ -82,12 +82,18 @@ def last_day(options: argparse.Namespace) -> Iterator[Clicks]:
             yield Clicks(whole.numbers[part], whole.ids[part], whole.labels[part], whole.chances[part])
 
 
-def train(job: sy.Job, model: torch.nn.Module, optimizer: Any, day: Day, options: argparse.Namespace) -> Scores:
+def train(job: sy.Job, model: Model, optimizer: Any, day: Day, options: argparse.Namespace) -> Scores:
     """One day. The scores of this worker's clicks, each from before it was learned from for the first time."""
     before = Scores()
     told, trained = time.monotonic(), 0
     for epoch in range(options.epochs):
-        for numbers, ids, labels in job.batches(day.dataset, batch_size=options.batch_size, collate_fn=day.collate):
+        batches = job.batches(
+            day.dataset,
+            batch_size=options.batch_size,
+            collate_fn=day.collate,
+            look_ahead=lambda batch: model.asked(batch[1]),
+        )
+        for numbers, ids, labels in batches:
             log_odds = model(numbers, ids)
             loss = F.binary_cross_entropy_with_logits(log_odds, labels)
             optimizer.zero_grad()

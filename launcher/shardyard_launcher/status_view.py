@@ -48,6 +48,7 @@ CONSISTENCY_MODES: Final = {
     wire.CONSISTENCY_MODE_LOCAL: "local",
     wire.CONSISTENCY_MODE_BOUNDED: "bounded",
     wire.CONSISTENCY_MODE_ASYNC: "async",
+    wire.CONSISTENCY_MODE_HYBRID: "hybrid",
 }
 
 
@@ -183,6 +184,7 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         else None,
         "lateness": _lateness(report, job.job),
         "local_steps": job.local_steps if job.HasField("local_steps") else None,
+        "rows_in_flight": job.rows_in_flight if job.HasField("rows_in_flight") else None,
         "workers": job.workers,
         "step": job.step,
         "samples": job.samples,
@@ -327,6 +329,8 @@ def _local(local: LocalReport) -> dict[str, object]:
 def _mode(job: wire.JobStatus) -> str:
     if job.HasField("local_steps"):
         return "local"
+    if job.HasField("rows_in_flight"):
+        return "hybrid"
     return "bounded" if job.HasField("staleness") else MODES.get(job.mode, "unknown")
 
 
@@ -490,6 +494,7 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
     more = {
         "sync": f", {job.logical_ranks} ranks",
         "local": f", {job.logical_ranks} ranks, {job.local_steps} steps a round",
+        "hybrid": f", {job.logical_ranks} ranks, rows {job.rows_in_flight} steps old at most",
         "bounded": f", {_staleness(report, job.job)} of {job.staleness} steps",
     }
     cells = [

@@ -142,7 +142,7 @@ class Exchanges:
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
         if order.wanted:
-            if hosted.mode is UpdateMode.SYNC:
+            if hosted.mode is UpdateMode.SYNC and not hosted.rows_at_once:
                 raise InvalidRequest(
                     f"rows beside the values of job {hosted.job}, which is synchronous", todo="ask for them with LookUp"
                 )

@@ -111,6 +111,16 @@ class Ledger:
         entry.next = name.last + 1
         self._next_push = None
 
+    def counts_rows(self, name: PushName) -> bool:
+        """Whether the rows of work that is the next are to be counted: not where they were already, of a job that
+        updates them before their step is taken, and has gone back in the midst of one."""
+        entry = self._entries.get(name.key.of_rows)
+        return entry is None or name.first >= entry.next
+
+    def advance_rows(self, name: PushName) -> None:
+        """The rows of the work are counted, or it has none."""
+        self.pass_over(name.key.of_rows, name.last + 1)
+
     def pass_over(self, key: SourceKey, next_sequence: int) -> None:
         """Rule A11: what was lost before `next_sequence` is not waited for any more. A higher watermark stays."""
         entry = self._entries.setdefault(key, _Entry())

@@ -9,7 +9,10 @@ is applied, scaled.
 Whoever changes the partition has its turn meanwhile, however long the arithmetic takes. What others see, version,
 ledger and gate, changes under the lock, in one moment in which the turn's owner has all that it needs: so readers, and
 checkpoints that copy, wait for nobody's arithmetic. Rows are changed in place; in a synchronous job what they were is
-set aside before, so that look-ups see them as one version has them, the newest or the one before.
+set aside before, so that look-ups see them as one version has them, the newest or the one before. Where they are
+updated as they come (hybrid), a contribution's rows are so in the moment in which it is recorded: what of them has
+counted is in a lane of its own, since a partition that goes back to a cut has rows of contributions to the next step,
+but not these.
 
 Invariants: work is counted once, by its name (rule A2); a push is applied whole or not at all, so memory is asked for
 before anything changes; the generation is checked within the turn (rule A3), and who raises it takes the turn after;
@@ -22,6 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -42,6 +46,7 @@ from shardyard.ground.optimizers import check_update
 from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
+    LANE_OF_ROWS,
     NO_CLIPPING,
     Clipping,
     DoneDataShards,
@@ -108,18 +113,21 @@ class Partition:
         backup_workers: int = 0,
         *,
         logged: bool = False,
+        rows_at_once: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """`stale`: of an asynchronous job that has a rule for gradients of older versions; `clipping`: of a
         synchronous job's mean gradients; `backup_workers`: so many of its ranks need not count; `logged`: the job has
-        logs; `clock`: by which rows of tables age."""
+        logs; `rows_at_once`: rows of a synchronous job are updated when they come, in a lane of their own; `clock`: by
+        which rows of tables age."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
         self._tables = PartitionTables(layout, clock, recorded=logged)
+        self._rows_at_once = rows_at_once and bool(layout.tables)
         self._former: FormerRows | None = None
-        """Of a synchronous job, from when the first step is taken: what it has changed."""
+        """Of a synchronous job that updates rows with its steps, from when the first is taken: what it has changed."""
         self.torn: Internal | None = None
         """Why nothing is taken or given any more, if so."""
         self._versions = Versions(self._layout.payload_bytes, memory)
@@ -182,12 +190,12 @@ class Partition:
         """Puts the rows that are asked for into `out`, as they are at this moment; in a synchronous job all as one
         version has them. `number`: that version, for which it waits until `until` (time.monotonic) as `hold` does.
         Changes nothing. Raises NotReady where it does not come in time, NotFound (facts: newest) where it has passed,
-        InvalidRequest in an asynchronous job, which has no such versions."""
+        InvalidRequest where rows are updated as they come, which have no such versions."""
         self._check_whole()
-        if self._gate is None:
+        if self._gate is None or self._rows_at_once:
             if number is not None:
                 raise InvalidRequest(
-                    f"rows of version {number} of partition {self.id}, whose job is not synchronous",
+                    f"rows of version {number} of partition {self.id}, whose rows are updated as they come",
                     todo="look them up as they are",
                 )
             self._read_rows(asked)
@@ -312,9 +320,11 @@ class Partition:
             self._blocks.end_cut(state)
             raise
         marks = self._ledger.marks()
-        if self._gate is not None:  # contributions to the next step are not part of this one
+        if self._gate is not None:  # contributions to the next step are not part of this one, but rows are as they are
             step = self._gate.step
-            marks = tuple([mark._replace(next=min(mark.next, step)) for mark in marks])
+            marks = tuple(
+                [mark if mark.key.lane == LANE_OF_ROWS else mark._replace(next=min(mark.next, step)) for mark in marks]
+            )
         self._versions.hold(values)
 
         def release() -> None:
@@ -441,6 +451,7 @@ class Partition:
         """Raises what `push` would refuse; changes nothing. A server asks all its partitions before any applies."""
         with self._changed:
             duplicate = self._judge(name, contribution)
+            contribution = self._fresh(name, contribution)
             recorded = self._recorded_rows(contribution)
         if not duplicate:
             self._tables.check_room(contribution.rows, recorded)
@@ -469,6 +480,7 @@ class Partition:
             with self._changed:
                 check_current()
                 duplicate = self._judge(name, contribution)
+                contribution = self._fresh(name, contribution)
                 recorded = self._recorded_rows(contribution)
             if not duplicate:
                 self._tables.check_room(contribution.rows, recorded)
@@ -495,6 +507,12 @@ class Partition:
                 )
             self._gate.check(source.rank, name.first, contribution)
         return duplicate
+
+    def _fresh(self, name: PushName, contribution: Contribution) -> Contribution:
+        """Without rows that have counted, which those of a rank may have where its contribution is computed again."""
+        if self._gate is None or not contribution.rows or self._ledger.counts_rows(name):
+            return contribution
+        return contribution._replace(rows=(), table_groups=(), gone=())
 
     def _recorded_rows(self, contribution: Contribution) -> list[Rows]:
         """Those for which there must be room beside a contribution's, which are to be updated together."""
@@ -602,23 +620,49 @@ class Partition:
     def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
         source = name.key.source
         assert isinstance(source, RankSource)
+        early: Callable[[], object] = _nothing_early
+        # what shall not count now may count when it is computed again
+        counts_rows = self._rows_at_once and contribution.groups is not None and not contribution.overflow
+        if self._rows_at_once:
+            early = partial(
+                self._push_rows, self._own_rows(contribution), contribution.table_groups, gone=contribution.gone
+            )
+            contribution = contribution._replace(rows=(), table_groups=(), gone=())
+
+        def advance() -> None:
+            self._ledger.advance(name)
+            if counts_rows:
+                self._ledger.advance_rows(name)
+
         if not gate.completes(source.rank):
             kept = self._keep(contribution)
+            early()
             with self._changed:
                 gate.record(source.rank, kept)
-                self._ledger.advance(name)
+                advance()
             return Outcome.RECORDED
-        return self._complete(gate, gate.with_last(source.rank, contribution), lambda: self._ledger.advance(name))
+        return self._complete(gate, gate.with_last(source.rank, contribution), advance, early)
+
+    def _own_rows(self, contribution: Contribution) -> tuple[Rows, ...]:
+        """What one rank alone gives to rows that are updated as they come, whatever samples the others will have.
+        Raises TooLarge."""
+        return scaled(self._tables.mean([contribution.rows], [1.0], self._clipping.value), 1 / self._ranks)
 
     def _complete(
-        self, gate: Gate[Contribution], contributions: Sequence[Contribution], advance: Callable[[], object]
+        self,
+        gate: Gate[Contribution],
+        contributions: Sequence[Contribution],
+        advance: Callable[[], object],
+        early: Callable[[], object],
     ) -> Outcome:
-        """All that counts in the step is there. `advance` is called in the moment in which that is seen."""
+        """All that counts in the step is there. `advance` is called in the moment in which that is seen, `early`
+        before, when all memory that is needed is there."""
         taken = verdict(contributions)
         rows, groups = self._mean_rows(taken)
         if self._clipping.norm and not taken.skips:  # a step that is skipped is so everywhere, whatever its norm
             mean, own = self._gather(taken.members, taken.shares)
             whole = self._blocks.square_norm(mean) + square_norm(rows)
+            early()
             with self._changed:
                 advance()
                 gate.gather(whole)
@@ -629,6 +673,7 @@ class Partition:
             return Outcome.RECORDED
         former = self._set_aside(rows)
         new = self._next(taken)
+        early()
         self._push_rows(rows, groups, former)
         with self._changed:
             advance()
@@ -648,7 +693,9 @@ class Partition:
 
     def _set_aside(self, rows: Sequence[Rows]) -> FormerRows | None:
         """What a step is about to change. Raises TooLarge."""
-        return self._tables.set_aside(rows, self._versions.newest.number) if self._tables.names else None
+        if not self._tables.names or self._rows_at_once:
+            return None
+        return self._tables.set_aside(rows, self._versions.newest.number)
 
     def _gather(self, members: Sequence[Contribution], shares: Sequence[float]) -> tuple[Contribution, Bytes]:
         """The mean, in memory of our own, and that memory. Raises TooLarge."""
@@ -693,7 +740,7 @@ class Partition:
     def _take_members(self, gate: Gate[Contribution], members: Sequence[Rank]) -> None:
         present = gate.present(members)
         if present is not None:
-            self._complete(gate, present, lambda: self._close(gate, members))
+            self._complete(gate, present, lambda: self._close(gate, members), _nothing_early)
             return
         with self._changed:
             self._close(gate, members)
@@ -872,3 +919,7 @@ class Partition:
             return f"the verdict on step {self._gate.step}"
         ranks = ", ".join(str(rank) for rank in self._gate.missing()[:8])
         return f"logical rank {ranks} of step {self._gate.step}"
+
+
+def _nothing_early() -> None:
+    """Rows are updated with their step."""

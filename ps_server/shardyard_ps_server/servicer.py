@@ -87,6 +87,7 @@ class Servicer:
             convert.clipping_from_wire(request.clipping),
             request.backup_workers,
             request.switches,
+            request.rows_at_once,
         )
         return wire.CreatePartitionsReply()
 

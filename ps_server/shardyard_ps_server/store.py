@@ -43,6 +43,7 @@ from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.table_settings import ExpirySettings
 from shardyard.ground.types import (
+    LANE_OF_ROWS,
     NO_CLIPPING,
     Caller,
     Clipping,
@@ -214,6 +215,8 @@ class HostedJob:
     """Of a synchronous job's mean gradients."""
     backup_workers: int = 0
     """So many logical ranks of a synchronous job need not count in a step."""
+    rows_at_once: bool = False
+    """Rows of a synchronous job are updated before the step that they come with is taken."""
     open: bool = False
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
@@ -267,12 +270,14 @@ class HostedJob:
         clipping: Clipping,
         backup_workers: int,
         switches: int,
+        rows_at_once: bool,
     ) -> bool:
         """`staleness` may be another one than here after another number of `switches`."""
         mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.stale, self.clipping)
         theirs = (layout, mode, logical_ranks, durability, stale, clipping)
         agrees = self.pacing is None or self.pacing.agrees(staleness, switches)
-        return agrees and mine == theirs and self.backup_workers == backup_workers
+        rules = (self.backup_workers, self.rows_at_once) == (backup_workers, rows_at_once)
+        return agrees and mine == theirs and rules
 
     def check_leased(self, key: SourceKey) -> None:
         """Raises InvalidRequest unless the job leases sources of this kind."""
@@ -281,11 +286,13 @@ class HostedJob:
             leased = isinstance(source, RankSource) and source.rank < self.logical_ranks
         else:
             leased = isinstance(source, DataShardSource)
-        if not leased or key.lane != 0:
+        lanes = (0, LANE_OF_ROWS) if self.rows_at_once else (0,)
+        if not leased or key.lane not in lanes:
             raise InvalidRequest(
                 f"{source}, lane {key.lane}, to be opened in job {self.job}, which is {self.mode.value}"
                 + (f" with {self.logical_ranks} logical ranks" if self.mode is UpdateMode.SYNC else ""),
-                todo="open data shards in an asynchronous job, logical ranks in a synchronous one, lane 0",
+                todo="open data shards in an asynchronous job, logical ranks in a synchronous one, lane 0; in a"
+                " hybrid one also the lane of rows",
             )
 
     def describe_tables(self) -> list[TableCount]:
@@ -414,6 +421,7 @@ class Store:
         clipping: Clipping = NO_CLIPPING,
         backup_workers: int = 0,
         switches: int = 0,
+        rows_at_once: bool = False,
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
         here already stay as they are unless they are restored, in another life; but of a job with logs, where no
@@ -422,7 +430,8 @@ class Store:
         job, its bound, if it has one; `working`: workers that take steps at this moment. `stale`: of an asynchronous
         job, what becomes of gradients of older versions, if it asks for that. `clipping`: of a synchronous job's mean
         gradients; whoever pushes to another one clips before. `backup_workers`: so many of its ranks need not count in
-        a step. `switches`: the number of the switch of the job that `staleness` is of.
+        a step. `switches`: the number of the switch of the job that `staleness` is of. `rows_at_once`: rows of a
+        synchronous job are updated before the step that they come with is taken.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
@@ -449,10 +458,16 @@ class Store:
                 f"{backup_workers} backup workers in job {job}, which is {mode.value} with {logical_ranks} ranks",
                 why="some rank must count",
             )
+        if rows_at_once and (mode is not UpdateMode.SYNC or backup_workers):
+            raise InvalidRequest(
+                f"rows of job {job}, which is {mode.value} with {backup_workers} backup workers, to be updated before"
+                " their step",
+                why="rows of a contribution that comes late would have counted on some servers, and count again",
+            )
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
-            _check_tables(job, layout, mode, durability, stale)
+            _check_tables(job, layout, mode, durability, stale, clipping, rows_at_once=rows_at_once)
             with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
                 warm()
         logs = self._logs
@@ -466,7 +481,9 @@ class Store:
                 hosted = self._jobs.get(job)
             if hosted is not None:
                 rules = (stale, clipping, backup_workers)
-                same = hosted.matches(layout, mode, logical_ranks, durability, staleness, *rules, switches)
+                same = hosted.matches(
+                    layout, mode, logical_ranks, durability, staleness, *rules, switches, rows_at_once
+                )
                 self._check_again(hosted, generation, owned, matches=same)
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
@@ -484,6 +501,7 @@ class Store:
             saver = Saver(self.incarnation, self.vigil, layout)
             before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
             hosted.stale, hosted.clipping, hosted.backup_workers = stale, clipping, backup_workers
+            hosted.rows_at_once = rows_at_once
             if mode is UpdateMode.ASYNC:
                 hosted.pacing = Pacing(staleness, switches)
                 hosted.pacing.expect(working)
@@ -575,7 +593,7 @@ class Store:
         if not matches:
             raise InvalidRequest(
                 f"job {hosted.job} is on this server with another layout, mode, number of ranks, durability, bound, "
-                "rules for stale gradients, clipping or backup workers"
+                "rules for stale gradients, clipping, backup workers or rows"
             )
         gone = set(hosted.partitions) - set(owned)
         if gone and generation == hosted.generation:
@@ -624,6 +642,7 @@ class Store:
                     hosted.clipping,
                     hosted.backup_workers,
                     logged=hosted.wal is not None,
+                    rows_at_once=hosted.rows_at_once,
                 )
             except TooLarge as error:
                 raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
@@ -1297,15 +1316,28 @@ def _by_partition(layout: JobLayout, order: PushOrder, rows: Bytes) -> dict[Part
 
 
 def _check_tables(
-    job: JobId, layout: JobLayout, mode: UpdateMode, durability: Durability, stale: StaleRule | None
+    job: JobId,
+    layout: JobLayout,
+    mode: UpdateMode,
+    durability: Durability,
+    stale: StaleRule | None,
+    clipping: Clipping,
+    *,
+    rows_at_once: bool,
 ) -> None:
     """Raises InvalidRequest for what rows cannot be part of."""
     expiring = next((each for each in layout.tables if each.expiry != ExpirySettings()), None)
-    if mode is UpdateMode.SYNC and expiring is not None:
+    if mode is UpdateMode.SYNC and not rows_at_once and expiring is not None:
         raise InvalidRequest(
             f"table {expiring.name!r} of job {job}, which is synchronous, with rows that expire",
             why="which rows go depends on where a walk stands, and a step's bits depend on its work alone",
             todo="let rows of synchronous jobs stay",
+        )
+    if rows_at_once and clipping.norm:
+        raise InvalidRequest(
+            f"gradients of job {job}, whose rows are updated before their step, to be clipped by norm",
+            why="a row is updated before the norm is known",
+            todo="set job.clip.norm to 0, or job.consistency.mode to sync",
         )
     timed = next((each for each in layout.tables if each.expiry.by_time), None)
     if durability is Durability.WAL and timed is not None:

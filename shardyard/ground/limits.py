@@ -94,6 +94,8 @@ ACCUMULATE_MAX: Final = 1 << 16
 """Batches whose gradients make one push."""
 LOCAL_STEPS_MAX: Final = 1_000_000
 """Steps of a round in local mode."""
+ROWS_IN_FLIGHT_MAX: Final = 64
+"""Steps before its own for which rows are looked up in hybrid mode; their batches are held meanwhile."""
 
 PULL_WAIT_MS_MAX: Final = 1_000
 """How long a server holds a pull; then it answers NotYet (rule C6)."""

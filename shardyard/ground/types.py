@@ -94,12 +94,15 @@ class ConsistencyMode(enum.Enum):
 
     SYNC = "sync"
     LOCAL = "local"
+    HYBRID = "hybrid"
     BOUNDED = "bounded"
     ASYNC = "async"
 
     @property
     def updates(self) -> UpdateMode:
-        return UpdateMode.SYNC if self in (ConsistencyMode.SYNC, ConsistencyMode.LOCAL) else UpdateMode.ASYNC
+        """Of variables."""
+        asynchronous = self in (ConsistencyMode.BOUNDED, ConsistencyMode.ASYNC)
+        return UpdateMode.ASYNC if asynchronous else UpdateMode.SYNC
 
 
 class Durability(enum.Enum):
@@ -173,12 +176,20 @@ LeasedSource = DataShardSource | RankSource
 """What the coordinator gives to workers; each has a token."""
 
 
+LANE_OF_ROWS: Final = 1
+
+
 @dataclass(frozen=True, slots=True)
 class SourceKey:
     """Key of a ledger: a source and a lane (rule A1)."""
 
     source: Source
     lane: int = 0
+
+    @property
+    def of_rows(self) -> SourceKey:
+        """Of the rows of the same work, where they are updated before its step is taken."""
+        return SourceKey(self.source, LANE_OF_ROWS)
 
 
 class SourceMark(NamedTuple):

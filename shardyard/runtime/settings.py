@@ -205,8 +205,9 @@ class ConsistencySettings(Section):
         default=ConsistencyMode.ASYNC,
         strict=False,
         description="sync: a step is the mean over all logical ranks. local: as sync, of what each rank has come to in"
-        " job.consistency.steps steps of its own. async: each push is applied as it comes. bounded: as async, and no"
-        " worker is more than so many steps ahead of another (job.consistency.staleness).",
+        " job.consistency.steps steps of its own. hybrid: as sync, but rows of tables are updated as they come. async:"
+        " each push is applied as it comes. bounded: as async, and no worker is more than so many steps ahead of"
+        " another (job.consistency.staleness).",
     )
     steps: int = Field(
         default=100,
@@ -238,6 +239,13 @@ class ConsistencySettings(Section):
         description="In sync mode: a step is taken without so many logical ranks, the latest; what they had is computed"
         " again when the data set ends. 0: all count.",
     )
+    rows_in_flight: int = Field(
+        default=1,
+        ge=0,
+        le=limits.ROWS_IN_FLIGHT_MAX,
+        description="In hybrid mode, with look-ahead: the rows that a step is computed on are looked up so many steps"
+        " before, and lack as many steps at most. 0: they come with the parameters, and lack none.",
+    )
 
     staleness_scaling: Literal["never", "inverse"] = Field(
         default="never",
@@ -260,6 +268,16 @@ class ConsistencySettings(Section):
     def bound(self) -> int | None:
         """The bound on staleness; None where there is none."""
         return self.staleness if self.mode is ConsistencyMode.BOUNDED else None
+
+    @property
+    def rows_lacking(self) -> int | None:
+        """The steps that rows may lack; None where they are not asked for before their step."""
+        return self.rows_in_flight if self.rows_at_once else None
+
+    @property
+    def rows_at_once(self) -> bool:
+        """Whether rows of tables are updated before the step that they come with is taken."""
+        return self.mode is ConsistencyMode.HYBRID
 
     @property
     def local_steps(self) -> int | None:

@@ -98,6 +98,7 @@ _CONSISTENCY_MODES: dict[ConsistencyMode, coordinator.ConsistencyMode] = {
     ConsistencyMode.LOCAL: coordinator.CONSISTENCY_MODE_LOCAL,
     ConsistencyMode.BOUNDED: coordinator.CONSISTENCY_MODE_BOUNDED,
     ConsistencyMode.ASYNC: coordinator.CONSISTENCY_MODE_ASYNC,
+    ConsistencyMode.HYBRID: coordinator.CONSISTENCY_MODE_HYBRID,
 }
 _DURABILITIES: dict[Durability, common.Durability] = {
     Durability.CHECKPOINT: common.DURABILITY_CHECKPOINT,

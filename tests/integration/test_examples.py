@@ -130,6 +130,15 @@ def test_clicks_are_foretold_in_a_yard_of_real_processes() -> None:
     assert 0.66 < found < best
 
 
+@pytest.mark.parametrize("model", ["dlrm", "deepfm"])
+def test_clicks_are_foretold_by_layers_in_step_and_rows_that_are_not(model: str) -> None:
+    """Hybrid mode, as configs/hybrid.yaml and the command of the documentation have it."""
+    config = str(ROOT / "configs" / "recommender.yaml")
+    hybrid = ["--set", "job.consistency.mode=hybrid"]
+    found, best = day_after(run(*ROLE, "run", "-c", config, *hybrid, RECOMMENDER, *SMALL, "--model", model))
+    assert 0.66 < found < best
+
+
 def test_clicks_are_foretold_although_a_server_dies(tmp_path: Path) -> None:
     yard = RoleYard(tmp_path)
     given = {"COORDINATOR": yard.address, "_JOB__CHECKPOINT__EVERY_STEPS": "20"}

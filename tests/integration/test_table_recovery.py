@@ -12,7 +12,8 @@ from yards import Probes, RoleYard, Script, computed, finish
 
 SAMPLES, EPOCHS = 203, 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
-MODES = pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
+HYBRID = SYNC | {"job__consistency__mode": "hybrid"}
+MODES = pytest.mark.parametrize("mode", [{}, SYNC, HYBRID], ids=["async", "sync", "hybrid"])
 
 
 @pytest.fixture

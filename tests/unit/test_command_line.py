@@ -761,6 +761,18 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
         }
 
 
+def test_status_says_how_old_rows_of_a_hybrid_job_may_be() -> None:
+    found, shown = report(), io.StringIO()
+    assert json.loads(status_view.to_json(found))["jobs"][1]["rows_in_flight"] is None
+    job = found.status.jobs[1]
+    job.ClearField("staleness")
+    job.mode, job.logical_ranks, job.rows_in_flight = common.UPDATE_MODE_SYNC, 4, 2
+    status_view.show(found, Console(file=shown, width=200))
+    assert "hybrid, 4 ranks, rows 2 steps old at most" in shown.getvalue()
+    told = json.loads(status_view.to_json(found))["jobs"][1]
+    assert (told["mode"], told["rows_in_flight"]) == ("hybrid", 2)
+
+
 def test_status_shows_what_coordinator_members_and_jobs_wait_for() -> None:
     shown, found = io.StringIO(), report()
     found.status.waiting_for = "the journal j to be written, for 7.0 s"

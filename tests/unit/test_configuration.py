@@ -173,7 +173,7 @@ def test_all_problems_of_all_layers_come_in_one_error_with_their_lines(write) ->
     assert problems(file, {"SHARDYARD__JOB__IDLE_MS": "1"}, {"worker.device": "gpu"}) == [
         "yard.yaml:2: job.sed: unknown setting; did you mean job.seed?",
         'yard.yaml:3: job.seed: expected a whole number from 0 to 9223372036854775807, got "abc" (text)',
-        'yard.yaml:4: job.consistency.mode: expected one of sync, local, bounded, async, got "snyc" (text)',
+        'yard.yaml:4: job.consistency.mode: expected one of sync, local, hybrid, bounded, async, got "snyc" (text)',
         "yard.yaml:4: job.consistency.logical_ranks: expected a whole number from 1 to 4096 or auto, got 99999",
         "yard.yaml:5: job.seed: given twice, first on line 3; keep one",
         'yard.yaml:6: job.name: expected 1 to 128 letters, digits, ".", "_" or "-", beginning with a letter or digit,'
@@ -474,7 +474,7 @@ def test_documentation_names_every_variable() -> None:
 
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
-EXAMPLES += ["mixed-precision", "recommender"]
+EXAMPLES += ["mixed-precision", "recommender", "hybrid"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -487,6 +487,7 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     loaded = {file.stem: load(file).settings for file in sorted((ROOT / "configs").glob("*.yaml"))}
     assert loaded["sync"].job.consistency.mode is ConsistencyMode.SYNC
     assert loaded["sync"].job.logical_rank_count == 2
+    assert (loaded["hybrid"].job.consistency.rows_lacking, loaded["sync"].job.consistency.rows_lacking) == (1, None)
     assert loaded["async"].job.consistency.mode is ConsistencyMode.ASYNC
     assert (loaded["bounded"].job.consistency.bound, loaded["async"].job.consistency.bound) == (3, None)
     assert (loaded["recommender"].job.consistency.bound, loaded["recommender"].job.checkpoint.every_s) == (4, 60)

@@ -63,7 +63,7 @@ class Yard(MachineYard):
 
     def __init__(
         self,
-        mode: UpdateMode = UpdateMode.ASYNC,
+        mode: UpdateMode | ConsistencyMode = UpdateMode.ASYNC,
         policy: NonFinite = NonFinite.SKIP,
         row_max: int = 3,
         checkpoints: str | None = None,
@@ -402,3 +402,13 @@ def test_answer_says_whether_it_is_decided_and_who_is_out() -> None:
     assert door.not_finite_reply(NotFiniteVerdict(decided=False)).retry_ms > 0
     said = door.not_finite_reply(NotFiniteVerdict(True, WorkerQuarantined("10 in a row"))).failure
     assert isinstance(from_detail(said), WorkerQuarantined)
+
+
+def test_a_hybrid_step_whose_rows_some_partition_has_counted_is_not_listed() -> None:
+    """From before the job went back; a synchronous one has no such part of a step."""
+    for mode, listed in ((ConsistencyMode.HYBRID, []), (ConsistencyMode.SYNC, [3])):
+        yard = Yard(mode)
+        rank, token = yard.rank_of(yard.one)
+        assert yard.report(yard.one, rank, token, 3, highest=4) == DECIDED
+        assert yard.report(yard.one, rank, token, 4, highest=4) == DECIDED
+        assert yard.condemned() == [(rank, step) for step in [*listed, 4]]

@@ -39,6 +39,8 @@ from shardyard.ground.types import (
     PushName,
     PushOrder,
     PushPart,
+    Rank,
+    RankSource,
     SourceKey,
     Stride,
     Term,
@@ -326,3 +328,27 @@ def test_headers_that_are_alike_keep_what_is_wanted() -> None:
         found = reader.read(writer.write(made))
         assert (found.wanted, found.name) == (made.wanted, made.name)
         assert found.renamed(found.name).wanted == made.wanted
+
+
+def test_rows_of_a_hybrid_job_ride_along_with_the_version_that_they_belong_to() -> None:
+    """A look-up waits for no step, but those that come along come with the values."""
+    store = Store(shareable=False)
+    store.become(HERE, Term(1))
+    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.SYNC, 2, rows_at_once=True)
+    store.open(JOB, GENERATION)
+    keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
+    store.open_sources(store.hosted()[0], [(key, Token(1)) for key in keys])
+    wanted, ids = asked()
+    rows, data = pushed()
+    ours, theirs = Wire(store), Wire(store)
+    named = [PushName(key, Token(1), 0, 0) for key in keys]
+    result, found = ours.exchange(
+        order(0, rows, name=named[0], wanted=wanted, pull=wish(number=1, exactly=True)), DENSE + data + ids
+    )
+    assert result.missing
+    assert sum(len(frame.data) for frame in found) == 0
+    theirs.exchange(order(0, rows, name=named[1], pull=None), DENSE + data)
+    result, found = ours.exchange(order(None, wanted=wanted, pull=wish(number=1, exactly=True)), ids)
+    assert not result.missing
+    assert (taken(found)[1] == INITIAL - np.float32(0.5) - np.float32(0.5)).all()
+    store.close()

@@ -417,7 +417,7 @@ def test_an_asynchronous_partition_has_no_versions_of_rows() -> None:
     partition = Partition(LAYOUT, PARTITION, UpdateMode.ASYNC, 0)
     partition.open()
     read(partition)
-    with pytest.raises(InvalidRequest, match="whose job is not synchronous"):
+    with pytest.raises(InvalidRequest, match="whose rows are updated as they come"):
         read(partition, 0)
     assert partition._former is None
 

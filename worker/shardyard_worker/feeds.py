@@ -103,6 +103,7 @@ class Feed(ABC):
         self._opened = opened
         self._orders = Orders(self._session.seed, number, reader.samples, settings.shuffle)
         self._warned = False
+        self.look_ahead: LookAhead | None = None
         self.work: Work | None = None
 
     @property
@@ -136,6 +137,17 @@ class Feed(ABC):
                 todo="call optimizer.step() once for each batch of job.batches",
             )
         return work
+
+    def _read_before(self, seed: tuple[int, ...], chosen: Indices) -> _Read:
+        """A batch, before its turn: random numbers are what they will be then, and those of others are as they were."""
+        with undisturbed():
+            seed_everything(*seed, devices=False)
+            batch, error = None, None
+            try:
+                batch = self._reader.fetch(chosen)
+            except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
+                error = raised
+            return _Read(batch, error, states())
 
     def _drop(self, why: str) -> None:
         """Pushes the current work as a named empty push: it does not count, and nobody waits for it."""
@@ -183,7 +195,6 @@ class _Shard:
 
 
 class AsyncFeed(Feed):
-    look_ahead: LookAhead | None = None
     _shard: _Shard | None = None
 
     def announced(self) -> Sequence[Announced]:
@@ -200,15 +211,9 @@ class AsyncFeed(Feed):
         return announced(self.look_ahead, [each.batch for each in read if each.error is None])
 
     def _read_ahead(self, shard: _Shard, sequence: int) -> _Read:
-        with undisturbed():
-            seed_everything(*self._key(shard.source, sequence), devices=False)
-            batch, error = None, None
-            try:
-                batch = self._reader.fetch(self._chosen(shard.samples, sequence))
-            except Exception as raised:  # noqa: BLE001 - raised in its turn, when the batches before it are counted
-                error = raised
-            shard.read[sequence] = _Read(batch, error, states())
-        return shard.read[sequence]
+        read = self._read_before(self._key(shard.source, sequence), self._chosen(shard.samples, sequence))
+        shard.read[sequence] = read
+        return read
 
     def _fetch(self, shard: _Shard, sequence: int) -> Any:
         """The batch at hand; the generators stand where reading it has left them."""
@@ -389,6 +394,8 @@ class SyncFeed(Feed):
         planned_end = opened.first_step + opened.units_per_epoch * settings.epochs
         backups = self._session.job_settings.consistency.backup_workers
         self._make_up = MakeUp(self._session, number, planned_end, makes_up=bool(backups))
+        self._read: dict[tuple[Rank, int, int], _Read] = {}
+        """Batches that were read before their turn, by rank, step and number."""
 
     @property
     def _end(self) -> int:
@@ -438,7 +445,10 @@ class SyncFeed(Feed):
             self._push_empty(self.work)
             return
         chosen = self._samples(made_up)
-        self.work = work = Work(name, len(chosen))
+        consistency = self._session.job_settings.consistency
+        highest = self._strategy.highest(rank) if consistency.rows_at_once else 0
+        self.work = work = Work(name, len(chosen), highest=highest)
+        self._read = {key: each for key, each in self._read.items() if key[1] >= step}
         if len(chosen) == 0:
             self._warned = True  # the last step of an epoch may have less work than ranks
             self._drop("no samples")
@@ -458,11 +468,42 @@ class SyncFeed(Feed):
         for number, batch in enumerate(batches):
             work.due, work.left, work.stepped = batch.due, len(batches) - number - 1, False
             self._training.accumulates = not batch.due
-            # a step's only batch is seeded by its name alone
-            seed_everything(self._session.seed, 0, made_up.rank, made_up.step, *((number,) if number else ()))
-            yield self._reader.fetch(chosen[batch.begin : batch.end])
+            yield self._fetch(made_up, number, chosen[batch.begin : batch.end])
         if not work.taken:
             self._end_unasked()
+
+    def announced_for(self, step: int, later: int) -> Sequence[Announced]:  # noqa: ARG002 - a step has a number
+        """Of the batches of a step that this worker's ranks will compute, as far as none of them may end this
+        process."""
+        if self.look_ahead is None or self._is_told_to_stop:
+            return ()
+        if step < self._opened.first_step or not self._has(step):
+            return ()
+        read: list[_Read] = []
+        for rank in self._strategy.ranks:
+            if step >= self._strategy.careful_below(rank):
+                read += self._read_ahead(Batch(rank, step))
+        return announced(self.look_ahead, [each.batch for each in read if each.error is None])
+
+    def _read_ahead(self, of: Batch) -> list[_Read]:
+        chosen = self._samples(of)
+        found: list[_Read] = []
+        for number, batch in enumerate(self._units.batches(len(chosen)) if len(chosen) else ()):
+            key = (of.rank, of.step, number)
+            if key not in self._read:
+                self._read[key] = self._read_before(self._key(of, number), chosen[batch.begin : batch.end])
+            found.append(self._read[key])
+        return found
+
+    def _fetch(self, of: Batch, number: int, chosen: Indices) -> Any:
+        """The batch at hand; the generators stand where reading it has left them."""
+        seed_everything(*self._key(of, number))
+        read = self._read.pop((of.rank, of.step, number), None)
+        return self._reader.fetch(chosen) if read is None else read.take()
+
+    def _key(self, of: Batch, number: int) -> tuple[int, ...]:
+        """A step's only batch is seeded by its name alone."""
+        return self._session.seed, 0, of.rank, of.step, *((number,) if number else ())
 
     def _end_unasked(self) -> None:
         """All batches of the work at hand were computed, and nothing was pushed."""

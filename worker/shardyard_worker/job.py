@@ -49,7 +49,8 @@ from shardyard_worker.buckets import spec_of
 from shardyard_worker.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, OnStop
 from shardyard_worker.dataset import Reader
 from shardyard_worker.event_files import EventFiles
-from shardyard_worker.feeds import AsyncFeed, Feed, FeedSettings, LocalFeed, open_feed
+from shardyard_worker.feeds import AsyncFeed, Feed, FeedSettings, LocalFeed, SyncFeed, open_feed
+from shardyard_worker.hybrid import HybridStrategy
 from shardyard_worker.job_tables import Announced, JobTables
 from shardyard_worker.local import Inner, Local, LocalOptimizer, outer_optimizer, refuse_without_optimizer
 from shardyard_worker.look_ahead import Depth, LookAhead, ReadAhead
@@ -356,7 +357,7 @@ class Job:
             raise ConfigurationError(
                 f"embedding table {name!r} in a job with job.consistency.mode local",
                 why="a round is steps that a worker takes by itself, and rows are on the servers",
-                todo="set job.consistency.mode to sync, async or bounded",
+                todo="set job.consistency.mode to sync, hybrid, async or bounded",
             )
 
     def scaler(
@@ -484,7 +485,7 @@ class Job:
                 end_round=self._end_round,
             )
             self._feeds += 1
-        if isinstance(feed, AsyncFeed):
+        if self._asks_ahead:
             feed.look_ahead = look_ahead
         return self._iterate(feed)
 
@@ -497,27 +498,37 @@ class Job:
         training = self._need_training()
         if accumulate < 1:
             raise InvalidRequest(f"accumulate {accumulate}; expected at least 1")
-        if self.mode is not UpdateMode.ASYNC:
+        if not self._asks_ahead:
             return iter(batches)
         window = self._session.settings.worker.window
         return self._announce(training, ReadAhead(batches, ids_of, Depth(window, accumulate)))
 
+    @property
+    def _asks_ahead(self) -> bool:
+        """Whether rows can come before a forward asks for them."""
+        return self.mode is UpdateMode.ASYNC or self._session.job_settings.consistency.rows_at_once
+
     def _announce(self, training: Training, ahead: ReadAhead[B]) -> Iterator[B]:
         self._refuse_two_look_aheads(training)
 
-        def announced() -> Sequence[Announced]:
+        def announced(later: int | None = None, ranks: int = 1) -> Sequence[Announced]:
             if self._feed is not None:  # whose batches are work, to be done one by one
                 raise _two_look_aheads()
-            return ahead.announced()
+            return ahead.announced(later, ranks)
 
-        training.announced = announced
+        if self.mode is UpdateMode.ASYNC:
+            training.announced = announced
+        else:
+            strategy = self._strategy
+            assert isinstance(strategy, SyncStrategy)
+            training.announced_for = lambda _, later: announced(later, len(strategy.ranks))
         try:
             yield from ahead
         finally:
-            training.announced = None
+            training.announced = training.announced_for = None
 
     def _refuse_two_look_aheads(self, training: Training) -> None:
-        if training.announced is not None:
+        if training.looks_ahead:
             raise _two_look_aheads()
 
     def _refuse_nesting(self) -> None:
@@ -526,10 +537,13 @@ class Job:
 
     def _iterate(self, feed: Feed) -> Iterator[Any]:
         self._refuse_nesting()
-        if isinstance(feed, AsyncFeed) and feed.look_ahead is not None:
+        if feed.look_ahead is not None:
             training = self._need_training()
             self._refuse_two_look_aheads(training)
-            training.announced = feed.announced
+            if isinstance(feed, AsyncFeed):
+                training.announced = feed.announced
+            elif isinstance(feed, SyncFeed):
+                training.announced_for = feed.announced_for
         self._feed = feed
         try:
             with contextlib.closing(feed.batches()) as batches:
@@ -543,8 +557,8 @@ class Job:
             self._feed = None
             if self._training is not None:
                 self._training.accumulates = False
-                if isinstance(feed, AsyncFeed) and feed.look_ahead is not None:
-                    self._training.announced = None
+                if feed.look_ahead is not None:
+                    self._training.announced = self._training.announced_for = None
             if self._local is not None and not self._closed:
                 self._local.abandon()
         self._look_around()
@@ -745,7 +759,8 @@ class Job:
 
     def _make_strategy(self, training: Training) -> Strategy:
         if self._session.mode is UpdateMode.SYNC:
-            return SyncStrategy(training)
+            hybrid = self._session.job_settings.consistency.rows_at_once
+            return HybridStrategy(training) if hybrid else SyncStrategy(training)
         return BoundedStrategy(training)
 
     def _contribute(self, sending: Sending) -> None:

@@ -126,8 +126,9 @@ class JobTables:
                 found.append(TableRows(number, *taken))
         return TakenRows(tuple(found), self._groups()) if found else None
 
-    def look_ahead(self, announced: Sequence[Announced]) -> RowsAhead | None:
-        """What is asked for ahead; None where there is nothing, or more than comes at a time. Raises InvalidRequest."""
+    def look_ahead(self, announced: Sequence[Announced], *, along: bool = True) -> RowsAhead | None:
+        """What is asked for ahead; None where there is nothing, or more than comes along with values. Raises
+        InvalidRequest."""
         by_table: dict[int, list[Int64s]] = {}
         for table, ids in announced:
             by_table.setdefault(self.number(table), []).append(ids)
@@ -137,7 +138,7 @@ class JobTables:
             for number, ids in joined.items()
             if ids.size
         ]
-        return RowsAhead(asked, joined) if asked and RowsAhead.fit(asked) else None
+        return RowsAhead(asked, joined) if asked and (not along or RowsAhead.fit(asked)) else None
 
     def once(self, number: int, ids: Int64s) -> Distinct:
         """Ids of a table, each once, by partition."""

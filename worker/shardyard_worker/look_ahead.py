@@ -74,11 +74,13 @@ class ReadAhead(Generic[B]):
         if self._error is not None:
             raise self._error
 
-    def announced(self) -> Sequence[Announced]:
-        """Of the batches that will be computed on what the next exchange brings."""
-        while len(self._next) < self._depth.end and self._read():
+    def announced(self, later: int | None = None, ranks: int = 1) -> Sequence[Announced]:
+        """Of the batches that will be computed on what the next exchange brings; or, with `later`, when so many steps
+        more were taken, each of so many logical ranks of this worker."""
+        depth = self._depth if later is None else Depth(later, ranks * self._depth.accumulate)
+        while len(self._next) < depth.end and self._read():
             pass
-        return announced(self._look_ahead, list(self._next)[self._depth.begin : self._depth.end])
+        return announced(self._look_ahead, list(self._next)[depth.begin : depth.end])
 
     def _read(self) -> bool:
         """False at the end, or where it could not be read."""

@@ -177,6 +177,7 @@ class Router:
         self._closed = threading.Event()
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
         self._readers: ThreadPoolExecutor | None = None
+        self._readers_lock = threading.Lock()
         self._vigil = session.vigil
         waits = session.mode is UpdateMode.SYNC and bool(session.job_settings.clip.norm)
         self._verdicts = Verdicts(len(map_.owners)) if waits else None
@@ -320,9 +321,11 @@ class Router:
             if len(servers) == 1:
                 with self._vigil.over(lambda: patiences[servers[0]].explanation):
                     return [tries[servers[0]]()]
-            if self._readers is None:
-                self._readers = ThreadPoolExecutor(len(self._lines), "rows")
-            under_way = {server: self._readers.submit(each) for server, each in tries.items()}
+            with self._readers_lock:
+                if self._readers is None:
+                    self._readers = ThreadPoolExecutor(len(self._lines), "rows")
+                readers = self._readers
+            under_way = {server: readers.submit(each) for server, each in tries.items()}
             with self._vigil.over(
                 lambda: "; ".join(patiences[s].explanation for s, each in under_way.items() if not each.done())
             ):

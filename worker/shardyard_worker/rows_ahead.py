@@ -52,6 +52,15 @@ class RowsAhead:
             self._questions[owned] = made[0] if made else None
         return self._questions[owned]
 
+    def questions(self, owned: tuple[PartitionId, ...]) -> list[Question]:
+        """As `question`, of rows that come by themselves."""
+        return questions(self._asked, owned)
+
+    @property
+    def rows(self) -> Sequence[Float32s]:
+        """The memory that all answers go into, for each table."""
+        return self._rows
+
     def places(self, question: Question) -> list[memoryview]:
         """The memory that the answer goes into."""
         return question.places(self._rows)

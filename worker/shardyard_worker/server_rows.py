@@ -52,7 +52,7 @@ class ServerRows:
         """Those that came ahead, and what they lack from the servers."""
         asked = [Asked(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
         ahead = self._tables.ahead
-        if self._training.announced is not None:
+        if self._training.looks_ahead:
             self.looked_up += _count(asked)
         return self._look_up(asked) if ahead is None else self._complete(ahead, asked)
 
@@ -66,7 +66,7 @@ class ServerRows:
             if lacks is not None:
                 lacking.append((rows, lacks))
                 more.append(Asked(table, part_of(ids, lacks), dim))
-        if self._training.announced is not None:
+        if self._training.looks_ahead:
             self.came_ahead += _count(asked) - _count(more)
         if more:
             for (rows, lacks), values in zip(lacking, self._look_up(more), strict=True):

@@ -24,6 +24,7 @@ from shardyard.ground import errors
 from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
 from shardyard_worker.decisions import Decisions
 from shardyard_worker.router import Answer, MapChanged, Shipment, Wish
+from shardyard_worker.rows_ahead import RowsAhead
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
 
 log = logging.getLogger("shardyard.worker")
@@ -454,6 +455,11 @@ class SyncStrategy(Strategy):
         return min((rank for rank, held in self._held.items() if held.next == self._version), default=None)
 
     @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """Those that this worker computes."""
+        return tuple(sorted(self._held))
+
+    @property
     def on_standby(self) -> bool:
         """True while other workers compute all ranks."""
         self._following(self._look_for_ranks)
@@ -529,14 +535,15 @@ class SyncStrategy(Strategy):
         rank = name.key.source.rank
         if not self._may_begin(self._version):
             log.info("%s does not count: the job stops before step %d", name, self._version)
-            self._training.load()  # buffers are those of the batch by now
+            self._load_again()  # buffers are those of the batch by now
             raise LostWork
         others = any(held.next == self._version for other, held in self._held.items() if other != rank)
         try:
             if sending is not None and not self._training.may_count(name, sending, self._version):
                 sending = None
-            shipment = self._training.ship(name, sending and self._training.of_rank(rank, sending))
-            if others or self._decisions is not None:
+            pulls = not others and self._decisions is None
+            shipment = self._ship(name, sending and self._training.of_rank(rank, sending), ends=pulls)
+            if not pulls:
                 answer = self._training.router.push(shipment)
             else:
                 wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
@@ -560,7 +567,7 @@ class SyncStrategy(Strategy):
         if others or answer.missing:
             self._settle()
         else:
-            self._arrive()
+            self._arrive(answer)
 
     def goes_on(self, *, begins: bool = False) -> bool:
         """Whether the step of the version that the targets hold is computed; waits until that is settled. `begins`:
@@ -596,12 +603,24 @@ class SyncStrategy(Strategy):
 
     # ---- versions
 
-    def _arrive(self) -> None:
+    def _ship(self, name: PushName, sending: Sending | None, *, ends: bool) -> Shipment:  # noqa: ARG002 - for others
+        """`ends`: the next version is pulled with it."""
+        return self._training.ship(name, sending)
+
+    def _arrive(self, answer: Answer) -> None:
         assert self._version is not None
         self._training.took(self._version)
         self._version += 1
-        self._training.load()
+        self._load(answer.ahead)
         self._session.reached(self._version)
+
+    def _load(self, ahead: RowsAhead | None = None) -> None:
+        """Puts the version that was reached into the targets. `ahead`: rows that have come with it."""
+        self._training.load(ahead)
+
+    def _load_again(self) -> None:
+        """The version that the targets hold, buffers too, which a forward may have changed."""
+        self._training.load()
 
     def _settle(self) -> None:
         """Until the step is complete, or another rank of it is this worker's to compute (rule B4)."""
@@ -620,7 +639,7 @@ class SyncStrategy(Strategy):
                 self._bring_verdict(self._version)
                 if self.due() is not None:
                     self._training.router.abandon_pull()
-                    self._training.load()
+                    self._load_again()
                     return
                 wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
                 try:
@@ -632,7 +651,7 @@ class SyncStrategy(Strategy):
                     return
                 if not answer.missing:
                     self._judge()
-                    self._arrive()
+                    self._arrive(answer)
                     return
                 self._session.check()
         # all ranks were taken, or exchanged for others, which may stand at other steps
@@ -680,7 +699,7 @@ class SyncStrategy(Strategy):
             self._wait_for_ranks()
             return
         self._version = version
-        self._training.load()
+        self._load()
         self._session.reached(version)
 
     # ---- backup workers
@@ -738,17 +757,13 @@ class SyncStrategy(Strategy):
         self._align()
 
     def _reopen(self) -> None:
-        keys = {SourceKey(RankSource(rank)): rank for rank in sorted(self._held)}
-        for key, rank in keys.items():
+        for rank in sorted(self._held):
             held = self._held[rank]
             try:
-                marks = self._training.router.open_sources([(key, held.token)])[key]
+                self._held[rank] = self._opened(rank, held.token)
             except errors.StaleToken:
                 self._refused[rank] = held.token
                 del self._held[rank]
-                continue
-            nexts = [mark.next for mark in marks]
-            held.next, held.highest = min(nexts), max(nexts)
 
     # ---- ranks
 
@@ -770,16 +785,24 @@ class SyncStrategy(Strategy):
 
     def _open(self, rank: Rank, token: Token) -> None:
         """Takes up a rank where the servers stand, unless it is another worker's by now."""
-        key = SourceKey(RankSource(rank))
         try:
-            marks = self._training.router.open_sources([(key, token)])[key]
+            self._held[rank] = self._opened(rank, token)
         except errors.StaleToken:
             self._refused[rank] = token
             self._held.pop(rank, None)
             return
-        nexts = [mark.next for mark in marks]
-        self._held[rank] = _Held(token, min(nexts), max(nexts))
         log.info("computes logical rank %d from step %d on", rank, self._held[rank].next)
+
+    def _opened(self, rank: Rank, token: Token) -> _Held:
+        """As the servers have it. Raises StaleToken."""
+        keys = self._keys(rank)
+        marks = self._training.router.open_sources([(key, token) for key in keys])
+        highest = max(mark.next for key in keys for mark in marks[key])
+        return _Held(token, min(mark.next for mark in marks[keys[0]]), highest)
+
+    def _keys(self, rank: Rank) -> list[SourceKey]:
+        """Under which the servers' ledgers have a rank, that of its steps first."""
+        return [SourceKey(RankSource(rank))]
 
     def _wait_for_ranks(self) -> None:
         with self._session.vigil.over(lambda: "a logical rank to compute; other workers have them all"):

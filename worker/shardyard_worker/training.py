@@ -152,6 +152,9 @@ class Training:
         self._pushes = 0
         self.announced: Callable[[], Sequence[Announced]] | None = None
         """The ids that will be looked up while the model holds what the next exchange brings."""
+        self.announced_for: Callable[[int, int], Sequence[Announced]] | None = None
+        """The ids that will be looked up at a step, by its number, and how many batches of a rank are before it; of a
+        job in hybrid mode."""
         self.variables = tuple(variables)
         reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
@@ -364,6 +367,24 @@ class Training:
         if self._tables is None or self.announced is None or self._prefetch is not None:
             return None
         return self._tables.look_ahead(self.announced())
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the script says what it will look up."""
+        return self.announced is not None or self.announced_for is not None
+
+    def ask_ahead(self, step: int, later: int, *, along: bool) -> RowsAhead | None:
+        """What is asked for ahead, for a step of a job in hybrid mode. `later`: so many steps are computed before it;
+        `along`: it comes with values. Raises what a script raises where it says what it will look up."""
+        if self._tables is None or self.announced_for is None or self._prefetch is not None:
+            return None
+        return self._tables.look_ahead(self.announced_for(step, later), along=along)
+
+    def asking(self, ahead: RowsAhead) -> Callable[[], None]:
+        """Puts what the servers of this map answer into `ahead`; for a thread of its own."""
+        router = self.router
+        by_server = {server: ahead.questions(owned) for server, owned in router.owned.items()}
+        return partial(router.look_up, by_server, ahead.rows)
 
     def _ship(self, name: PushName, sending: Sending | None) -> Shipment:
         if sending is None:

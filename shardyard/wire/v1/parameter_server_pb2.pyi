@@ -55,7 +55,7 @@ ROW_CODE_BF16: RowCode
 ROW_CODE_INT8: RowCode
 
 class CreatePartitionsRequest(_message.Message):
-    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers", "switches")
+    __slots__ = ("caller", "generation", "layout", "partitions", "mode", "logical_ranks", "server", "restore", "durability", "staleness", "working", "stale", "clipping", "backup_workers", "switches", "rows_at_once")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class CreatePartitionsRequest(_message.Message):
     CLIPPING_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_AT_ONCE_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     generation: int
     layout: _common_pb2.JobLayout
@@ -86,7 +87,8 @@ class CreatePartitionsRequest(_message.Message):
     clipping: Clipping
     backup_workers: int
     switches: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ..., switches: _Optional[int] = ...) -> None: ...
+    rows_at_once: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.JobLayout, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., server: _Optional[int] = ..., restore: _Optional[_Union[Restore, _Mapping]] = ..., durability: _Optional[_Union[_common_pb2.Durability, str]] = ..., staleness: _Optional[int] = ..., working: _Optional[_Iterable[int]] = ..., stale: _Optional[_Union[StaleRule, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., backup_workers: _Optional[int] = ..., switches: _Optional[int] = ..., rows_at_once: bool = ...) -> None: ...
 
 class SetStalenessRequest(_message.Message):
     __slots__ = ("caller", "server", "generation", "staleness", "switches")

@@ -1,0 +1,113 @@
+"""Hybrid mode against synchronous steps: what it gains where calls take long, and what it loses in quality.
+
+    make bench BENCH=hybrid            (or: python benchmarks/hybrid.py --pairs 3 --seconds 2)
+
+hybrid_speed: steps a second with a table, where each call to a server takes 5 ms more, over those of a synchronous job:
+rows along with the parameters, and one step before. One worker, one server, one thread a process; before they are
+measured the rows of both after some steps are those of a plain model, but for those that come a step before, which are
+held to a bound by tests. hybrid_gap: AUC of the recommender on the day after the last that it has learned from, of a
+synchronous job minus that of a hybrid one, in points of a hundred, a pair for each seed; two workers, two servers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from harness.pairs import Figures, column, measure_pairs, ratios
+from harness.report import Panel, options_of, report
+from harness.rows import Task
+from harness.sides import Side, shardyard_side
+from table_steps import CALL_MS, WARM_S, measure, verified
+
+ROOT = Path(__file__).resolve().parent.parent
+SYNC, ALONG, BEFORE = "shardyard, sync", "shardyard, hybrid, rows along", "shardyard, hybrid, rows a step before"
+MODES: Mapping[str, Mapping[str, object]] = {
+    SYNC: {"job.consistency.mode": "sync"},
+    ALONG: {"job.consistency.mode": "hybrid", "job.consistency.rows_in_flight": 0},
+    BEFORE: {"job.consistency.mode": "hybrid", "job.consistency.rows_in_flight": 1},
+}
+TASK = Task(rows=100_000, ids=512)
+"""The time of a step is that of its calls, and little else."""
+AUC = re.compile(r"AUC ([0-9.]+) of [0-9,]+ clicks of the day after")
+RUN_S_MAX = 900
+DAYS, CLICKS = 3, 40_000
+
+
+@contextmanager
+def side_of(task: Task, mode: Mapping[str, object], *, verify: bool) -> Iterator[Side]:
+    arguments = [*task.arguments(), "--delay-ms", str(CALL_MS), "--ahead"]
+    settings = {"job.partitions": 1, "job.consistency.logical_ranks": 1, **mode}
+    with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
+        if verify:
+            with verified(side, task) as ready:
+                yield ready
+        else:
+            side.ask("train", seconds=WARM_S)
+            yield side
+
+
+def measure_speed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    with ExitStack() as stack:
+        ready = {name: stack.enter_context(side_of(task, mode, verify=name != BEFORE)) for name, mode in MODES.items()}
+        return measure_pairs({name: partial(measure, side, seconds) for name, side in ready.items()}, pairs)
+
+
+class Recommender:
+    """Whole runs of the example, each with the next seed."""
+
+    def __init__(self, mode: Mapping[str, object], days: int, clicks: int) -> None:
+        self._mode, self._days, self._clicks = mode, days, clicks
+        self._seed = 0
+
+    def __call__(self) -> Figures:
+        self._seed += 1
+        given = [f"{name}={value}" for name, value in self._mode.items()]
+        with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder:
+            given += ["yard.coordinator_port=0", f"yard.state={folder}"]
+            command = [sys.executable, "-m", "shardyard_launcher.command_line", "run", "-c", "configs/hybrid.yaml"]
+            command += [word for setting in given for word in ("--set", setting)]
+            command += ["examples/recommender/train.py", "--seed", str(self._seed), "--days", str(self._days)]
+            command += ["--clicks", str(self._clicks)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S_MAX, check=True)
+        found = AUC.findall(done.stdout)
+        assert len(found) == 1, done.stdout[-2000:]
+        return {"auc_percent": 100 * float(found[0])}
+
+
+def measure_quality(pairs: int, days: int, clicks: int) -> dict[str, list[Figures]]:
+    return measure_pairs({name: Recommender(mode, days, clicks) for name, mode in MODES.items()}, pairs)
+
+
+def differences(over: list[Figures], under: list[Figures], figure: str) -> list[float]:
+    return [a - b for a, b in zip(column(over, figure), column(under, figure), strict=True)]
+
+
+def main() -> None:
+    parser = options_of(__doc__, pairs=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a measurement of speed (4)")
+    parser.add_argument("--clicks", type=int, default=CLICKS, help=f"a day of the recommender ({CLICKS})")
+    given = parser.parse_args()
+    speed = measure_speed(TASK, given.pairs, given.seconds)
+    quality = measure_quality(given.pairs, DAYS, given.clicks)
+    found = {
+        "hybrid_speed": ratios(speed[BEFORE], speed[SYNC], "steps_per_s"),
+        "hybrid_speed_along": ratios(speed[ALONG], speed[SYNC], "steps_per_s"),
+        "hybrid_gap": differences(quality[SYNC], quality[BEFORE], "auc_percent"),
+        "hybrid_gap_along": differences(quality[SYNC], quality[ALONG], "auc_percent"),
+    }
+    panels = [
+        Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in speed.items()}),
+        Panel("A recommender, the day after", "AUC, %", {n: column(f, "auc_percent") for n, f in quality.items()}),
+    ]
+    report("hybrid", {"speed": speed, "quality": quality}, found, panels=panels, folder=given.figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Hybrid steps: variables as in a synchronous job, rows of tables as in an asynchronous one (docs/consistency.md).
+
+A worker's part of a step is one push, under the name of its logical rank and step. Servers record its gradients of
+variables until all ranks are there, and update its rows at once; each partition's ledger knows what of both has
+counted, in two lanes (docs/ledger.md, rule A1). So no look-up waits for a step: rows come along with the values of the
+next one or, so many steps before their own, while those before are computed (Lian et al., *Persia*, KDD 2022).
+
+Invariants: the rows that came ahead for step t lack no push of a step before t - rows_in_flight, of any rank; they are
+used for step t alone; where a job goes back, none that was asked for before is used after. Must not know: how rows are
+asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardyard.ground.types import PushName, Rank, SourceKey
+from shardyard_worker.router import Shipment
+from shardyard_worker.rows_ahead import RowsAhead
+from shardyard_worker.rows_in_flight import RowsInFlight
+from shardyard_worker.strategies import SyncStrategy
+from shardyard_worker.training import Sending, Training
+
+
+class HybridStrategy(SyncStrategy):
+    """As SyncStrategy, with rows that were asked for ahead."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._depth = self._session.job_settings.consistency.rows_in_flight
+        self._flights = RowsInFlight(self._depth, self._session.vigil) if self._depth else None
+        self._rows: RowsAhead | None = None
+        """Those that have come for the version that the targets hold."""
+
+    def close(self) -> None:
+        if self._flights is not None:
+            self._flights.close()
+
+    def _keys(self, rank: Rank) -> list[SourceKey]:
+        keys = super()._keys(rank)
+        return [*keys, *[key.of_rows for key in keys]]
+
+    def _version_of_rows(self) -> int | None:
+        """As they are now: all steps before that of the version at hand have counted."""
+        return None
+
+    def _ship(self, name: PushName, sending: Sending | None, *, ends: bool) -> Shipment:
+        ahead = None
+        if ends and not self._depth:  # first: what a script says may be refused
+            assert self._version is not None
+            ahead = self._training.ask_ahead(self._version + 1, 0, along=True)
+        shipment = super()._ship(name, sending, ends=ends)
+        return shipment if ahead is None else replace(shipment, ahead=ahead)
+
+    def _load(self, ahead: RowsAhead | None = None) -> None:
+        assert self._version is not None
+        self._rows = ahead if self._flights is None else self._flights.take(self._version)
+        self._load_again()
+        self._look_further(self._version)
+
+    def _load_again(self) -> None:
+        self._training.load(self._rows)
+
+    def _look_further(self, version: int) -> None:
+        """Begins the look-ups of the steps to come that are not under way."""
+        if self._flights is None:
+            return
+        for step in range(version + 1, version + self._depth + 1):
+            if step not in self._flights:
+                ahead = self._training.ask_ahead(step, step - version, along=False)
+                if ahead is not None:
+                    self._flights.begin(step, ahead, self._training.asking(ahead))
+
+    def _go_over(self) -> None:
+        self._forget_rows()
+        super()._go_over()
+
+    def _align(self) -> None:
+        self._forget_rows()
+        super()._align()
+
+    def _forget_rows(self) -> None:
+        self._rows = None
+        if self._flights is not None:
+            self._flights.clear()
