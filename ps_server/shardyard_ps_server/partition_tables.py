@@ -123,7 +123,11 @@ class PartitionTables:
         for each in rows:
             of = self._of(each)
             try:
-                values = np.empty((each.ids.size, of.settings.dim), np.float32)
+                values = (
+                    np.empty_like(each.values)
+                    if isinstance(each, Rows)
+                    else np.empty((each.ids.size, of.settings.dim), np.float32)
+                )
             except MemoryError:
                 raise TooLarge(f"{each.ids.size} rows of {of.settings.name!r} to be kept; there is no memory") from None
             of.look_up(each.ids, values)
