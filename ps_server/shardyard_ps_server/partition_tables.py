@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -117,20 +117,33 @@ class PartitionTables:
                 found.setdefault(each.table, []).append(Given(each.ids, each.values, each.counts, share))
         return tuple([Rows(number, *row_sums.mean_of(found[number], limit)) for number in sorted(found)])
 
-    def set_aside(self, rows: Sequence[Rows], number: int) -> FormerRows:
+    def set_aside(self, rows: Sequence[Rows | Gone], number: int) -> FormerRows:
         """What these, each table once, read as now, which is version `number`. Raises TooLarge."""
         found = {}
         for each in rows:
+            of = self._of(each)
             try:
-                values = np.empty_like(each.values)
+                values = (
+                    np.empty_like(each.values)
+                    if isinstance(each, Rows)
+                    else np.empty((each.ids.size, of.settings.dim), np.float32)
+                )
             except MemoryError:
-                raise TooLarge(f"{each.values.nbytes} bytes of rows to be kept, for which there is no memory") from None
-            self._of(each).look_up(each.ids, values)
+                raise TooLarge(f"{each.ids.size} rows of {of.settings.name!r} to be kept; there is no memory") from None
+            of.look_up(each.ids, values)
             found[each.table] = each.ids, values
         return FormerRows(number, found)
 
-    def push(self, rows: Sequence[Rows], groups: Groups, step: int, gone: Sequence[Gone] = ()) -> None:
-        """Update number `step` of the partition. What raises here has torn the tables."""
+    def push(
+        self,
+        rows: Sequence[Rows],
+        groups: Groups,
+        step: int,
+        gone: Sequence[Gone] = (),
+        hold: Callable[[Gone], None] | None = None,
+    ) -> None:
+        """Update number `step` of the partition. `hold`: is told what expires before it goes. What raises here has torn
+        the tables."""
         now_ms = self._clock.now_ms()
         for each in rows:
             into = self._of(each)
@@ -141,9 +154,20 @@ class PartitionTables:
                 values = each.values[part]
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
             if into.settings.expiry != _STAYS and not self._recorded:
-                into.expire(step, HOMES_PER_ROW * each.ids.size, time_ms)
+                self._expire(each, step, time_ms, hold)
         for expired in gone:
             self._of(expired).remove_expired(expired.ids)
+
+    def _expire(self, rows: Rows, step: int, time_ms: int, hold: Callable[[Gone], None] | None) -> None:
+        into, budget = self._of(rows), HOMES_PER_ROW * rows.ids.size
+        if hold is None:
+            into.expire(step, budget, time_ms)
+            return
+        ids = into.expiring(step, budget, ())  # at the time that the push has told
+        if ids.size:
+            ids.sort()
+            hold(Gone(rows.table, ids))
+            into.remove_expired(ids)
 
     # ---- between the record of a push and its effect
 

@@ -40,10 +40,18 @@ class Pins:
             return len(self._pins)
 
     def take(
-        self, name: bytes, partitions: Sequence[Partition], number: int | None, *, now_ms: int, lease_ms: int
+        self,
+        name: bytes,
+        partitions: Sequence[Partition],
+        number: int | None,
+        *,
+        now_ms: int,
+        lease_ms: int,
+        rows: bool = False,
     ) -> Pin:
-        """A new pin, or the one of that name, which lasts from now on. Raises InvalidRequest (facts: newest) where the
-        version has passed, or the name is that of another version's pin, TooLarge."""
+        """A new pin, or the one of that name, which lasts from now on. `rows`: those of tables can be looked up by it.
+        Raises InvalidRequest (facts: newest) where the version has passed, or the name is that of another's pin,
+        NotReady, TooLarge."""
         self.expire(now_ms)
         with self._taking:
             with self._lock:
@@ -59,7 +67,7 @@ class Pins:
                         why="each takes the memory of one version",
                         todo="run fewer evaluators, or evaluate less often",
                     )
-            pin = Pin(number, _want(partitions, number), now_ms + lease_ms)
+            pin = Pin(number, _want(partitions, number, rows=rows), now_ms + lease_ms)
             with self._lock:
                 self._pins[name] = pin
             return pin
@@ -73,11 +81,7 @@ class Pins:
         with self._lock:
             pin = self._pins.get(name)
             if pin is None:
-                raise NotFound(
-                    "a pin that is not here",
-                    why="its lease has run out, or partitions have moved or gone back since",
-                    todo="take a new snapshot; `run.snapshots` does so by itself",
-                )
+                raise _not_here()
             found = {partition.id: (partition, wanted) for partition, wanted in pin.wanted}
             missing = [number for number in partitions if number not in found]
             if missing:
@@ -91,6 +95,21 @@ class Pins:
                     held.append((partition, version, buffer))
                 taken.pop_all()
             return held
+
+    def rows(
+        self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
+    ) -> dict[PartitionId, tuple[Partition, Wanted]]:
+        """Whose rows are looked up by a pin, and as of what. Raises NotFound."""
+        self.expire(now_ms)
+        with self._lock:
+            pin = self._pins.get(name)
+            if pin is None:
+                raise _not_here()
+            found = {partition.id: (partition, wanted) for partition, wanted in pin.wanted}
+        missing = [number for number in partitions if number not in found]
+        if missing:
+            raise NotFound(f"partition {missing[0]} in a pin that has {sorted(found)}")
+        return found
 
     def release(self, name: bytes) -> None:
         with self._lock:
@@ -114,11 +133,11 @@ class Pins:
             _let_go(pin)
 
 
-def _want(partitions: Sequence[Partition], number: int | None) -> tuple[tuple[Partition, Wanted], ...]:
+def _want(partitions: Sequence[Partition], number: int | None, *, rows: bool) -> tuple[tuple[Partition, Wanted], ...]:
     with ExitStack() as taken:
         wanted = []
         for partition in partitions:
-            wish = partition.want(number)
+            wish = partition.want(number, rows=rows)
             taken.callback(partition.unwant, wish)
             wanted.append((partition, wish))
         taken.pop_all()
@@ -142,3 +161,11 @@ def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[Mis
 def _let_go(pin: Pin) -> None:
     for partition, wanted in pin.wanted:
         partition.unwant(wanted)
+
+
+def _not_here() -> NotFound:
+    return NotFound(
+        "a pin that is not here",
+        why="its lease has run out, or partitions have moved or gone back since",
+        todo="take a new snapshot; `run.snapshots` does so by itself",
+    )

@@ -987,7 +987,8 @@ class Store:
             raise NotReady(f"job {hosted.job} has no first values yet")
         self.admit_wanted(hosted, asked.wanted, code=asked.code)
         until = time.monotonic() + asked.wait_ms / 1000
-        found = self.find_rows(hosted, self.read_wanted(hosted, asked.wanted, codes), asked.number, until, asked.code)
+        rows = self.read_wanted(hosted, asked.wanted, codes)
+        found = self.find_rows(hosted, rows, asked.number, until, asked.code, asked.pin)
         hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
         return found
 
@@ -1032,10 +1033,11 @@ class Store:
         number: int | None = None,
         until: float = 0.0,
         code: RowCode = RowCode.FLOAT32,
+        pin: bytes = b"",
     ) -> Bytes:
         """The rows, one after the other, float32 or coded; of each partition as of one version where the job is
-        synchronous. `number`: that version, for which is waited until `until` (time.monotonic); None: the newest.
-        Changes nothing. Raises what Partition.look_up raises."""
+        synchronous. `number`: that version, for which is waited until `until` (time.monotonic); None: the newest;
+        `pin`: those that a reader holds. Changes nothing. Raises what Partition.look_up, or look_up_held, raises."""
         dims = [hosted.layout.tables[each.table].dim for each in asked]
         found, at = aligned_empty(4 * sum([dim * each.ids.size for dim, each in zip(dims, asked, strict=True)])), 0
         by_partition: dict[PartitionId, list[Asked]] = {}
@@ -1045,7 +1047,12 @@ class Store:
             by_partition.setdefault(partition, []).append(Asked(table, ids, rows))
             answers.append(rows)
             at += rows.nbytes
+        pinned = hosted.pins.rows(pin, list(by_partition), _now_ms()) if pin else {}
         for partition, of_partition in by_partition.items():
+            if pin:
+                holder, wanted = pinned[partition]
+                holder.look_up_held(of_partition, wanted)
+                continue
             hosted.find(partition).look_up(of_partition, number, until)
         if code is not RowCode.FLOAT32:
             found = np.frombuffer(b"".join([encode_rows(rows, code) for rows in answers]), np.uint8)
@@ -1147,7 +1154,9 @@ class Store:
                 todo="name one that comes (sync), or none (async)",
                 facts={"newest": str(newest)} if wish.number is None else {},
             )
-        pin = hosted.pins.take(wish.pin, partitions, wish.number, now_ms=_now_ms(), lease_ms=wish.lease_ms)
+        pin = hosted.pins.take(
+            wish.pin, partitions, wish.number, now_ms=_now_ms(), lease_ms=wish.lease_ms, rows=wish.rows
+        )
         try:
             hosted.check_generation(wish.generation)  # else partitions may have moved since they were looked up
         except StaleGeneration:

@@ -14,7 +14,7 @@
     |   |-- StaleToken  StaleGeneration  StaleTerm
     |   |-- SequenceGap  StraddlingRange
     |-- NotFound                    no such job, partition, launch, version
-    |   |-- CheckpointNotFound
+    |   |-- CheckpointNotFound  VersionPassed
     |-- NotReady                    ask again later
     |-- Unavailable                 a peer does not answer
     |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
@@ -210,6 +210,11 @@ class NotFound(ShardyardError):
 class CheckpointNotFound(NotFound):
     why = "no such checkpoint, or no such file of one, is there"
     todo = "see `shardyard checkpoint list` for what is there, and check --url"
+
+
+class VersionPassed(NotFound):
+    why = "rows change in place; servers keep those of a version while a reader holds it, as far as there is room"
+    todo = "take a newer version; `with snapshot:` (docs/evaluation.md) and `served.look_up` do so by themselves"
 
 
 class NotReady(ShardyardError):

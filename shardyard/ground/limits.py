@@ -99,8 +99,12 @@ ROWS_IN_FLIGHT_MAX: Final = 64
 
 PULL_WAIT_MS_MAX: Final = 1_000
 """How long a server holds a pull; then it answers NotYet (rule C6)."""
-PINS_MAX: Final = 8
+PINS_MAX: Final = 32
 """Versions of a job that readers hold at one server at a time; each takes the memory of one version."""
+HELD_ROWS_BYTES_MAX: Final = 256 * MIB
+"""Rows of tables that a server keeps for one pin, as they were at its version, all partitions of the job together."""
+CACHED_ROWS_MAX: Final = 1 << 28
+"""Rows of one table that a process keeps beside it."""
 RANDOM_NAME_BYTES: Final = 16
 """By which a reader and its pins are known."""
 PIN_LEASE_MS_MAX: Final = 60_000

@@ -462,7 +462,8 @@ class RowCode(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class LookUp:
     """What is asked of one server. `number`: in a synchronous job, the version of which rows are wanted, for at most
-    `wait_ms`; None: the newest. `code`: how the rows shall come."""
+    `wait_ms`; None: the newest. `code`: how the rows shall come. `pin`: those that a reader's pin of
+    that name holds."""
 
     caller: Caller
     server: Incarnation
@@ -471,6 +472,7 @@ class LookUp:
     number: int | None = None
     wait_ms: int = 0
     code: RowCode = RowCode.FLOAT32
+    pin: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,7 +515,8 @@ class PullWish:
 @dataclass(frozen=True, slots=True)
 class PinWish:
     """What a reader asks of one server: that a version of all its partitions stays for `lease_ms`; `number`: exactly
-    that version (sync), None: the newest of each."""
+    that version (sync), None: the newest of each; `rows`: those of tables too, to be
+    looked up."""
 
     caller: Caller
     server: Incarnation
@@ -522,6 +525,7 @@ class PinWish:
     number: int | None
     lease_ms: int
     wait_ms: int = 0
+    rows: bool = False
 
 
 class Stride(enum.Enum):

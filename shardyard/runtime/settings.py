@@ -674,6 +674,29 @@ class EvaluatorSettings(Section):
     )
 
 
+class ServingSettings(Section):
+    """A process that answers requests with a job's rows (docs/serving.md)."""
+
+    staleness_ms: int = Field(
+        default=1_000,
+        ge=10,
+        le=DURATION_MS_MAX,
+        description="How old the version of an answer may be when the answer is begun.",
+    )
+    wait_ms: int = Field(
+        default=10_000,
+        ge=1,
+        le=DURATION_MS_MAX,
+        description="How long a request waits for a version that is young enough, before it is refused.",
+    )
+    cached_rows: int = Field(
+        default=0,
+        ge=0,
+        le=limits.CACHED_ROWS_MAX,
+        description="So many rows of each table, those asked for most, are kept in the process; 0: none.",
+    )
+
+
 class LogSettings(Section):
     format: Literal["auto", "human", "json"] = Field(
         default="auto", description="human: lines to read; json: one object a line; auto: human."
@@ -695,6 +718,7 @@ class Settings(Section):
     membership: MembershipSettings = Field(default_factory=MembershipSettings, description="Who is alive.")
     metrics: MetricsSettings = Field(default_factory=MetricsSettings, description="Where a script's metrics go.")
     evaluator: EvaluatorSettings = Field(default_factory=EvaluatorSettings, description="A script that follows a job.")
+    serving: ServingSettings = Field(default_factory=ServingSettings, description="A process that answers requests.")
     log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")
 
 

@@ -728,6 +728,7 @@ def pin_to_wire(wish: PinWish) -> server.PinRequest:
         number=wish.number,
         lease_ms=wish.lease_ms,
         wait_ms=wish.wait_ms,
+        rows=wish.rows,
     )
 
 
@@ -746,6 +747,7 @@ def pin_from_wire(message: server.PinRequest) -> PinWish:
         message.number if message.HasField("number") else None,
         message.lease_ms,
         message.wait_ms,
+        message.rows,
     )
 
 

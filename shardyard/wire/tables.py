@@ -208,6 +208,7 @@ def look_up_to_header(asked: LookUp) -> bytes:
         number=asked.number,
         wait_ms=asked.wait_ms,
         code=_ROW_CODES[asked.code],
+        pin=asked.pin,
     ).SerializeToString()
 
 
@@ -220,6 +221,11 @@ def look_up_from_header(header: bytes) -> LookUp:
     wanted = wanted_from_wire(message.wanted)
     if message.wait_ms > limits.PULL_WAIT_MS_MAX:
         raise InvalidRequest(f"a look-up that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+    if message.pin:
+        if len(message.pin) != limits.RANDOM_NAME_BYTES:
+            raise MalformedPayload(f"a pin's name of {len(message.pin)} bytes; not {limits.RANDOM_NAME_BYTES}")
+        if message.HasField("number") or message.wait_ms:
+            raise InvalidRequest("a pinned look-up that asks for a version", todo="ask for the pin")
     caller = message.caller
     return LookUp(
         Caller(JobId(caller.job), Incarnation(caller.incarnation), Term(caller.term)),
@@ -229,6 +235,7 @@ def look_up_from_header(header: bytes) -> LookUp:
         message.number if message.HasField("number") else None,
         message.wait_ms,
         _known(dict(_ROW_CODES), message.code, "the code of a look-up's answer"),
+        message.pin,
     )
 
 

@@ -139,7 +139,7 @@ class ServerWorld:
         for sequence in range(2):
             self._must("Push", *encoded(self._push_rows(sequence) if tables else self._push(sequence)))
         self._must("SaveCheckpoint", *encoded(self._save(1)))
-        self._must("Pin", *encoded(self._pin(PIN)))
+        self._must("Pin", *encoded(self._pin(PIN, rows=tables)))
 
     def state(self) -> object:
         jobs = []
@@ -225,6 +225,7 @@ class ServerWorld:
         create = shop.creation(self.mode, tables=self.tables)
         read = {**who, "partition": 1}
         versions = [{"number": 1}, {"number": 2, "wait_ms": 1}] if self.mode is UpdateMode.SYNC else []
+        versions += [{"pin": PIN}] if self.tables else []
         rows = [encoded(self._push_rows(1)), encoded(self._push_rows(2))] if self.tables else []
         given = server.PushFrame(header=shop.header(kind=server.PUSH_KIND_VALUES))
         if self.tables:
@@ -324,7 +325,11 @@ class ServerWorld:
             ],
             "Push": [encoded(self._push(1)), encoded(self._push(2)), encoded(*halves), *rows],
             "Pull": [encoded(shop.wish()), encoded(shop.wish(1)), encoded(pinned)],
-            "Pin": [encoded(self._pin(PIN)), encoded(self._pin(bytes(15) + b"2")), encoded(self._pin(PIN, wait_ms=1))],
+            "Pin": [
+                encoded(self._pin(PIN)),
+                encoded(self._pin(bytes(15) + b"2")),
+                encoded(self._pin(PIN, wait_ms=1, rows=True)),
+            ],
             "Unpin": [encoded(server.UnpinRequest(caller=shop.CALLER, pin=bytes(15) + b"2"))],
             "PushPull": [
                 encoded(

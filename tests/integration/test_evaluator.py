@@ -25,7 +25,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import following, snapshots
+from shardyard_worker import following, held_version, snapshots
 from shardyard_worker import job as worker
 from shardyard_worker.following import Run, Snapshot
 
@@ -306,7 +306,7 @@ def test_evaluator_waits_for_the_job_to_begin() -> None:
 
 
 def test_dead_evaluators_pins_go_with_their_lease_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "LEASE_MS", 300)
+    monkeypatch.setattr(held_version, "LEASE_MS", 300)
     with yard(**SYNC) as there:
         counting = Counting(there.connect())
         counting.begin()
@@ -319,7 +319,7 @@ def test_dead_evaluators_pins_go_with_their_lease_and_training_goes_on(monkeypat
                 raise KeyboardInterrupt
 
             monkeypatch.setattr(snapshots.Snapshots, "_pull", die)
-            monkeypatch.setattr(snapshots.Snapshots, "_release", lambda *_: None)
+            monkeypatch.setattr(held_version.HeldVersion, "release", lambda *_: None)
             with pytest.raises(KeyboardInterrupt):
                 next(run.snapshots(every_s=0))
             assert died.is_set()

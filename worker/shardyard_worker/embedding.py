@@ -142,7 +142,7 @@ class Embedding(_LookUp):
 
     def asked(self, features: Features) -> _Asked:
         ids = _only(features)
-        flat = _flat_ids(ids)
+        flat = flat_ids(ids)
         if self.padding_idx is not None:
             kept = np.flatnonzero(flat != self.padding_idx)
             if kept.size < flat.size:
@@ -204,7 +204,7 @@ class EmbeddingBag(_LookUp):
 
     def asked(self, features: Features) -> _Asked:
         ids, offsets, weights = _three(features)
-        flat = _flat_ids(ids)
+        flat = flat_ids(ids)
         asked = _Asked(flat, starts=self._starts(ids, offsets), weights=self._weights(ids, weights))
         if self.padding_idx is None:
             return asked
@@ -308,7 +308,7 @@ def ids_of(module: torch.nn.Module, features: Any) -> list[tuple[Table, Int64s]]
     """What `module`, or a table, would look up if it was given these. Raises InvalidRequest, and what a forward
     raises."""
     if isinstance(module, Table):
-        return [(module, _flat_ids(_only(features)))]
+        return [(module, flat_ids(_only(features)))]
     if isinstance(module, EmbeddingCollection):
         if not isinstance(features, Mapping):
             raise InvalidRequest(f"features are {type(features).__name__}; expected ids by feature")
@@ -360,7 +360,7 @@ def _three(features: Features) -> tuple[torch.Tensor, torch.Tensor | None, torch
     return ids, offsets, weights
 
 
-def _flat_ids(ids: torch.Tensor) -> Int64s:
+def flat_ids(ids: torch.Tensor) -> Int64s:
     if ids.dtype not in ID_DTYPES or ids.layout is not torch.strided:
         raise DTypeMismatch(
             f"ids of {ids.dtype}, {ids.layout}; expected int64 or int32, strided",

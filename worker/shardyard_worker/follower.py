@@ -26,7 +26,7 @@ from shardyard.transport.peers import Network
 from shardyard.transport.status import from_detail
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.snapshots import View
+from shardyard_worker.held_version import View
 
 log = logging.getLogger("shardyard.evaluator")
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -23,7 +24,7 @@ from shardyard.checkpoints.best import BestFolder, BestManifest
 from shardyard.checkpoints.storage import LocalStorage, open_storage
 from shardyard.ground import errors
 from shardyard.ground.limits import METRICS_MAX
-from shardyard.ground.types import JobId, Version
+from shardyard.ground.types import JobId, JobLayout, UpdateMode, Version
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.settings import AUTO, Settings
 from shardyard.runtime.waiting import ExplainedWait
@@ -32,9 +33,12 @@ from shardyard.transport.memory import tune_malloc
 from shardyard.transport.peers import Network
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.event_files import EventFiles
-from shardyard_worker.follower import Follower
+from shardyard_worker.followed_rows import FollowedRows, LookUpRows, bind
+from shardyard_worker.follower import Follower, Heard
+from shardyard_worker.held_version import HeldVersion, Leases, View
 from shardyard_worker.job import as_written, checked_metric, pick_device
-from shardyard_worker.snapshots import AGAIN, Snapshots, Values, View
+from shardyard_worker.serving import Served, ServingOptions
+from shardyard_worker.snapshots import AGAIN, Snapshots, Values
 from shardyard_worker.table import tables_of
 
 log = logging.getLogger("shardyard.evaluator")
@@ -50,16 +54,32 @@ Mode = Literal["max", "min"]
 @dataclass(frozen=True)
 class Snapshot:
     """One consistent version of a job's values. `step`: of a synchronous job its step; else so many updates at least
-    have all partitions. `versions`: (life, number) of each partition."""
+    have all partitions. `versions`: (life, number) of each partition.
+
+    `with snapshot:` around its evaluation gives it up where servers do not hold its rows any more (VersionPassed): the
+    block ends there, and the loop goes on with a newer one.
+    """
 
     step: int
     versions: tuple[Version, ...]
     names: tuple[str, ...]
     arrays: tuple[npt.NDArray[Any], ...]
+    given_up: Callable[[errors.VersionPassed], None] | None = field(default=None, repr=False, compare=False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies of all values by name, on the CPU."""
         return {name: torch.from_numpy(each.copy()) for name, each in zip(self.names, self.arrays, strict=True)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, errors.VersionPassed) or self.given_up is None:
+            return False
+        self.given_up(error)
+        return True
 
 
 def follow(settings: Settings, *, name: str, network: Network | None = None) -> Run:
@@ -87,17 +107,26 @@ def follow(settings: Settings, *, name: str, network: Network | None = None) -> 
     except BaseException:
         follower.close()
         raise
-    return Run(follower, Snapshots(reached, follower.vigil), settings, files)
+    return Run(follower, reached, settings, files)
 
 
 class Run:
     """A job that somebody else trains. Use it as a context manager. Not thread-safe."""
 
-    def __init__(self, follower: Follower, snapshots: Snapshots, settings: Settings, files: EventFiles | None) -> None:
+    def __init__(self, follower: Follower, network: Network, settings: Settings, files: EventFiles | None) -> None:
         self._follower = follower
-        self._snapshots = snapshots
+        self._network = network
+        self._snapshots = Snapshots(network, follower.vigil)
+        self._serving: list[Served] = []
         self._settings = settings
         self._files = files
+        self._leases = Leases()
+        self._held: HeldVersion | None = None
+        """Of the newest snapshot, where its rows are looked up."""
+        self._rows: FollowedRows | None = None
+        self._rows_of: JobLayout | None = None
+        self._renewing = threading.Lock()
+        self._is_given_up = False
         self._snapshot: Snapshot | None = None
         self._metrics: dict[str, float] = {}
         self._judged: tuple[str, Mode] | None = None
@@ -136,33 +165,32 @@ class Run:
             raise errors.InvalidRequest(f"a snapshot every {wait_s} s; expected a number from 0")
         while True:
             begun = time.monotonic()
-            snapshot = self._next()
+            snapshot = self._next(rows=model is not None and bool(tables_of(model)))
             if snapshot is None:
                 return
             if model is not None:
-                load_into(model, snapshot)
+                self._load(model, snapshot)
             yield snapshot
+            self._let_go()
             self._follower.wait(begun + wait_s)
 
-    def _next(self) -> Snapshot | None:
-        """The next version that differs from the one before; None: the job has ended with that one."""
+    def _next(self, *, rows: bool) -> Snapshot | None:
+        """The next version that differs from the one before; None: the job has ended with that one. `rows`: those of
+        tables are held, until the next is asked for."""
+        self._let_go()
         why = ""
         with ExplainedWait(lambda: f"a new version of job {self.name}{why}", logger=log) as wait:
             while True:
-                heard = self._follower.heard
-                if heard.failure is not None:
-                    raise heard.failure
+                heard = self._heard()
                 if heard.has_ended and heard.view is None:
                     log.warning("job %s has ended, and its last values are not on the servers any more", self.name)
                     return None
                 try:
-                    values = None if heard.view is None else self._read(heard.view)
+                    values = None if heard.view is None else self._read(heard.view, rows=rows)
                 except AGAIN as error:
                     why = f" ({error.what})"
                     log.debug("no snapshot now: %s", error)
-                    self._follower.wait(time.monotonic() + TRY_AGAIN_S, lambda now, before=heard: now is not before)  # type: ignore[misc]
-                    if heard.has_ended:
-                        time.sleep(LOOK_AGAIN_S)
+                    self._try_again(heard)
                 else:
                     if values is not None and heard.view is not None:
                         return self._taken(values, heard.view)
@@ -172,15 +200,95 @@ class Run:
                     self._follower.wait(time.monotonic() + LOOK_AGAIN_S)
                 wait.tick()
 
-    def _read(self, view: View) -> Values | None:
-        former = () if self._snapshot is None else self._snapshot.versions
-        return self._snapshots.read(view, former)
+    def _heard(self) -> Heard:
+        heard = self._follower.heard
+        if heard.failure is not None:
+            raise heard.failure
+        return heard
+
+    def _try_again(self, heard: Heard) -> None:
+        self._follower.wait(time.monotonic() + TRY_AGAIN_S, lambda now: now is not heard)
+        if heard.has_ended:
+            time.sleep(LOOK_AGAIN_S)
+
+    def _read(self, view: View, *, rows: bool) -> Values | None:
+        former = () if self._snapshot is None or self._is_given_up else self._snapshot.versions
+        if not rows:
+            return self._snapshots.read(view, former)
+        held = self._snapshots.hold(view)
+        try:
+            values = None if held.versions == former else self._snapshots.values(held)
+        except BaseException:
+            held.release()
+            raise
+        if values is None:
+            held.release()
+        else:
+            self._hold_on(held)
+        return values
 
     def _taken(self, values: Values, view: View) -> Snapshot:
         names = tuple(spec.name for spec in view.layout.variables)
-        self._snapshot = Snapshot(values.step, values.versions, names, values.arrays)
-        self._metrics = {}
+        self._snapshot = Snapshot(values.step, values.versions, names, values.arrays, self._give_up)
+        self._metrics, self._is_given_up = {}, False
         return self._snapshot
+
+    def _give_up(self, error: errors.VersionPassed) -> None:
+        log.warning("step %d of job %s is not evaluated: %s", self.step, self.name, error.what)
+        self._is_given_up = True
+
+    # ---- rows
+
+    def _load(self, model: torch.nn.Module, snapshot: Snapshot) -> None:
+        tables = tables_of(model)
+        if tables and self._held is not None:
+            view = self._held.view
+            if self._rows is None or self._rows_of is not view.layout:
+                # rows of a step belong to its parameters; of versions that are nobody's together any newer one will do
+                self._rows_of = view.layout
+                self._rows = FollowedRows(view.layout, None if view.mode is UpdateMode.SYNC else self._newer)
+            self._rows.show(self._held.look_up)
+            bind(tables, view.layout, self._rows)
+        load_into(model, snapshot)
+
+    def _newer(self) -> LookUpRows:
+        """Reads a version in the place of one that servers do not hold any more. Raises VersionPassed where none will
+        come."""
+        why = ""
+        with (
+            self._renewing,
+            ExplainedWait(lambda: f"rows of a new version of job {self.name}{why}", logger=log) as wait,
+        ):
+            lost, self._held = self._held, None
+            if lost is not None and not lost.is_lost:
+                self._held = lost
+                return lost.look_up  # another thread has asked
+            if lost is not None:
+                self._leases.release(lost)
+            while True:
+                heard = self._heard()
+                if heard.has_ended and heard.view is None:
+                    raise errors.VersionPassed(f"rows of job {self.name}, which has ended: servers have let them go")
+                try:
+                    if heard.view is not None:
+                        log.info("rows of job %s are those of a newer version from here on", self.name)
+                        return self._hold_on(self._snapshots.hold(heard.view)).look_up
+                except AGAIN as error:
+                    why = f" ({error.what})"
+                self._try_again(heard)
+                wait.tick()
+
+    def _hold_on(self, held: HeldVersion) -> HeldVersion:
+        self._held = held
+        self._leases.keep(held)
+        return held
+
+    def _let_go(self) -> None:
+        held, self._held = self._held, None
+        if self._rows is not None:
+            self._rows.show(None)
+        if held is not None:
+            self._leases.release(held)
 
     # ---- what was found
 
@@ -282,6 +390,35 @@ class Run:
             raise errors.InvalidRequest("no snapshot yet", todo="iterate over run.snapshots(model) first")
         return self._snapshot
 
+    # ---- serving
+
+    def serve(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        staleness_ms: int | None = None,
+        wait_ms: int | None = None,
+        cached_rows: int | None = None,
+    ) -> Served:
+        """The job's rows, and with `model` its parameters, for who answers requests with them, from any threads: each
+        answer of one version that was the newest at most `staleness_ms` before (serving.staleness_ms). `model`: the
+        job's; copies of it are given the values. `wait_ms`: how long a request waits for such a version
+        (serving.wait_ms); `cached_rows`: so many rows of each table, those asked for most, stay in this process for as
+        long as their version is read (serving.cached_rows). It ends with the run. Raises InvalidRequest.
+        """
+        settings = self._settings.serving
+        given = {"staleness_ms": staleness_ms, "wait_ms": wait_ms, "cached_rows": cached_rows}
+        changed = {name: value for name, value in given.items() if value is not None}
+        try:
+            chosen = type(settings).model_validate(settings.model_dump() | changed)
+        except ValueError as error:
+            raise errors.InvalidRequest(f"to serve with {changed}: {error}") from None
+        options = ServingOptions(chosen.staleness_ms, chosen.wait_ms, chosen.cached_rows)
+        snapshots = Snapshots(self._network, self._follower.vigil)
+        served = Served(self._follower, snapshots, options, model, _load_values)
+        self._serving.append(served)
+        return served
+
     # ---- leaving
 
     def close(self) -> None:
@@ -292,6 +429,10 @@ class Run:
         try:
             if self._files is not None:
                 self._files.close()
+            self._let_go()
+            for served in self._serving:
+                served.close()
+            self._leases.close()
             self._snapshots.close()
         finally:
             self._follower.close()
@@ -308,14 +449,6 @@ class Run:
 def load_into(model: torch.nn.Module, snapshot: Snapshot) -> None:
     """Gives parameters and buffers of a model the values of their names, in place, having checked all of them. Raises
     UnknownVariable, ShapeMismatch, DTypeMismatch, UnsupportedModel."""
-    for name, table in tables_of(model).items():
-        if not len(table):
-            raise errors.UnsupportedModel(
-                f"a model to be followed whose embedding table {name!r} has no rows",
-                why="snapshots have variables and no rows, so it would be judged by rows that nobody has trained",
-                todo="evaluate in the training script (if job.chief), or put rows into the table first, such as"
-                " `shardyard checkpoint export --table` writes them (table.load)",
-            )
     there: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         there[as_written(name)] = tensor
@@ -335,3 +468,7 @@ def load_into(model: torch.nn.Module, snapshot: Snapshot) -> None:
     with torch.no_grad():
         for target, value in found:
             target.copy_(value)
+
+
+def _load_values(model: torch.nn.Module, names: Sequence[str], arrays: Sequence[npt.NDArray[Any]]) -> None:
+    load_into(model, Snapshot(0, (), tuple(names), tuple(arrays)))

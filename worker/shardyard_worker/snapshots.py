@@ -2,8 +2,8 @@
 
 Owns: the pins under which it reads, and the memory that it reads into. Invariants: of a synchronous job a snapshot is
 one step on all partitions; of any other the newest of each partition, each whole, pinned on all servers at one moment;
-the pins are released however the reading ends, by their lease where this process dies. Must not know: torch, what
-values are for, when they are wanted.
+the pins are released however the reading ends, but for a version that is asked to stay held; by their lease where this
+process dies. Must not know: torch, what values are for, when they are wanted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -21,17 +20,12 @@ import numpy.typing as npt
 
 from shardyard.ground import errors
 from shardyard.ground.types import (
-    Caller,
-    Incarnation,
-    JobId,
     JobLayout,
     Missing,
     PartitionId,
     PartitionMap,
-    PinWish,
     PulledPart,
     PullWish,
-    Term,
     UpdateMode,
     Version,
 )
@@ -39,14 +33,11 @@ from shardyard.runtime.waiting import Vigil
 from shardyard.transport.peers import Network, Peer
 from shardyard.wire import convert, methods
 from shardyard.wire.frames import Assembler
-from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_worker.held_version import HeldVersion, Pin, ReadServer, View, ask_for, release
 
 R = TypeVar("R")
 Array = npt.NDArray[Any]
 
-LEASE_MS: Final = 30_000
-"""Of a pin: for so long a server holds a version for a reader that has died."""
-CALL_TIMEOUT_MS: Final = 5_000
 PULL_TIMEOUT_MS: Final = 600_000
 SLICE_MS: Final = 250
 """How long a server holds the question whether a step has come."""
@@ -63,17 +54,6 @@ pass, and other readers' pins run out."""
 
 
 @dataclass(frozen=True)
-class View:
-    """What a reader must know of a job. `ended`: its values do not change any more."""
-
-    job: JobId
-    mode: UpdateMode
-    map: PartitionMap
-    layout: JobLayout
-    ended: bool = False
-
-
-@dataclass(frozen=True)
 class Values:
     """`versions`: of all partitions. `arrays`: one for each variable of the layout, in its shape; they are the reader's
     until its next snapshot."""
@@ -83,16 +63,8 @@ class Values:
     arrays: tuple[Array, ...]
 
 
-@dataclass(frozen=True)
-class _Server:
-    incarnation: Incarnation
-    peer: Peer
-    partitions: tuple[PartitionId, ...]
-    """Ascending."""
-
-
 class Snapshots:
-    """For one thread, which is not the last to use it: `close`."""
+    """For one thread, which is not the last to use it: `close`. A version that it holds may be read by others."""
 
     def __init__(self, network: Network, vigil: Vigil) -> None:
         self._network = network
@@ -110,37 +82,49 @@ class Snapshots:
     def read(self, view: View, former: tuple[Version, ...] = ()) -> Values | None:
         """A snapshot; None where that is of the versions `former`. Raises errors of AGAIN: try again with a newer view;
         and InvalidRequest, MalformedPayload."""
-        servers = self._servers(view.map)
-        pin, versions = self._pin(view, servers)
+        held = self.hold(view, rows=False)
         try:
-            if versions == former:
-                return None
-            arrays = self._memory(view.layout)
+            return None if held.versions == former else self.values(held)
+        finally:
+            held.release()
 
-            def pull(server: _Server) -> None:
-                self._pull(view, server, pin, versions, arrays)
+    def hold(self, view: View, *, rows: bool = True, step_wait_ms: int = STEP_WAIT_MS) -> HeldVersion:
+        """A version, held until it is released. `rows`: those of tables can be looked up. Raises as `read`."""
+        servers = self._servers(view.map)
+        pin, versions, as_of = self._pin(view, servers, rows=rows, step_wait_ms=step_wait_ms)
+        return HeldVersion(view, servers, pin, versions, as_of, self._everywhere, self._vigil)
 
-            with self._vigil.over(lambda: f"{len(servers)} servers to send a snapshot of job {view.job}"):
-                self._everywhere(servers, pull)
+    def values(self, held: HeldVersion) -> Values:
+        """Of a version that is held. Raises as `read`."""
+        view, versions = held.view, held.versions
+        arrays = self._memory(view.layout)
+
+        def pull(server: ReadServer) -> None:
+            self._pull(view, server, held.pin.name, versions, arrays)
+
+        try:
+            with self._vigil.over(lambda: f"{len(held.servers)} servers to send a snapshot of job {view.job}"):
+                self._everywhere(held.servers, pull)
         except BaseException:
             self._received, self._arrays = {}, None  # a pull that was left behind may still write there
             raise
-        finally:
-            self._release(view, servers, pin)
-        return Values(min((version.number for version in versions), default=0), versions, arrays)
+        return Values(held.step, versions, arrays)
 
     # ---- pins
 
-    def _pin(self, view: View, servers: Sequence[_Server]) -> tuple[bytes, tuple[Version, ...]]:
+    def _pin(
+        self, view: View, servers: Sequence[ReadServer], *, rows: bool, step_wait_ms: int
+    ) -> tuple[Pin, tuple[Version, ...], float]:
+        """A pin, what it holds, and a moment at which that was the newest, or was not yet."""
         if view.mode is UpdateMode.ASYNC:
-            pin = secrets.token_bytes(16)
-            return pin, self._complete(view, servers, pin, None)
+            pin, as_of = Pin(secrets.token_bytes(16), None, rows), time.monotonic()
+            return pin, self._complete(view, servers, pin, step_wait_ms), as_of
         number: int | None = None  # servers answer with where they stand
         ahead = STEPS_AHEAD
         for _ in range(TRIES):
-            pin = secrets.token_bytes(16)
+            pin, as_of = Pin(secrets.token_bytes(16), number, rows), time.monotonic()
             try:
-                return pin, self._complete(view, servers, pin, number)
+                return pin, self._complete(view, servers, pin, step_wait_ms), as_of
             except _NotReached as standing:  # training stands, or its steps are long
                 number = standing.step
             except errors.InvalidRequest as passed:
@@ -150,54 +134,34 @@ class Snapshots:
                 ahead = min(2 * ahead, STEPS_AHEAD_MAX)
         raise errors.NotReady(f"a step of job {view.job} to be read: steps pass faster than they can be named")
 
-    def _complete(self, view: View, servers: Sequence[_Server], pin: bytes, number: int | None) -> tuple[Version, ...]:
+    def _complete(self, view: View, servers: Sequence[ReadServer], pin: Pin, step_wait_ms: int) -> tuple[Version, ...]:
         """Pins everywhere, and waits for the version; leaves nothing pinned where it raises."""
-        until = time.monotonic() + STEP_WAIT_MS / 1000
+        until = time.monotonic() + step_wait_ms / 1000
         try:
             # named on all servers before it is waited for on one
-            said = self._everywhere(servers, lambda server: self._ask(view, server, pin, number, wait_ms=0))
-            with self._vigil.over(lambda: f"step {number} of job {view.job}, to be read"):
+            said = self._everywhere(servers, lambda server: ask_for(view, server, pin, self._vigil, wait_ms=0))
+            with self._vigil.over(lambda: f"step {pin.number} of job {view.job}, to be read"):
                 while any(missing for _, missing in said):
                     if time.monotonic() >= until:
                         raise _NotReached(_standing(said))
                     said = self._everywhere(
-                        servers, lambda server: self._ask(view, server, pin, number, wait_ms=SLICE_MS)
+                        servers, lambda server: ask_for(view, server, pin, self._vigil, wait_ms=SLICE_MS)
                     )
         except BaseException:
-            self._release(view, servers, pin)
+            release(view, servers, pin, self._everywhere, self._vigil)
             raise
         found = {part.partition: part.version for parts, _ in said for part in parts}
         return tuple(found[PartitionId(partition)] for partition in range(len(view.layout.partitions)))
 
-    def _ask(
-        self, view: View, server: _Server, pin: bytes, number: int | None, *, wait_ms: int
-    ) -> tuple[tuple[PulledPart, ...], tuple[Missing, ...]]:
-        wish = PinWish(
-            _reader(view), server.incarnation, view.map.generation, pin, number, lease_ms=LEASE_MS, wait_ms=wait_ms
-        )
-        with self._vigil.over(lambda: f"{server.peer.name} to hold a version of job {view.job}"):
-            reply = server.peer.call(methods.PIN, convert.pin_to_wire(wish), timeout_ms=CALL_TIMEOUT_MS)
-        return convert.pinned_from_wire(reply, server.partitions)
-
-    def _release(self, view: View, servers: Sequence[_Server], pin: bytes) -> None:
-        request = wire.UnpinRequest(caller=convert.caller_to_wire(_reader(view)), pin=pin)
-
-        def release(server: _Server) -> None:
-            with suppress(errors.ShardyardError):  # the lease runs out
-                server.peer.call(methods.UNPIN, request, timeout_ms=CALL_TIMEOUT_MS)
-
-        with self._vigil.over(lambda: f"{len(servers)} servers to let a version of job {view.job} go"):
-            self._everywhere(servers, release)
-
     # ---- values
 
     def _pull(
-        self, view: View, server: _Server, pin: bytes, versions: Sequence[Version], arrays: Sequence[Array]
+        self, view: View, server: ReadServer, pin: bytes, versions: Sequence[Version], arrays: Sequence[Array]
     ) -> None:
         layout = view.layout
         payload = self._buffer(server.partitions, layout)
         wish = PullWish(
-            _reader(view), server.incarnation, view.map.generation, server.partitions, 0, exactly=False, pin=pin
+            view.reader, server.incarnation, view.map.generation, server.partitions, 0, exactly=False, pin=pin
         )
         assembler = Assembler(payload.data)
         frames = server.peer.receive(methods.PULL, convert.pull_to_wire(wish), timeout_ms=PULL_TIMEOUT_MS)
@@ -232,19 +196,19 @@ class Snapshots:
 
     # ---- servers
 
-    def _servers(self, map_: PartitionMap) -> list[_Server]:
+    def _servers(self, map_: PartitionMap) -> list[ReadServer]:
         found = []
         for incarnation, owned in map_.by_server().items():
             address = owned[0].address
             if address not in self._peers:
                 self._peers[address] = self._network.connect(address, name=f"server {incarnation} at {address}")
             partitions = tuple(sorted(owner.partition for owner in owned))
-            found.append(_Server(incarnation, self._peers[address], partitions))
+            found.append(ReadServer(incarnation, self._peers[address], partitions))
         held = {server.partitions for server in found}
         self._received = {partitions: kept for partitions, kept in self._received.items() if partitions in held}
         return found
 
-    def _everywhere(self, servers: Sequence[_Server], work: Callable[[_Server], R]) -> list[R]:
+    def _everywhere(self, servers: Sequence[ReadServer], work: Callable[[ReadServer], R]) -> list[R]:
         """At one time. Raises the error of the first server that has one, of those whose steps have passed the highest,
         once all have answered."""
         calls = [self._threads.submit(work, server) for server in servers]
@@ -271,7 +235,3 @@ def _standing(said: Iterable[tuple[Sequence[PulledPart], Sequence[Missing]]]) ->
 
 def _newest(error: BaseException) -> int:
     return int(error.facts.get("newest", -1)) if isinstance(error, errors.InvalidRequest) else -1
-
-
-def _reader(view: View) -> Caller:
-    return Caller(view.job, Incarnation(0), Term(0))

@@ -575,7 +575,7 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., number: _Optional[int] = ..., exactly: bool = ..., wait_ms: _Optional[int] = ..., coding: _Optional[str] = ..., shared: bool = ..., order: _Optional[_Iterable[int]] = ..., pin: _Optional[bytes] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "pin", "number", "lease_ms", "wait_ms")
+    __slots__ = ("caller", "server", "generation", "pin", "number", "lease_ms", "wait_ms", "rows")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -583,6 +583,7 @@ class PinRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -590,7 +591,8 @@ class PinRequest(_message.Message):
     number: int
     lease_ms: int
     wait_ms: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., pin: _Optional[bytes] = ..., number: _Optional[int] = ..., lease_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    rows: bool
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., pin: _Optional[bytes] = ..., number: _Optional[int] = ..., lease_ms: _Optional[int] = ..., wait_ms: _Optional[int] = ..., rows: bool = ...) -> None: ...
 
 class PinReply(_message.Message):
     __slots__ = ("parts", "not_yet")
@@ -699,7 +701,7 @@ class WantedRows(_message.Message):
     def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LookUpHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "wanted", "number", "wait_ms", "code")
+    __slots__ = ("caller", "server", "generation", "wanted", "number", "wait_ms", "code", "pin")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -707,6 +709,7 @@ class LookUpHeader(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
@@ -714,7 +717,8 @@ class LookUpHeader(_message.Message):
     number: int
     wait_ms: int
     code: RowCode
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ..., code: _Optional[_Union[RowCode, str]] = ...) -> None: ...
+    pin: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., number: _Optional[int] = ..., wait_ms: _Optional[int] = ..., code: _Optional[_Union[RowCode, str]] = ..., pin: _Optional[bytes] = ...) -> None: ...
 
 class LookUpFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

@@ -1,0 +1,330 @@
+"""A job with tables, followed: an evaluator reads the rows of the version that it evaluates, whoever trains or dies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from alone import SYNC
+from test_evaluator import DEADLINE_S, Yard, eventually
+from yards import Probes, RoleYard
+
+import shardyard as sy
+from shardyard.ground import errors
+from shardyard.ground.row_ids import partition_of
+from shardyard_ps_server import partition as partitions
+from shardyard_worker import held_version
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+NEVER = {"job.checkpoint.url": "never"}
+MODES = pytest.mark.parametrize(
+    "mode", [SYNC, {}, {"job.consistency.mode": "bounded"}], ids=["sync", "async", "bounded"]
+)
+IDS = torch.arange(-20, 20) * 0x1_0000_0001
+
+
+@contextmanager
+def yard(**given: object) -> Iterator[Yard]:
+    made = Yard(**(NEVER | given))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Model(torch.nn.Module):
+    """Each step takes one from each row of both tables, and from each weight."""
+
+    def __init__(self, dim: int = 2) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"optimizer": sy.tables.SGD(lr=1.0), "initial": sy.tables.zeros()}
+        self.words = sy.Embedding(dim, table=sy.tables.Table(dim, name="words", seed=1, **given))
+        self.users = sy.EmbeddingBag(1, "sum", table=sy.tables.Table(1, name="users", seed=2, **given))
+        self.top = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, ids: torch.Tensor = IDS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.words(ids), self.users(ids[:, None]), self.top
+
+
+class Training:
+    """A job that trains it, in a thread from `begin` to `end`, or step by step."""
+
+    def __init__(self, job: sy.Job) -> None:
+        self.job = job
+        model = Model()
+        self.model, self.optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        self._stop = threading.Event()
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.optimizer.zero_grad()
+            with torch.enable_grad():
+                sum(each.sum() for each in self.model()).backward()
+            self.optimizer.step()
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._failed, self._failed
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.step()
+        except BaseException as error:  # noqa: BLE001 - told by `end`
+            self._failed.append(error)
+
+
+@contextmanager
+def training(there: Yard) -> Iterator[Training]:
+    found = Training(there.connect())
+    found.step()
+    found.begin()
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def partitions_of() -> torch.Tensor:
+    return torch.from_numpy(partition_of(IDS.numpy(), 4).astype("int64"))
+
+
+# ---- rows of the version
+
+
+def test_rows_of_a_synchronous_snapshot_are_those_of_its_step_however_far_training_goes() -> None:
+    with yard(**SYNC) as there, training(there) as trained, torch.no_grad():
+        model = Model()
+        run = there.follow()
+        for count, snapshot in enumerate(run.snapshots(model, every_s=0)):
+            for _ in range(3):
+                before = trained.job.step
+                words, users, top = model()
+                for found in (words, users, top):
+                    assert (found == -float(snapshot.step)).all()
+                eventually(lambda before=before: trained.job.step > before + 10)  # type: ignore[misc]
+            if count == 4:
+                break
+        run.close()
+        eventually(lambda: there.pins == 0)
+
+
+@pytest.mark.parametrize("mode", [{}, {"job.consistency.mode": "bounded"}], ids=["async", "bounded"])
+def test_rows_of_an_asynchronous_snapshot_are_those_of_each_partitions_version(mode: dict[str, object]) -> None:
+    """Also beside another trainer, and after the parameters were read."""
+    with yard(**mode) as there, training(there) as trained, training(there), torch.no_grad():
+        model = Model()
+        run = there.follow()
+        for count, snapshot in enumerate(run.snapshots(model, every_s=0)):
+            numbers = torch.tensor([-float(version.number) for version in snapshot.versions])
+            expected = numbers[partitions_of()]
+            for _ in range(2):
+                before = trained.job.step
+                words, users, _ = model()
+                assert torch.equal(words, expected[:, None].expand(-1, 2))
+                assert torch.equal(users, expected[:, None])
+                eventually(lambda before=before: trained.job.step > before + 5)  # type: ignore[misc]
+            if count == 4:
+                break
+
+
+@MODES
+def test_the_last_snapshot_has_the_last_rows(mode: dict[str, object]) -> None:
+    with yard(**mode) as there, torch.no_grad():
+        job = there.connect()
+        trained = Training(job)
+        trained.step(3)
+        model, seen = Model(), []
+        for _snapshot in there.follow().snapshots(model, every_s=0):
+            seen.append(float(model.words(IDS[:1])[0, 0]))
+            if len(seen) == 1:
+                trained.step(4)
+                job.close()
+        assert seen[-1] == -7.0
+
+
+def test_a_model_that_was_copied_reads_the_same_rows() -> None:
+    import copy
+    import pickle
+
+    with yard() as there, torch.no_grad():
+        trained = Training(there.connect())
+        trained.step(2)
+        model = Model()
+        for _snapshot in there.follow().snapshots(model, every_s=0):
+            assert torch.equal(copy.deepcopy(model)()[0], model()[0])
+            with pytest.raises(errors.InvalidRequest, match="to be pickled"):
+                pickle.dumps(model)
+            break
+
+
+# ---- what cannot be
+
+
+@MODES
+def test_who_follows_changes_nothing(mode: dict[str, object]) -> None:
+    with yard(**mode) as there:
+        Training(there.connect()).step(2)
+        model = Model()
+        for _snapshot in there.follow().snapshots(model, every_s=0):
+            with pytest.raises(errors.InvalidRequest, match="which nobody would take"):
+                model.words(IDS).sum().backward()
+            with pytest.raises(errors.InvalidRequest, match="who follows a job changes nothing"):
+                model.words.table.put(torch.tensor([1]), torch.zeros(1, 2))
+            with pytest.raises(errors.InvalidRequest, match="looks up rows by their ids"):
+                model.state_dict()
+            break
+
+
+def test_tables_of_another_model_are_refused() -> None:
+    with yard() as there:
+        Training(there.connect()).step()
+        with pytest.raises(errors.ShapeMismatch, match="'words' is of dim 3; the job's of dim 2"):
+            next(there.follow().snapshots(Model(dim=3), every_s=0))
+        other = Model()
+        other.words.table.name = "verbs"
+        with pytest.raises(errors.UnsupportedModel, match=r"no table of that name \(words, users\)"):
+            next(there.follow().snapshots(other, every_s=0))
+        assert float(other.top.detach().sum()) == 0.0
+
+
+def test_rows_are_read_until_the_next_snapshot_is_asked_for() -> None:
+    with yard() as there, torch.no_grad():
+        trained = Training(there.connect())
+        trained.step()
+        model, run = Model(), there.follow()
+        next(run.snapshots(model, every_s=0))
+        assert float(model.words(IDS[:1])[0, 0]) == -1.0
+        run.close()
+        with pytest.raises(errors.VersionPassed, match="that was left"):
+            model.words(IDS)
+
+
+# ---- versions that are lost
+
+
+def test_a_step_whose_rows_are_not_held_any_more_is_given_up_and_the_loop_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(partitions, "HELD_ROWS_BYTES_MAX", 2_000)
+    with yard(**SYNC) as there, torch.no_grad():
+        trained = Training(there.connect())
+        trained.step()
+        model, run = Model(), there.follow()
+        evaluated = []
+        for snapshot in run.snapshots(model, every_s=0):
+            with snapshot:
+                if len(evaluated) == 1 and evaluated[-1] is not None:
+                    evaluated.append(None)
+                    trained.step(50)
+                assert float(model.words(IDS[:1])[0, 0]) == -float(snapshot.step)
+                evaluated.append(snapshot.step)
+            if len(evaluated) == 3:
+                break
+            trained.step()
+        assert evaluated == [1, None, 53]
+
+
+def test_a_step_whose_rows_are_not_held_any_more_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "HELD_ROWS_BYTES_MAX", 2_000)
+    with yard(**SYNC) as there:
+        trained = Training(there.connect())
+        trained.step()
+        model, run = Model(), there.follow()
+        for _snapshot in run.snapshots(model, every_s=0):
+            trained.step(50)
+            with pytest.raises(errors.VersionPassed, match="more than the 500 bytes of rows that are kept") as found:
+                model.words(IDS)
+            break
+        assert "with snapshot:" in found.value.message
+
+
+def test_where_versions_are_nobodys_a_newer_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitions, "HELD_ROWS_BYTES_MAX", 2_000)
+    with yard() as there:
+        trained = Training(there.connect())
+        trained.step()
+        model = Model()
+        for _snapshot in there.follow().snapshots(model, every_s=0):
+            trained.step(50)
+            with torch.no_grad():
+                assert (model.words(IDS) == -51.0).all()
+            break
+
+
+def test_leases_are_renewed_for_as_long_as_a_snapshot_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_version, "LEASE_MS", 400)
+    monkeypatch.setattr(held_version, "RENEW_MS", 50)
+    with yard(**SYNC) as there, training(there), torch.no_grad():
+        model = Model()
+        for snapshot in there.follow().snapshots(model, every_s=0):
+            until = time.monotonic() + 1.2
+            while time.monotonic() < until:
+                assert float(model.words(IDS[:1])[0, 0]) == -float(snapshot.step)
+            break
+
+
+def test_a_lease_that_has_run_out_is_not_mistaken_for_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that is asked for again, when it is gone, is one of another version."""
+    monkeypatch.setattr(held_version, "LEASE_MS", 100)
+    monkeypatch.setattr(held_version, "RENEW_MS", 3_600_000)
+    with yard() as there, training(there), torch.no_grad():
+        model, run = Model(), there.follow()
+        for _snapshot in run.snapshots(model, every_s=0):
+            held = run._held
+            assert held is not None
+            eventually(lambda: there.pins == 0)
+            held.renew()
+            assert held.is_lost
+            assert there.pins == 0
+            break
+
+
+# ---- over gRPC
+
+
+def test_an_evaluator_goes_on_when_a_server_dies_and_comes_back(tmp_path: Path) -> None:
+    samples, epochs = 203, 3
+    told = RoleYard(tmp_path)
+    try:
+        with Probes(tmp_path) as probes, torch.no_grad():
+            options = ("--samples", str(samples), "--epochs", str(epochs), "--pause-ms", "60")
+            settings = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 1}
+            settings |= {"job__checkpoint__every_steps": 7}
+            script, _ = probes.start("rows", *options, coordinator=told.address, **settings)
+            table = sy.tables.Table(1, name="counts")
+            model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
+            ids = torch.arange(samples) * 1_000_003
+            seen: list[tuple[int, float]] = []
+            killed = False
+            with sy.follow(told.address) as run:
+                for snapshot in run.snapshots(model, every_s=0):
+                    with snapshot:
+                        found = model["counts"](ids)
+                        seen.append((snapshot.step, float(found.sum())))
+                        if not killed and snapshot.step > 12:
+                            killed = True
+                            told.kill_server(1)
+                            told.restart_server(1)
+                        assert torch.equal(model["counts"](ids), found)
+            assert script.wait() == 0, script.output
+            assert killed
+            assert seen[-1] == (seen[-1][0], float(samples * epochs))
+            # four samples a step, fewer at the end of an epoch
+            assert all(total <= 4.0 * step for step, total in seen)
+            assert all(total == 4.0 * step for step, total in seen if step <= samples // 4)
+    finally:
+        told.stop()

@@ -1,0 +1,124 @@
+"""Rows of a job that this process follows, as the modules of a model ask for them.
+
+Owns: the port `RowSource` over a version that servers hold. Invariants: what a model reads is of the version that it
+was given; in a job that is not synchronous, where that is lost, of a newer one, each partition as it was at one moment;
+nothing is ever changed. Safe for several threads. Must not know: parameters, when versions are taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardyard.ground.errors import InvalidRequest, ShapeMismatch, UnsupportedModel, VersionPassed
+from shardyard.ground.types import JobLayout
+from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct
+from shardyard_worker.held_version import numbers_of
+from shardyard_worker.own_rows import Rows
+from shardyard_worker.rows_ahead import Asked
+from shardyard_worker.table import RowSource, Table, Wanted
+
+LookUpRows = Callable[[Sequence[Asked]], Sequence[Float32s]]
+"""Of each table, at most once, the rows of distinct ids; all of one version. Raises VersionPassed."""
+
+
+class FollowedRows:
+    """`renew`: how rows of a newer version are read, where one was lost; None: nobody may read another one."""
+
+    def __init__(self, layout: JobLayout, renew: Callable[[], LookUpRows] | None = None) -> None:
+        self._numbers = numbers_of(layout)
+        self._partitions = len(layout.partitions)
+        self._renew = renew
+        self._lock = threading.Lock()
+        self._read: LookUpRows | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FollowedRows:
+        """A copy of a model reads the same rows."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InvalidRequest(
+            "a model with tables of a job that is followed, to be pickled",
+            why="its rows are on servers",
+            todo="pickle its parameters alone",
+        )
+
+    def show(self, read: LookUpRows | None) -> None:
+        """How rows of a version are read, from here on; None: of none, for now."""
+        with self._lock:
+            self._read = read
+
+    def once(self, table: Table, ids: Int64s) -> Distinct:  # noqa: ARG002
+        return distinct(ids, self._partitions)
+
+    def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
+        """Raises VersionPassed."""
+        asked = [Asked(self._numbers[each.table.name], each.found, each.table.dim) for each in wanted]
+        while True:
+            with self._lock:
+                read = self._read
+            if read is None:
+                raise VersionPassed(
+                    f"rows of table {wanted[0].table.name!r}, of a version that was left",
+                    why="rows are those of the newest snapshot, until the next one is asked for, or the run is closed",
+                    todo="evaluate within the loop over run.snapshots(model)",
+                )
+            try:
+                return read(asked)
+            except VersionPassed:
+                if self._renew is None:
+                    raise
+                self.show(self._renew())
+
+    def count(self, table: Table) -> int:
+        raise _all_rows(table)
+
+    def everything(self, table: Table) -> Rows:
+        raise _all_rows(table)
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _changed(table)
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _changed(table)
+
+
+def bind(tables: dict[str, Table], layout: JobLayout, source: RowSource) -> None:
+    """From here on these are the job's tables of their names, and have their rows from `source`. A table that the job
+    does not have is left alone if it has rows of its own. Raises UnsupportedModel, ShapeMismatch."""
+    theirs = {settings.name: settings for settings in layout.tables}
+    for name, table in tables.items():
+        if name not in theirs:
+            if len(table):
+                continue
+            raise UnsupportedModel(
+                f"a model to be followed whose embedding table {name!r} has no rows",
+                why=f"the job has no table of that name ({', '.join(theirs) or 'none at all'}), so it would be judged "
+                "by rows that nobody has trained",
+                todo="build the job's model, or put rows into the table first (table.load)",
+            )
+        if table.dim != theirs[name].dim:
+            raise ShapeMismatch(f"table {name!r} is of dim {table.dim}; the job's of dim {theirs[name].dim}")
+    for name, table in tables.items():
+        if name in theirs and table.source is not source:
+            table.name, table.seed = name, theirs[name].seed
+            table.rows = table.no_rows()
+            table.gradients.clear()
+            table.source, table.is_trained = source, False
+
+
+def _all_rows(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"all rows of table {table.name!r} of a job that is followed",
+        why="who follows a job looks up rows by their ids",
+        todo="write them out from a checkpoint: `shardyard checkpoint export --table`",
+    )
+
+
+def _changed(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"rows put into table {table.name!r} of a job that is followed",
+        why="who follows a job changes nothing",
+        todo="",
+    )

@@ -1,0 +1,276 @@
+"""A version of a job that servers hold for a reader: one step of a synchronous job, or of each partition one version.
+
+While it is held, rows of tables are looked up as they were in it, whatever is pushed beside. It is lost where servers
+die or partitions move, where a lease runs out, or where more rows have changed since than servers keep.
+
+Owns: the look-ups by a pin, its renewal and its end. Invariants: what one version answers is of that version, or it
+raises VersionPassed; once lost it never answers again; whoever holds it releases it, or its leases run out where this
+process dies. Safe for several threads. Must not know: torch, how a version is chosen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from shardyard.ground import errors
+from shardyard.ground.types import (
+    Caller,
+    Incarnation,
+    JobId,
+    JobLayout,
+    LookUp,
+    Missing,
+    PartitionId,
+    PartitionMap,
+    PinWish,
+    PulledPart,
+    Term,
+    UpdateMode,
+    Version,
+)
+from shardyard.runtime.waiting import Vigil
+from shardyard.transport.peers import Peer
+from shardyard.wire import convert, methods, tables
+from shardyard.wire.frames import Frame
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_worker.coded_rows import questions
+from shardyard_worker.distinct import Float32s
+from shardyard_worker.rows_ahead import Asked
+
+LEASE_MS: Final = 30_000
+"""Of a pin: for so long a server holds a version for a reader that has died."""
+RENEW_MS: Final = 7_500
+CALL_TIMEOUT_MS: Final = 5_000
+LOOK_UP_TIMEOUT_MS: Final = 30_000
+
+GONE: Final = (errors.Refused, errors.NotFound, errors.NotReady)
+"""What a server says that does not hold the version."""
+
+Everywhere = Callable[["Sequence[ReadServer]", Callable[["ReadServer"], Any]], list[Any]]
+"""Asks several servers at one time."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a reader must know of a job. `ended`: its values do not change any more."""
+
+    job: JobId
+    mode: UpdateMode
+    map: PartitionMap
+    layout: JobLayout
+    ended: bool = False
+
+    @property
+    def reader(self) -> Caller:
+        return Caller(self.job, Incarnation(0), Term(0))
+
+
+@dataclass(frozen=True)
+class ReadServer:
+    incarnation: Incarnation
+    peer: Peer
+    partitions: tuple[PartitionId, ...]
+    """Ascending."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What servers know a held version by. `number`: the step that was named, None: the newest; `rows`: those of tables
+    are held too."""
+
+    name: bytes
+    number: int | None
+    rows: bool = False
+
+
+def ask_for(
+    view: View, server: ReadServer, pin: Pin, vigil: Vigil, *, wait_ms: int
+) -> tuple[tuple[PulledPart, ...], tuple[Missing, ...]]:
+    """Takes, or renews, a pin on one server: what it holds there, or lacks."""
+    generation = view.map.generation
+    wish = PinWish(
+        view.reader,
+        server.incarnation,
+        generation,
+        pin.name,
+        pin.number,
+        lease_ms=LEASE_MS,
+        wait_ms=wait_ms,
+        rows=pin.rows,
+    )
+    with vigil.over(lambda: f"{server.peer.name} to hold a version of job {view.job}"):
+        reply = server.peer.call(methods.PIN, convert.pin_to_wire(wish), timeout_ms=CALL_TIMEOUT_MS)
+    return convert.pinned_from_wire(reply, server.partitions)
+
+
+def release(view: View, servers: Sequence[ReadServer], pin: Pin, everywhere: Everywhere, vigil: Vigil) -> None:
+    """A server that cannot be reached lets go when the lease runs out."""
+    request = wire.UnpinRequest(caller=convert.caller_to_wire(view.reader), pin=pin.name)
+
+    def let_go(server: ReadServer) -> None:
+        with suppress(errors.ShardyardError):
+            server.peer.call(methods.UNPIN, request, timeout_ms=CALL_TIMEOUT_MS)
+
+    with vigil.over(lambda: f"{len(servers)} servers to let a version of job {view.job} go"):
+        everywhere(servers, let_go)
+
+
+class HeldVersion:
+    """`versions`: of all partitions. `as_of`: a moment (time.monotonic) since which nothing newer was pushed before it
+    was held: how old it is counts from there."""
+
+    def __init__(
+        self,
+        view: View,
+        servers: Sequence[ReadServer],
+        pin: Pin,
+        versions: tuple[Version, ...],
+        as_of: float,
+        everywhere: Everywhere,
+        vigil: Vigil,
+    ) -> None:
+        self.view = view
+        self.servers = tuple(servers)
+        self.pin = pin
+        self.versions = versions
+        self.as_of = as_of
+        self._everywhere = everywhere
+        self._vigil = vigil
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # held while leases are renewed, or end
+        self._lost: errors.VersionPassed | None = None
+
+    @property
+    def step(self) -> int:
+        return min((version.number for version in self.versions), default=0)
+
+    @property
+    def is_lost(self) -> bool:
+        with self._lock:
+            return self._lost is not None
+
+    def check(self) -> None:
+        """Raises VersionPassed where it is known to be lost."""
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost.anew()
+
+    def look_up(self, asked: Sequence[Asked], timeout_ms: int = LOOK_UP_TIMEOUT_MS) -> list[Float32s]:
+        """Of each table the rows of its ids, shape (m, dim), in one round trip. Raises VersionPassed, and
+        MalformedPayload."""
+        self.check()
+        found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
+        by_server = {server.incarnation: questions(asked, server.partitions) for server in self.servers}
+        asks = [server for server in self.servers if by_server[server.incarnation]]
+
+        def ask(server: ReadServer) -> None:
+            for question in by_server[server.incarnation]:
+                header = tables.look_up_to_header(
+                    LookUp(
+                        self.view.reader,
+                        server.incarnation,
+                        self.view.map.generation,
+                        question.wanted,
+                        pin=self.pin.name,
+                    )
+                )
+                frame = Frame(header, 0, b"".join(question.codes))
+                answer = server.peer.call(methods.LOOK_UP, frame, timeout_ms=timeout_ms)
+                question.put(memoryview(answer.data), found)
+
+        try:
+            with self._vigil.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
+                if len(asks) == 1:
+                    ask(asks[0])
+                else:
+                    self._everywhere(asks, ask)
+        except (*GONE, errors.Unavailable) as error:
+            raise self._lose(error) from None
+        return found
+
+    def renew(self) -> None:
+        """Its leases last from now on. A server that does not answer may hold it all the same."""
+        with self._turn:
+            if not self.is_lost:
+                self._renew()
+
+    def _renew(self) -> None:
+        def ask(server: ReadServer) -> tuple[PulledPart, ...]:
+            return ask_for(self.view, server, self.pin, self._vigil, wait_ms=0)[0]
+
+        try:
+            held = {part.partition: part.version for parts in self._everywhere(self.servers, ask) for part in parts}
+        except errors.Unavailable:
+            return
+        except (*GONE, errors.InvalidRequest) as error:
+            self._lose(error)
+            return
+        if any(held.get(PartitionId(number)) != version for number, version in enumerate(self.versions)):
+            self._lose(errors.VersionPassed("its servers hold another version by now"))  # the lease had run out
+            release(self.view, self.servers, self.pin, self._everywhere, self._vigil)
+
+    def release(self) -> None:
+        """It answers nothing from here on."""
+        with self._lock:
+            self._lost = self._lost or errors.VersionPassed(f"step {self.step} of job {self.view.job}, which was left")
+        with self._turn:
+            release(self.view, self.servers, self.pin, self._everywhere, self._vigil)
+
+    def _lose(self, error: errors.ShardyardError) -> errors.ShardyardError:
+        with self._lock:
+            if self._lost is None:
+                self._lost = errors.VersionPassed(f"step {self.step} of job {self.view.job} is not held: {error.what}")
+            return self._lost.anew()
+
+
+class Leases:
+    """Renews what is held while its holder does something else, in a thread of its own from the first on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: list[HeldVersion] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, held: HeldVersion) -> None:
+        with self._lock:
+            self._held.append(held)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+                self._thread.start()
+
+    def release(self, held: HeldVersion) -> None:
+        """The second time does nothing."""
+        with self._lock:
+            if held not in self._held:
+                return
+            self._held.remove(held)
+        held.release()
+
+    def close(self) -> None:
+        """Releases all."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(CALL_TIMEOUT_MS / 1000 + 1)
+        with self._lock:
+            held = list(self._held)
+        for each in held:
+            self.release(each)
+
+    def _run(self) -> None:
+        while not self._stop.wait(RENEW_MS / 1000):
+            with self._lock:
+                held = list(self._held)
+            for each in held:
+                each.renew()
+
+
+def numbers_of(layout: JobLayout) -> Mapping[str, int]:
+    """The tables of a job by name."""
+    return {table.name: number for number, table in enumerate(layout.tables)}
