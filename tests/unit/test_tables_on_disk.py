@@ -249,12 +249,14 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
     waiter = threading.Thread(target=lambda: table.push(frozen, gradients(frozen.size), 300))
     waiter.start()
     assert begun.wait(60)
-    done = threading.Event()
+    done, seen = threading.Event(), list[np.ndarray]()
 
     def others() -> None:
         before = look(table, hot)
         table.push(hot, gradients(hot.size), 301)
-        assert (look(table, hot) != before).any()
+        after = look(table, hot)
+        assert (after != before).any()
+        seen.append(after)
         assert sum(chunk.ids.size for chunk in table.items()) == ids.size
         table.remove(hot[:1])
         table.expire(302, 1 << 16)
@@ -268,6 +270,7 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
     waiter.join(60)
     assert went_on
     assert table.rows == ids.size - 1
+    assert (look(table, hot[1:]) == seen[0][1:]).all()
 
 
 def test_two_threads_push_while_a_third_reads_rows_that_move() -> None:
