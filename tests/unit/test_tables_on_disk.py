@@ -27,7 +27,7 @@ from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard_ps_server.partition_tables import warm
 from shardyard_ps_server.tables import budget as budgets
-from shardyard_ps_server.tables import cold, moves, tier
+from shardyard_ps_server.tables import cold, moves, tier, walks
 from shardyard_ps_server.tables.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from shardyard_ps_server.tables.table import Table
 
@@ -271,6 +271,31 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
     assert went_on
     assert table.rows == ids.size - 1
     assert (look(table, hot[1:]) == seen[0][1:]).all()
+
+
+def test_a_walk_reads_pages_of_the_file_before_it_takes_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make(Budget(1, in_memory), expiry=ExpirySettings(norm_min=1e-3))
+    ids = many(5_000)
+    table.push(ids, gradients(ids.size), 1)
+    settled(table)
+    done: list[tuple[str, int]] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(memory: Any, cursor: np.uint64, *given: Any, **named: Any) -> Any:
+            done.append((what, int(cursor)))
+            return function(memory, cursor, *given, **named)
+
+        return note
+
+    monkeypatch.setattr(moves, "bring_window", noting("bring", moves.bring_window))
+    for name in ("copy_some", "expire_some"):
+        monkeypatch.setattr(walks, name, noting("walk", getattr(walks, name)))
+    for steps in (lambda: list(table.items()), lambda: table.expire(300, 1 << 20)):
+        done.clear()
+        steps()
+        assert len(done) > 8
+        assert done[::2] == [("bring", cursor) for _, cursor in done[1::2]]
+        assert done[1::2] == [("walk", cursor) for _, cursor in done[::2]]
 
 
 def test_two_threads_push_while_a_third_reads_rows_that_move() -> None:
