@@ -496,6 +496,9 @@ def _of_server(said: server_wire.DescribeServerReply) -> str:
         parts.append(f"shares memory with {said.workers_attached} worker{'s'[: said.workers_attached != 1]}")
     if said.workers_streaming:
         parts.append(f"streams to {said.workers_streaming} worker{'s'[: said.workers_streaming != 1]}")
+    if said.memory_bytes_max:
+        held = sum(table.bytes for table in said.tables)
+        parts.append(f"tables take {_size(held)} of {_size(said.memory_bytes_max)}")
     return ", ".join(parts)
 
 

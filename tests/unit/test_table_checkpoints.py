@@ -800,3 +800,14 @@ def test_list_shows_rows_and_bytes_of_tables(tmp_path: Path) -> None:
     entries = [entry.tables[0] for entry in library.load("job").partitions]
     assert second["tables"][0]["bytes"] == sum(entry.nbytes for entry in entries) > first["tables"][0]["bytes"]
     assert f"users {IDS.size:,}, words.in " in run("list", "--url", tmp_path / "all")
+
+
+def test_a_server_reads_a_checkpoint_within_its_bound(small_files: None, tmp_path: Path) -> None:
+    store = server()
+    for step in (1, 2):
+        train(store, step)
+    again = restored(tmp_path, save(store, tmp_path, 1))
+    assert contents(again) == contents(store)
+    for partition in partitions(again):
+        for table in partition.tables.values():
+            assert (table.cold_rows > 0.5 * table.rows) == (BUDGETS[-1] is not None)

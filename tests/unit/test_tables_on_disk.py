@@ -27,7 +27,7 @@ from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard_ps_server.partition_tables import warm
 from shardyard_ps_server.tables import budget as budgets
-from shardyard_ps_server.tables import cold, moves, tier, walks
+from shardyard_ps_server.tables import cold, layout, moves, tier, walks
 from shardyard_ps_server.tables.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from shardyard_ps_server.tables.table import Table
 
@@ -80,6 +80,11 @@ def train(table: Table, ids: np.ndarray, steps: int = 30, seed: int = 0) -> None
     for step in range(1, steps + 1):
         batch = np.unique(rng.choice(ids, 2_000))
         table.push(batch, gradients(batch.size, step), table.updates + 1)
+
+
+def slots_in_use(table: Table) -> int:
+    shared = table._memory.shared
+    return int(shared[layout.NEXT_SLOT] - shared[layout.SLOTS_FREE])
 
 
 def settled(*tables: Table) -> None:
@@ -271,6 +276,7 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
     assert went_on
     assert table.rows == ids.size - 1
     assert (look(table, hot[1:]) == seen[0][1:]).all()
+    assert slots_in_use(table) == table.cold_rows
 
 
 def test_a_walk_reads_pages_of_the_file_before_it_takes_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +339,7 @@ def test_two_threads_push_while_a_third_reads_rows_that_move() -> None:
     stop.set()
     reader.join(60)
     assert not torn
+    assert slots_in_use(table) == table.cold_rows
     assert table.cold_rows > 0
     for half in halves:
         out = np.empty((half.size, 16), np.float32)
