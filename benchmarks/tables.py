@@ -7,21 +7,29 @@ sparse Adagrad. Both in the processor time of one thread, and with their answers
 updates by two threads against one, in elapsed time. row_overhead_bytes: resident memory for each row beyond its values
 and state. growth_pause_ms: the longest look-up of 1,024 ids while another thread makes 20M rows. flood: look-ups and
 pushes of 200,000 ids that would meet in one bucket if the index had a seed that is known, against random ids.
+disk_tier_p99_ms: look-ups of 4,096 hot ids of 50M rows of dim 16, with Adagrad, in a memory cgroup of 2 GiB, page cache
+counted, while another thread reads cold ones; it needs root, and --disk-folder on a disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 
+from harness.memory_cgroup import NoCgroup, memory_cgroup
 from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel, options_of, report
 from shardyard.ground.initial_values import InitialKind, InitialValues
@@ -29,6 +37,7 @@ from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table, warm
 
+ON_DISK = Path(__file__).resolve().parent / "sides" / "rows_on_disk.py"
 BATCH_IDS = 65_536
 BATCHES = 8
 SMALL_IDS = 1_024
@@ -247,6 +256,20 @@ def measure_flood(pairs: int) -> list[float]:
     return [seconds(random) / seconds(flood) for _ in range(pairs)]
 
 
+# ---- rows on disk
+
+
+def measure_disk_tier(rows: int, cgroup_mib: int, memory_mib: int, folder: str) -> Figures:
+    """In a process of its own, in a cgroup. Raises NoCgroup."""
+    with memory_cgroup(cgroup_mib << 20) as cgroup:
+        command = [sys.executable, str(ON_DISK), "--rows", str(rows), "--memory-mib", str(memory_mib)]
+        command += ["--folder", folder, "--cgroup", str(cgroup)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    print("rows on disk: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
+    return found
+
+
 # ---- all of it
 
 
@@ -254,6 +277,10 @@ def options() -> argparse.Namespace:
     parser = options_of(__doc__, pairs=5)
     parser.add_argument("--rows", type=int, default=10_000_000, help="rows of look-ups and updates (10,000,000)")
     parser.add_argument("--grown", type=int, default=20_000_000, help="rows to which a table grows (20,000,000)")
+    parser.add_argument("--disk-rows", type=int, default=50_000_000, help="rows beyond memory (50,000,000); 0: none")
+    parser.add_argument("--disk-cgroup-mib", type=int, default=2_048, help="memory of that process (2,048)")
+    parser.add_argument("--disk-memory-mib", type=int, default=1_536, help="its bound for tables (1,536)")
+    parser.add_argument("--disk-folder", default=tempfile.gettempdir(), help="where its file lies (the temporary one)")
     return parser.parse_args()
 
 
@@ -279,6 +306,16 @@ def main() -> None:
     print(", ".join(f"{name} {value:.4g}" for name, value in growth.items()), flush=True)
     found["growth_pause_ms"] = [growth["look_up_max_ms"]]
     found["flood"] = measure_flood(given.pairs)
+    if given.disk_rows:
+        try:
+            on_disk = measure_disk_tier(
+                given.disk_rows, given.disk_cgroup_mib, given.disk_memory_mib, given.disk_folder
+            )
+        except NoCgroup as error:
+            print(f"rows on disk are not measured: {error}", flush=True)
+        else:
+            raw["rows_on_disk"] = on_disk
+            found["disk_tier_p99_ms"] = [on_disk["p99_ms"]]
     raw["load_after"] = os.getloadavg()[0]
     report("tables", raw, found, panels=panels, folder=given.figures)
 

@@ -22,7 +22,7 @@ from typing import Final
 
 from shardyard.ground import errors
 from shardyard.runtime.configuration import PREFIX
-from shardyard.runtime.settings import AUTO, WAL_FOLDER, Settings
+from shardyard.runtime.settings import AUTO, COLD_FOLDER, WAL_FOLDER, Settings
 from shardyard.runtime.waiting import ExplainedWait
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
@@ -200,6 +200,8 @@ class LocalCluster:
             own = ["--bind", f"{yard.bind}:{port or yard.coordinator_port}", "--state", str(self._folder / JOURNAL)]
         else:
             own = ["--coordinator", self.coordinator, "--bind", f"{yard.bind}:{port}"]
+        if role == "server" and yard.cold == AUTO:
+            own += ["--set", f"yard.cold={self._folder / COLD_FOLDER}"]
         if role == "server" and yard.wal == AUTO:
             own += ["--set", f"yard.wal={self._folder / WAL_FOLDER}"]
         if role == "agent":

@@ -18,6 +18,7 @@ from shardyard.transport.in_process import InProcessNetwork
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.shell import Coordinator
 from shardyard_ps_server.process import Server
+from shardyard_ps_server.tables.budget import budget_in
 from shardyard_ps_server.wal_files import LogRoot
 from shardyard_worker import job as worker
 from shardyard_worker.interrupts import Interrupts
@@ -32,6 +33,9 @@ class LocalYard:
     """Coordinator and servers, started; `network` reaches them."""
 
     def __init__(self, settings: Settings) -> None:
+        yard = settings.yard
+        # before anything has started, since it may be refused
+        budgets = [budget_in(yard.cold_folder, yard.memory_bytes_max) for _ in range(yard.servers)]
         self.network = InProcessNetwork()
         self._journal = Journal(None, secluded=True)
         self._coordinator = Coordinator(
@@ -41,8 +45,8 @@ class LocalYard:
         self.network.listen(COORDINATOR, [self._coordinator.service])
         self._servers: list[Server] = []
         logs = LogRoot(settings.yard.wal_folder) if settings.job.durability is Durability.WAL else None
-        for index in range(settings.yard.servers):
-            server = Server(self.network, COORDINATOR, on_lost=_log_loss, logs=logs)
+        for index, budget in enumerate(budgets):
+            server = Server(self.network, COORDINATOR, on_lost=_log_loss, logs=logs, budget=budget)
             address = f"in-process:server-{index}"
             self.network.listen(address, [server.service()])
             server.register(address, patience_ms=settings.worker.retry_budget_ms)

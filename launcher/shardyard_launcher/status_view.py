@@ -243,6 +243,9 @@ def _table_document(table: wire.TableStatus, held: TableOnServers) -> dict[str, 
         "rows": held.rows if held.servers else table.rows,
         "ids": held.ids,
         "bytes": held.nbytes,
+        "rows_on_disk": held.cold_rows,
+        "disk_bytes": held.disk_bytes,
+        "disk_refused": list(held.refused),
         "load": held.load,
         "admitted": held.admitted,
         "expired": held.expired,
@@ -314,6 +317,7 @@ def _server(incarnation: int, said: server_wire.DescribeServerReply | errors.Sha
         "workers_attached": said.workers_attached,
         "workers_streaming": said.workers_streaming,
         "pins": said.pins,
+        "memory_bytes_max": said.memory_bytes_max or None,
     }
 
 
@@ -359,7 +363,7 @@ def _lateness(report: YardReport, job: int) -> dict[str, float] | None:
 @dataclass(frozen=True)
 class TableOnServers:
     """What servers say of a table. `servers`: so many of them did; `load`: the share of the index's places that ids
-    take, None where nobody said."""
+    take, None where nobody said; `refused`: by server, why its disk takes no more rows."""
 
     servers: int
     rows: int
@@ -368,11 +372,20 @@ class TableOnServers:
     load: float | None
     admitted: int
     expired: int
+    cold_rows: int
+    disk_bytes: int
+    refused: tuple[str, ...]
 
 
 def _of_table(report: YardReport, job: int, name: str) -> TableOnServers:
     said = [each for each in report.servers.values() if isinstance(each, server_wire.DescribeServerReply)]
-    found = [each for reply in said for each in reply.tables if each.job == job and each.name == name]
+    by_server = [
+        (reply.server, each) for reply in said for each in reply.tables if each.job == job and each.name == name
+    ]
+    found = [each for _, each in by_server]
+    refused = tuple(
+        [f"server {Incarnation(server)}: {each.disk_refused}" for server, each in by_server if each.disk_refused]
+    )
     ids, homes = sum(each.ids for each in found), sum(each.homes for each in found)
     return TableOnServers(
         len(found),
@@ -382,6 +395,9 @@ def _of_table(report: YardReport, job: int, name: str) -> TableOnServers:
         ids / homes if homes else None,
         sum(each.admitted for each in found),
         sum(each.expired for each in found),
+        sum(each.cold_rows for each in found),
+        sum(each.disk_bytes for each in found),
+        refused,
     )
 
 
@@ -484,6 +500,9 @@ def _of_server(said: server_wire.DescribeServerReply) -> str:
         parts.append(f"shares memory with {said.workers_attached} worker{'s'[: said.workers_attached != 1]}")
     if said.workers_streaming:
         parts.append(f"streams to {said.workers_streaming} worker{'s'[: said.workers_streaming != 1]}")
+    if said.memory_bytes_max:
+        held = sum(table.bytes for table in said.tables)
+        parts.append(f"tables take {_size(held)} of {_size(said.memory_bytes_max)}")
     return ", ".join(parts)
 
 
@@ -553,6 +572,10 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
         found += [_title(title), _partitions_table(report, job.job, owners)]
     if job.tables:
         found += [_title(f"tables of {name}"), _rows_table(report, job)]
+        for each in job.tables:
+            for refused in _of_table(report, job.job, each.name).refused:
+                said = f"  colder rows of {each.name} stay in memory: the disk refuses them; {refused}"
+                found.append(Text(said, style="yellow"))
     if job.feeds:
         feeds = _table("feed", "samples", "epochs", "free", "leased", "done", "quarantined", "finished")
         for feed in job.feeds:
@@ -619,15 +642,16 @@ def _partitions_table(report: YardReport, job: int, owners: list[common.Partitio
 
 def _rows_table(report: YardReport, job: wire.JobStatus) -> Table:
     """Where no server has said more, of a job that has ended for example, what the coordinator has heard last."""
-    table = _table("table", "dim", "optimizer", "rows", "ids", "memory", "index", "admitted", "expired")
+    table = _table("table", "dim", "optimizer", "rows", "ids", "memory", "disk", "index", "admitted", "expired")
     for each in job.tables:
         held = _of_table(report, job.job, each.name)
         cells = [each.name, str(each.dim), each.optimizer, f"{held.rows if held.servers else each.rows:,}"]
         if held.servers:
             load = "-" if held.load is None else f"{held.load:.0%} full"
-            cells += [f"{held.ids:,}", _size(held.nbytes), load, f"{held.admitted:,}", f"{held.expired:,}"]
+            disk = _size(held.disk_bytes) if held.disk_bytes else "-"
+            cells += [f"{held.ids:,}", _size(held.nbytes), disk, load, f"{held.admitted:,}", f"{held.expired:,}"]
         else:
-            cells += ["-"] * 5
+            cells += ["-"] * 6
         table.add_row(*map(Text, cells))
     return table
 

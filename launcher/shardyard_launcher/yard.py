@@ -294,10 +294,10 @@ def _purge(folder: Path) -> str:
     """Deletes what `up` has put into the folder, and the folder if nothing else is in it; says what it did."""
     import shutil
 
-    from shardyard.runtime.settings import WAL_FOLDER
+    from shardyard.runtime.settings import COLD_FOLDER, WAL_FOLDER
     from shardyard_launcher.yard_state import LOCK_FILE, LOGS
 
-    for name in (LOGS, "coordinator", WAL_FOLDER):  # servers' logs mean nothing without the journal
+    for name in (LOGS, "coordinator", COLD_FOLDER, WAL_FOLDER):  # servers' logs mean nothing without the journal
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("settings.yaml", LOCK_FILE):
         (folder / name).unlink(missing_ok=True)

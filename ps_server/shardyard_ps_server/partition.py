@@ -82,6 +82,7 @@ from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition_tables import Floats, Gone, PartitionTables, Rows, scaled, square_norm
 from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes, Memory, Versions, Wanted, aligned_empty, private_memory
@@ -118,16 +119,17 @@ class Partition:
         logged: bool = False,
         rows_at_once: bool = False,
         clock: Clock = SYSTEM_CLOCK,
+        budget: Budget | None = None,
     ) -> None:
         """`stale`: of an asynchronous job that has a rule for gradients of older versions; `clipping`: of a
         synchronous job's mean gradients; `backup_workers`: so many of its ranks need not count; `logged`: the job has
         logs; `rows_at_once`: rows of a synchronous job are updated when they come, in a lane of their own; `clock`: by
-        which rows of tables age."""
+        which rows of tables age; `budget`: of all tables of the server."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._tables = PartitionTables(layout, clock, recorded=logged)
+        self._tables = PartitionTables(layout, clock, recorded=logged, budget=budget)
         self._rows_at_once = rows_at_once and bool(layout.tables)
         self._former: FormerRows | None = None
         """Of a synchronous job that updates rows with its steps, from when the first is taken: what it has changed."""
@@ -376,7 +378,7 @@ class Partition:
         there are not disturbed. `tables`: those of the state, where they were read already. Raises CheckpointDamaged
         where state is missing, TooLarge, and what reading tables raises, having changed nothing."""
         if tables is None:
-            tables = read_tables(state.tables)
+            tables = read_tables(state.tables, self._tables.budget)
         if tables.keys() != self._tables.names:
             raise CheckpointDamaged(
                 f"partition {self.id} with the tables {sorted(tables)[:8]}; expected {sorted(self._tables.names)[:8]}"

@@ -35,6 +35,7 @@ from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.row_sums import Given, Mean
 from shardyard_ps_server.table_states import Tables, make_tables
 from shardyard_ps_server.tables import table
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import Bytes
@@ -77,7 +78,9 @@ class PartitionTables:
     """`recorded`: what expires with a push is decided by `await_push`, and not when it takes effect. Raises TableError
     where the address space for rows is refused."""
 
-    def __init__(self, layout: JobLayout, clock: Clock, *, recorded: bool = False) -> None:
+    def __init__(
+        self, layout: JobLayout, clock: Clock, *, recorded: bool = False, budget: Budget | None = None
+    ) -> None:
         self._settings = layout.tables
         self._clock = clock
         self.names = frozenset(settings.name for settings in layout.tables)
@@ -86,7 +89,9 @@ class PartitionTables:
         self._awaited: list[Sequence[Rows]] = []
         self._decided: set[int] = set()
         self._owed: dict[int, int] = {}
-        self.become(make_tables(layout))
+        self.budget = budget
+        """Of the server."""
+        self.become(make_tables(layout, budget))
 
     @property
     def by_name(self) -> Tables:

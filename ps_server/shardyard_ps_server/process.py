@@ -24,6 +24,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server import optimizers
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.tables.budget import Budget, budget_in
 from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogRoot
 
 log = logging.getLogger("shardyard.server")
@@ -34,7 +35,8 @@ class Server:
 
     `on_lost` is told when the coordinator is gone or has declared this server dead, when a log cannot be written,
     or a push was applied in part.
-    `logs`: the folder of logs; None: it takes no jobs that need one.
+    `logs`: the folder of logs; None: it takes no jobs that need one. `budget`: of the memory for rows of tables; None:
+    there is no bound.
     """
 
     def __init__(
@@ -45,10 +47,11 @@ class Server:
         on_lost: Callable[[errors.ShardyardError], None],
         coordinator_grace_ms: int = COORDINATOR_GRACE_MS,
         logs: LogRoot | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._grace_ms = coordinator_grace_ms
         self._logs = logs
-        self.store = Store(logs=logs, on_failure=on_lost)
+        self.store = Store(logs=logs, on_failure=on_lost, budget=budget)
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
         self._on_lost = on_lost
         self._enrolment: Enrolment | None = None
@@ -123,7 +126,7 @@ def serve(
     """Runs a server until `stop` is set. `ready` is told its address once it can be used.
 
     Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost;
-    StorageUnavailable when a log cannot be written.
+    StorageUnavailable when a log cannot be written, or the folder for colder rows takes no file.
     """
     tune_malloc()
     lost: list[errors.ShardyardError] = []
@@ -138,6 +141,7 @@ def serve(
         on_lost=on_lost,
         coordinator_grace_ms=settings.membership.coordinator_grace_ms,
         logs=_logs(settings.yard.wal_folder, time.time()),
+        budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
     )
     listener = Listener(bind, [server.service()])
     listener.start()

@@ -260,6 +260,7 @@ class Servicer:
             bytes_sent=counters.bytes_sent,
             workers_attached=counters.streams_attached,
             workers_streaming=counters.streams - counters.streams_attached,
+            memory_bytes_max=0 if self._store.budget is None else self._store.budget.bytes_max,
         )
         for hosted in self._store.hosted():
             reply.pins += len(hosted.pins)
@@ -273,6 +274,9 @@ class Servicer:
                     homes=table.homes,
                     admitted=table.admitted,
                     expired=table.expired,
+                    cold_rows=table.cold_rows,
+                    disk_bytes=table.disk_bytes,
+                    disk_refused=table.disk_refused,
                 )
             if hosted.pacing is not None and hosted.pacing.bound is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)

@@ -111,6 +111,7 @@ from shardyard_ps_server.replay import (
     verdict_head,
 )
 from shardyard_ps_server.table_states import Tables, read_tables
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
 from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, LogRoot
@@ -182,7 +183,8 @@ class Held:
 class TableCount:
     """A table at this server: its rows, and the memory that it takes; the ids of its index, with those that are only
     counted, and for how many there is room; rows that pushes have made and ids that have expired since the partitions
-    are here."""
+    are here; of the rows, those that lie in a file, what that takes of the disk, and what the disk said if it refuses
+    more."""
 
     name: str
     rows: int
@@ -191,6 +193,9 @@ class TableCount:
     homes: int
     admitted: int
     expired: int
+    cold_rows: int
+    disk_bytes: int
+    disk_refused: str
 
 
 @dataclass
@@ -310,6 +315,9 @@ class HostedJob:
                     sum([table.homes for table in tables]),
                     sum([table.admitted for table in tables]),
                     sum([table.expired for table in tables]),
+                    sum([table.cold_rows for table in tables]),
+                    sum([table.disk_bytes for table in tables]),
+                    next((table.disk_refused for table in tables if table.disk_refused), ""),
                 )
             )
         return found
@@ -345,10 +353,16 @@ class Store:
     """Safe for several threads. Every method raises ShardyardErrors for what it refuses, having changed nothing."""
 
     def __init__(
-        self, *, shareable: bool = True, logs: LogRoot | None = None, on_failure: OnFailure | None = None
+        self,
+        *,
+        shareable: bool = True,
+        logs: LogRoot | None = None,
+        on_failure: OnFailure | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """`logs`: where logs are kept; None: jobs that need one are refused. `on_failure`: is told when one cannot be
-        written, or a push was applied in part for want of memory, after which this server must stop."""
+        written, or a push was applied in part for want of memory, after which this server must stop. `budget`: of the
+        memory for rows of tables."""
         self._lock = threading.Lock()
         self._jobs: dict[JobId, HostedJob] = {}
         self._standing = _Standing()
@@ -356,6 +370,7 @@ class Store:
         self._shareable = shareable
         self._logs = logs
         self._on_failure = on_failure or _tell_failure
+        self.budget = budget
         self._crew = Crew()
         self.counters = Counters()
         self.vigil = Vigil(logger=log)
@@ -621,7 +636,8 @@ class Store:
                 what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
                     state = replace(read_partition(storage, layout, entry), version=entry.version)
-                    found.append(Loaded(restore.adapted(state, job), read_tables(state.tables)))
+                    tables = read_tables(state.tables, self.budget)
+                    found.append(Loaded(restore.adapted(state, job), tables))
         return found
 
     def _make(
@@ -643,6 +659,7 @@ class Store:
                     hosted.backup_workers,
                     logged=hosted.wal is not None,
                     rows_at_once=hosted.rows_at_once,
+                    budget=self.budget,
                 )
             except TooLarge as error:
                 raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error

@@ -14,6 +14,7 @@ from shardyard.checkpoints.table_state import TableState
 from shardyard.ground.errors import CheckpointDamaged, ShardyardError, TableError
 from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import JobLayout
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Cut
 from shardyard_ps_server.tables.table import Table
 
@@ -22,9 +23,9 @@ Since = Mapping[str, int]
 """Of tables by name, the generation of a cut of which not more than what has changed after it is wanted."""
 
 
-def make_tables(layout: JobLayout) -> Tables:
-    """Empty ones. Raises TableError where address space is refused."""
-    return {settings.name: Table(in_partition(settings, layout)) for settings in layout.tables}
+def make_tables(layout: JobLayout, budget: Budget | None = None) -> Tables:
+    """Empty ones; `budget`: of the server. Raises TableError where address space is refused."""
+    return {settings.name: Table(in_partition(settings, layout), budget) for settings in layout.tables}
 
 
 def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
@@ -33,10 +34,10 @@ def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
     return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))
 
 
-def read_tables(states: tuple[TableState, ...]) -> Tables:
+def read_tables(states: tuple[TableState, ...], budget: Budget | None = None) -> Tables:
     """As a checkpoint has them, read one file at a time. Raises CheckpointDamaged, CheckpointNotFound,
     StorageUnavailable, TableError where address space is refused."""
-    return {state.settings.name: _read(state) for state in states}
+    return {state.settings.name: _read(state, budget) for state in states}
 
 
 def cut_tables(tables: Tables, since: Since) -> Mapping[str, Cut]:
@@ -54,8 +55,8 @@ def cut_tables(tables: Tables, since: Since) -> Mapping[str, Cut]:
     return found
 
 
-def _read(state: TableState) -> Table:
-    table = Table(in_partition(state.settings, state.layout))
+def _read(state: TableState, budget: Budget | None) -> Table:
+    table = Table(in_partition(state.settings, state.layout), budget)
     called = f"table {state.settings.name!r} of partition {state.partition} in {state.storage.locate(state.folder)}"
     try:
         for part in state.parts():

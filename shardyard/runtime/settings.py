@@ -46,6 +46,7 @@ AUTO: Final = "auto"
 CHECKPOINTS: Final = "checkpoints"
 """The folder in the coordinator's state folder that takes the checkpoints of jobs that leave it to it."""
 WAL_FOLDER: Final = "wal"
+COLD_FOLDER: Final = "cold"
 NEVER: Final = "never"
 PORT_MAX: Final = 65_535
 HEARTBEATS_PER_LEASE_MIN: Final = 3
@@ -53,6 +54,7 @@ DURATION_MS_MAX: Final = 3_600_000
 COORDINATOR_GRACE_MS: Final = 60_000
 IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
 SEED_MAX: Final = (1 << 63) - 1
+MEMORY_BYTES_MAX: Final = 1 << 50
 IMPOSSIBLE_RELATION: Final = "impossible_relation"
 EXPLAINED_VALUE: Final = "explained_value"
 """Error types: the first of values that are right one by one, the second of one that says itself what is wrong."""
@@ -181,6 +183,18 @@ class YardSettings(Section):
         description="The folder for the logs of servers on this machine, which need them when one of them dies"
         " (job.durability wal); auto: wal, in yard.state.",
     )
+    memory_bytes_max: int = Field(
+        default=0,
+        ge=0,
+        le=MEMORY_BYTES_MAX,
+        description="Memory that rows of embedding tables, with their index, take on each server, about; colder rows go"
+        " to a file in yard.cold. 0: no bound, and no file.",
+    )
+    cold: Folder = Field(
+        default=AUTO,
+        description="The folder for these files, on a local disk; they have no names, and go with the server; auto:"
+        " cold, in yard.state.",
+    )
     restarts_max: int = Field(
         default=1, ge=0, le=1_000, description="How often the agent restarts a training process killed by a signal."
     )
@@ -198,6 +212,10 @@ class YardSettings(Section):
     @property
     def wal_folder(self) -> Path:
         return Path(self.state) / WAL_FOLDER if self.wal == AUTO else Path(self.wal)
+
+    @property
+    def cold_folder(self) -> Path:
+        return Path(self.state) / COLD_FOLDER if self.cold == AUTO else Path(self.cold)
 
 
 class ConsistencySettings(Section):

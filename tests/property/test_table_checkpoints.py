@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 
 from plain_table import PlainTable
-from test_tables import IDS, RULES, contents, expected
+from test_tables import IDS, RULES, SMALL_TIER, bound, contents, expected
 
 from shardyard.checkpoints import tables as documents
 from shardyard.checkpoints.documents import Node, canonical
@@ -33,7 +33,8 @@ from shardyard.ground.types import Incarnation, JobLayout, OptimizerSpec, Partit
 from shardyard_ps_server import table_saver
 from shardyard_ps_server.table_saver import TableSaver
 from shardyard_ps_server.table_states import cut_tables, read_tables
-from shardyard_ps_server.tables import cuts, expiry, stripes
+from shardyard_ps_server.tables import cold, cuts, expiry, stripes, tier
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.table import Table
 
 PARTITION = PartitionId(0)
@@ -51,6 +52,9 @@ def _small() -> Iterator[None]:
             patch.setattr(module, "HOMES_PER_STEP", 5)
         patch.setattr(cuts, "_STEP_ENTRIES", 7)
         patch.setattr(cuts, "CHUNK_ENTRIES", 11)
+        patch.setattr(cold, "PIECE_BYTES_LEAST", 1_000)
+        for name, value in SMALL_TIER.items():
+            patch.setattr(tier, name, value)
         patch.setattr(table_saver, "FILE_BYTES", 1_000)
         patch.setattr(table_saver, "CHAIN_SHARE", 2.0)
         patch.setattr(table_saver, "CHAIN_CUTS_MAX", 6)
@@ -76,11 +80,11 @@ class Busy(RemoteStorage):
 class Trained:
     """A table, its dictionary, and its newest checkpoint with what the dictionary was then."""
 
-    def __init__(self, table_settings: TableSettings) -> None:
+    def __init__(self, table_settings: TableSettings, budget: Budget | None) -> None:
         part = PartitionLayout(PARTITION, 0, ())
         self.layout = JobLayout((), OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),)), (part,), (table_settings,))
-        self.settings = table_settings
-        self.table, self.plain = Table(table_settings), PlainTable(table_settings)
+        self.settings, self.budget = table_settings, budget
+        self.table, self.plain = Table(table_settings, budget), PlainTable(table_settings)
         self.saver = TableSaver(Incarnation(7))
         self.storage = Busy(self.push_a_little)
         self.rng = np.random.default_rng(0)
@@ -153,7 +157,7 @@ class Trained:
 
     def read(self) -> Table:
         if not self.base:
-            return Table(self.settings)
+            return Table(self.settings, self.budget)
         state = TableState(self.storage, "", self.layout, PARTITION, 0, self.entry)
         rows = {
             number: row.tobytes()
@@ -164,7 +168,7 @@ class Trained:
         assert rows == {
             number: entry.row[:dim].tobytes() for number, entry in self.then.entries.items() if entry.row is not None
         }
-        found = read_tables((state,))[self.settings.name]
+        found = read_tables((state,), self.budget)[self.settings.name]
         assert found.updates == self.step_then
         assert found.now_ms == (self.then_ms if self.settings.expiry.by_time else 0)
         return found
@@ -247,12 +251,13 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @settings(max_examples=250, deadline=None)
-@given(table_settings(), OPERATIONS)
+@given(given_settings=table_settings(), operations=OPERATIONS)
 def test_what_is_read_back_is_the_table_that_was_cut(
-    given_settings: TableSettings, operations: list[tuple[str, int, list[int]]]
+    bounded: bool, given_settings: TableSettings, operations: list[tuple[str, int, list[int]]]
 ) -> None:
-    trained = Trained(given_settings)
+    trained = Trained(given_settings, bound() if bounded else None)
     for what, seed, ids in operations:
         trained.do(what, seed, ids)
     trained.finish()

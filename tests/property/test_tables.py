@@ -3,6 +3,7 @@ that they grow, split and end all the time."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from plain_table import Entry, PlainTable
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard_ps_server.tables import cuts, expiry, stripes
+from shardyard_ps_server.tables import cold, cuts, expiry, stripes, tier
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Chunk
 from shardyard_ps_server.tables.table import Table
 
@@ -76,6 +78,22 @@ def table_settings(draw: st.DrawFn) -> TableSettings:
     )
 
 
+ROWS_IN_MEMORY = 6
+SMALL_TIER = {
+    "ROWS_LEAST": ROWS_IN_MEMORY,
+    "HOMES_PER_STEP": 5,
+    "AT_ONCE": 3,
+    "_HOMES_PER_ROW": 20,
+    "_HOMES_TENDED": 20,
+    "_MORE": 10,
+}
+
+
+def bound() -> Budget:
+    """Memory for hardly any row: the others lie in a file."""
+    return Budget(1, lambda: os.memfd_create("rows"))
+
+
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(
@@ -101,6 +119,9 @@ def _small() -> Iterator[None]:
             patch.setattr(module, "HOMES_PER_STEP", 5)
         patch.setattr(cuts, "_STEP_ENTRIES", 7)
         patch.setattr(cuts, "CHUNK_ENTRIES", 11)
+        patch.setattr(cold, "PIECE_BYTES_LEAST", 1_000)
+        for name, value in SMALL_TIER.items():
+            patch.setattr(tier, name, value)
         yield
 
 
@@ -129,9 +150,9 @@ def load_all(table: Table, chunks: list[Chunk]) -> None:
 class Pair:
     """A table and its dictionary, and cuts on their way. `base`: what the last whole cut restores."""
 
-    def __init__(self, given_settings: TableSettings) -> None:
-        self.settings = given_settings
-        self.table, self.plain = Table(given_settings), PlainTable(given_settings)
+    def __init__(self, given_settings: TableSettings, budget: Budget | None) -> None:
+        self.settings, self.budget = given_settings, budget
+        self.table, self.plain = Table(given_settings, budget), PlainTable(given_settings)
         self.step = self.now_ms = 0
         self.cut: cuts.Cut | None = None
         self.chunks: list[Chunk] = []
@@ -170,7 +191,7 @@ class Pair:
             chunks = list(self.table.items())
             assert contents(chunks) == expected(self.plain)
             updates, now_ms = self.table.updates, self.table.now_ms
-            self.table = Table(self.settings)
+            self.table = Table(self.settings, self.budget)
             self.restored = None
             rng.shuffle(chunks)
             load_all(self.table, chunks)
@@ -214,7 +235,7 @@ class Pair:
         assert self.cut is not None
         self.chunks.extend(self.cut)
         if self.restored is None:
-            self.restored = Table(self.settings)
+            self.restored = Table(self.settings, self.budget)
             assert contents(self.chunks) == self.then
         else:
             assert contents(self.chunks).items() <= self.then.items()
@@ -230,12 +251,26 @@ class Pair:
         rows = sum(entry.row is not None for entry in self.plain.entries.values())
         assert (self.table.rows, self.table.entries) == (rows, len(self.plain.entries))
         assert contents(list(self.table.items())) == expected(self.plain)
+        if self.budget is not None:
+            self.come_down()
+            assert contents(list(self.table.items())) == expected(self.plain)
+
+    def come_down(self) -> None:
+        """All rows but a few leave memory, a little with each push, also one of nothing."""
+        for _ in range(10_000):
+            if self.table.rows - self.table.cold_rows <= ROWS_IN_MEMORY:
+                return
+            self.table.count(np.empty(0, np.int64), None, self.step + 1, self.now_ms)
+        raise AssertionError(f"{self.table.rows - self.table.cold_rows} rows are in memory")
 
 
+@pytest.mark.parametrize("bounded", [False, True])
 @settings(max_examples=150, deadline=None)
 @given(given_settings=table_settings(), operations=OPERATIONS)
-def test_a_table_is_a_dictionary(given_settings: TableSettings, operations: list[tuple[str, int, list[int]]]) -> None:
-    pair = Pair(given_settings)
+def test_a_table_is_a_dictionary(
+    bounded: bool, given_settings: TableSettings, operations: list[tuple[str, int, list[int]]]
+) -> None:
+    pair = Pair(given_settings, bound() if bounded else None)
     for what, seed, ids in operations:
         pair.do(what, seed, ids)
     pair.check()

@@ -814,6 +814,7 @@ def test_status_as_json_has_all_there_is() -> None:
             "workers_attached": 2,
             "workers_streaming": 1,
             "pins": 0,
+            "memory_bytes_max": None,
         }
     ]
 
@@ -826,18 +827,23 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
     first = found.servers[1]
     assert isinstance(first, server_wire.DescribeServerReply)
     users = {"name": "users", "rows": 1_000, "bytes": 3 << 20, "ids": 1_200, "homes": 2_000}
-    first.tables.add(job=9, **users, admitted=1_100, expired=100)
+    first.tables.add(job=9, **users, admitted=1_100, expired=100, cold_rows=400, disk_bytes=1 << 20)
     first.tables.add(job=8, **users, admitted=50, expired=50)
+    first.memory_bytes_max = 12 << 20
     second = server_wire.DescribeServerReply(server=2)
-    second.tables.add(job=9, **users, admitted=1_500, expired=500)
+    on_disk = {"cold_rows": 100, "disk_bytes": 1 << 19, "disk_refused": "No space left on device"}
+    second.tables.add(job=9, **users, admitted=1_500, expired=500, **on_disk)
     found = status_view.YardReport(
         found.coordinator, found.status, {1: first, 2: second, 3: errors.ServerUnavailable("it is away")}
     )
     text = shown_status(found)
     assert re.search(r"tables of mine \(id 9\)", text)
-    assert re.search(r"users +16 +adagrad +2,000 +2,400 +6\.0 MiB +60% full +2,600 +600\b", text)
+    assert re.search(r"users +16 +adagrad +2,000 +2,400 +6\.0 MiB +1\.5 MiB +60% full +2,600 +600\b", text)
+    assert "tables take 6.0 MiB of 12.0 MiB" in text
     # what the coordinator heard last, where no server says more
-    assert re.search(r"words +8 +adam +12 +- +- +- +- +-", text)
+    assert re.search(r"words +8 +adam +12 +- +- +- +- +- +-", text)
+    said = "colder rows of users stay in memory: the disk refuses them; server 2: No space left on device"
+    assert said in " ".join(text.split())
     tables = json.loads(status_view.to_json(found))["jobs"][1]["tables"]
     assert tables[0] == {
         "name": "users",
@@ -846,6 +852,9 @@ def test_status_shows_embedding_tables_as_servers_describe_them() -> None:
         "rows": 2_000,
         "ids": 2_400,
         "bytes": 6 << 20,
+        "rows_on_disk": 500,
+        "disk_bytes": 3 << 19,
+        "disk_refused": ["server 2: No space left on device"],
         "load": 0.6,
         "admitted": 2_600,
         "expired": 600,

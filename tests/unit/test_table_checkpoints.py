@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -55,7 +56,8 @@ from shardyard_ps_server import table_saver
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.store import Restore, Store
-from shardyard_ps_server.tables import cuts
+from shardyard_ps_server.tables import cuts, tier
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.table import Table
 
 JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
@@ -75,6 +77,15 @@ LAYOUT = dataclasses.replace(DENSE, tables=(USERS, WORDS))
 OWNED = [part.partition for part in LAYOUT.partitions]
 IDS = np.unique(np.random.default_rng(5).integers(-(2**63), 2**63 - 1, 3_000))
 MADE: list[Store] = []
+BUDGETS: list[Budget | None] = []
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in memory", "on disk"])
+def _where_rows_lie(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(tier, "ROWS_LEAST", 50)
+    BUDGETS.append(Budget(1, lambda: os.memfd_create("rows")) if request.param else None)
+    yield
+    BUDGETS.pop()
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +102,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def server(restore: Restore | None = None, layout: JobLayout = LAYOUT) -> Store:
-    store = Store()
+    store = Store(budget=BUDGETS[-1])
     MADE.append(store)
     store.become(HERE, Term(2))
     if restore is None:
@@ -789,3 +800,14 @@ def test_list_shows_rows_and_bytes_of_tables(tmp_path: Path) -> None:
     entries = [entry.tables[0] for entry in library.load("job").partitions]
     assert second["tables"][0]["bytes"] == sum(entry.nbytes for entry in entries) > first["tables"][0]["bytes"]
     assert f"users {IDS.size:,}, words.in " in run("list", "--url", tmp_path / "all")
+
+
+def test_a_server_reads_a_checkpoint_within_its_bound(small_files: None, tmp_path: Path) -> None:
+    store = server()
+    for step in (1, 2):
+        train(store, step)
+    again = restored(tmp_path, save(store, tmp_path, 1))
+    assert contents(again) == contents(store)
+    for partition in partitions(again):
+        for table in partition.tables.values():
+            assert (table.cold_rows > 0.5 * table.rows) == (BUDGETS[-1] is not None)

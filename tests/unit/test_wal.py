@@ -71,6 +71,7 @@ from shardyard_ps_server.checkpoints import Saved, SaveOrder
 from shardyard_ps_server.exchanges import takes_a_moment
 from shardyard_ps_server.replay import open_head, push_head
 from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal import Wal
 from shardyard_ps_server.wal_files import ASIDE_KEPT_S, END, FENCED, ID, SYNCED, LogFiles, LogRoot
@@ -116,9 +117,10 @@ class Yard:
         self.stale = stale
         self.failures: list[ShardyardError] = []
         self._stores: list[Store] = []
+        self.budget: Budget | None = None
 
     def empty(self, incarnation: Incarnation) -> Store:
-        store = Store(logs=self.logs, on_failure=self.failures.append)
+        store = Store(logs=self.logs, on_failure=self.failures.append, budget=self.budget)
         self._stores.append(store)
         store.become(incarnation, Term(2))
         return store

@@ -4,6 +4,7 @@ damaged is named."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ from shardyard.transport.same_host import Shared
 from shardyard.wire import convert
 from shardyard_ps_server.replay import begin_head, push_head
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.tables import tier
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.table import Table
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal import Wal
@@ -82,9 +85,11 @@ ROWS = dataclasses.replace(LAYOUT, tables=TABLES)
 AGING = 4
 
 
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
+@pytest.fixture(params=[False, True], ids=["in memory", "on disk"])
+def yard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Yard]:
+    monkeypatch.setattr(tier, "ROWS_LEAST", 4)
     with yard_of(tmp_path, layout=ROWS) as made:
+        made.budget = Budget(1, lambda: os.memfd_create("rows")) if request.param else None
         yield made
 
 

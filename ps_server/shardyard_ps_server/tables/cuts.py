@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shardyard_ps_server.tables import walks
+from shardyard_ps_server.tables import moves, walks
 from shardyard_ps_server.tables.estimates import CellsThen
 from shardyard_ps_server.tables.layout import (
     AGE_SHIFT,
@@ -190,11 +190,13 @@ class Cut:
 
     def _step(self, words: Words, records: Floats, *, clear: bool = True) -> int:
         """Copies some entries to the front of the arrays; how many. `clear`: they count as not changed from then on."""
+        only_changed = self._moment.only_changed
+        moves.bring_window(self._memory, self._cursor, HOMES_PER_STEP, not_copied=True, only_changed=only_changed)
         n, cursor, self._over = walks.copy_some(
             self._memory,
             self._cursor,
             HOMES_PER_STEP,
-            self._moment.only_changed,
+            only_changed,
             clear and self._moment.generation > 0,
             words.reshape(-1),
             records,

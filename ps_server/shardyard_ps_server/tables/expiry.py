@@ -14,7 +14,7 @@ import numpy as np
 
 from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.table_settings import ExpirySettings
-from shardyard_ps_server.tables import walks
+from shardyard_ps_server.tables import moves, walks
 from shardyard_ps_server.tables.layout import Memory, Numbers
 
 HOMES_PER_STEP: Final = 512
@@ -61,6 +61,12 @@ class Expiry:
         if over:
             self._begun = False
         return Expired(gone[:n].copy(), over=over)
+
+    def bring(self, memory: Memory) -> None:
+        """What the next step reads of rows is in memory: their values, or all of what goes where a cut is taken."""
+        is_cut = memory.log_rows.shape[0] > 1
+        if self._histogram is None and (self.settings.norm_min > 0 or is_cut):
+            moves.bring_window(memory, self._cursor, HOMES_PER_STEP, not_copied=False, only_changed=False)
 
     def _begin(self, rows: int) -> None:
         self._begun = True

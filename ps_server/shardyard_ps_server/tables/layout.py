@@ -2,7 +2,7 @@
 
 A bucket is two words: the id, and a word that is 0 in an empty bucket:
 
-    bits  0-29  number of the row, and one; 0: the id is counted, and has no row yet
+    bits  0-29  number of the row, and one; 0: the id is counted, and has no row yet; from `Memory.cold` on: in a file
     bit     30  the mark: whether the cut that is being taken has this entry already (tables.cuts)
     bit     31  changed since the last cut
     bits 32-47  frequency: how often the id was pushed, at most 65,535
@@ -67,16 +67,29 @@ NEXT_ROW: Final = 8
 FREE_ROW: Final = 9
 """The first freed row, and one; the next one stands in its first element."""
 FREED: Final = 10
+LIMIT: Final = 11
+"""Rows that memory is to hold: those numbered from here on are taken last, and given up first."""
+FREE_HIGH: Final = 12
+HIGH_FREED: Final = 13
+"""The same as FREE_ROW and FREED, of rows from LIMIT on."""
+NEXT_SLOT: Final = 14
+SLOTS_FREE: Final = 15
+"""Slots of the file that were ever taken, and those of them that are free: a stack, `Memory.slots`."""
 SIDE: Final = 16
 """What the mark of an entry is that needs no copy: 0 or `MARK`."""
+FILE: Final = 17
+"""The descriptor of the file with colder rows, where there is one."""
 LOGGED: Final = 18
+COLD_ROWS: Final = 19
+"""Rows in the file."""
 ADMITTED: Final = 20
 """Rows that pushes have made."""
 SHARED_WORDS: Final = 24
 
 
 class Memory(NamedTuple):
-    """A table's memory, as loops take it. `slab[row]`: values, then state; `links`: the same as int32. `log_words`
+    """A table's memory, as loops take it. `slab[row]`: values, then state; `links`: the same as int32. Rows from `cold`
+    on lie in a file that is mapped there, to be read alone; `slots`: those of them that are free. `log_words`
     (three words an entry: id, word, base) and `log_rows` are the cut's. `fresh`: how state begins."""
 
     seeds: Words
@@ -85,6 +98,8 @@ class Memory(NamedTuple):
     shared: Numbers
     slab: Floats
     links: npt.NDArray[np.int32]
+    cold: int
+    slots: npt.NDArray[np.int32]
     log_words: Words
     log_rows: Floats
     fresh: Floats

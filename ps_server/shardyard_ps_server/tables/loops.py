@@ -18,6 +18,7 @@ from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.row_admission import is_drawn
 from shardyard.ground.row_values import fill_row
 from shardyard_ps_server.tables import rules
+from shardyard_ps_server.tables.heap import free_row, raise_row, take_row
 from shardyard_ps_server.tables.index import (
     array_at,
     buckets_of,
@@ -42,17 +43,14 @@ from shardyard_ps_server.tables.layout import (
     EMPTY,
     ENTRIES,
     FIELDS,
-    FREE_ROW,
-    FREED,
+    FILE,
     FREQUENCY,
     FREQUENCY_SHIFT,
-    HEAP_LOCK,
     HOMES,
     LENGTH,
     LOCK,
     LOGGED,
     MARK,
-    NEXT_ROW,
     ROW,
     SIDE,
     SLOT_SHIFT,
@@ -63,13 +61,14 @@ from shardyard_ps_server.tables.layout import (
     Words,
     signed,
 )
-from shardyard_ps_server.tables.machine import add, fence, load, pointer, prefetch, try_lock, unlock
+from shardyard_ps_server.tables.machine import add, fence, load, pointer, prefetch, will_need
 
 # not so many that their rows leave the cache between the two passes over them
 _CHUNK = 256
 _CHUNK_LEAST = 16
 _CHUNK_VALUES = 4_096
 _LINE = 16
+_TRIES = 2
 # no lock's value: somebody was writing
 _WRITTEN = -1
 
@@ -141,7 +140,9 @@ def look_up(memory: Memory, ids: Numbers, dim: int, out: Floats, zeros: bool) ->
             b = find(buckets, ids[chunk + k], home_of(hashes[k], np.uint64(depth), np.uint64(homes)))
             row = signed(buckets[2 * b + 1] & ROW) - 1
             rows[k] = row
-            if row >= 0:
+            if row >= memory.cold:
+                will_need(memory.shared[FILE], (row - memory.cold) * stride * 4, dim * 4)
+            elif row >= 0:
                 for d in range(0, dim, _LINE):
                     prefetch(slab, row * stride + d)
         for k in range(n):
@@ -164,15 +165,27 @@ def look_up(memory: Memory, ids: Numbers, dim: int, out: Floats, zeros: bool) ->
 
 @compiled
 def _read_alone(memory: Memory, word: np.uint64, number: np.int64, dim: int, out: Floats, i: int) -> int:
-    """The row of an id, or -1; its values are in out[i]."""
-    stripe, home = lock_of(memory, word)
-    buckets = buckets_of(memory.stripes, stripe)
-    row = signed(buckets[2 * find(buckets, number, home) + 1] & ROW) - 1
-    if row >= 0:
-        for d in range(dim):
-            out[i, d] = memory.slab[row, d]
-    let_go(memory.stripes, stripe)
-    return int(row)
+    """The row of an id, or -1; its values are in out[i]. One in the file is read without the lock first."""
+    tries = 0
+    while True:
+        stripe, home = lock_of(memory, word)
+        at = stripe * FIELDS + LOCK
+        buckets = buckets_of(memory.stripes, stripe)
+        row = signed(buckets[2 * find(buckets, number, home) + 1] & ROW) - 1
+        alone = row < memory.cold or tries == _TRIES
+        version = memory.stripes[at] + 1
+        if not alone:
+            let_go(memory.stripes, stripe)
+        if row >= 0:
+            for d in range(dim):
+                out[i, d] = memory.slab[row, d]
+        if alone:
+            let_go(memory.stripes, stripe)
+            return int(row)
+        fence()
+        if load(memory.stripes, at) == version:
+            return int(row)
+        tries += 1
 
 
 @compiled
@@ -257,6 +270,8 @@ def _write(
             elif (word & MARK) != np.uint64(memory.shared[SIDE]):
                 keep(memory, stripe, buckets[2 * b], word)
             row = signed(word & ROW) - 1
+            if row >= memory.cold:
+                row = raise_row(memory, row)
             frequency = np.uint64(min(signed((word >> FREQUENCY_SHIFT) & FREQUENCY) + times, FREQUENCY_MAX))
             if row < 0 and (entrance.code != BY_COUNT or signed(frequency) >= entrance.threshold):
                 row = take_row(memory)
@@ -326,34 +341,6 @@ def keep(memory: Memory, stripe: int, key: np.uint64, word: np.uint64) -> None:
     if row >= 0:
         for d in range(memory.slab.shape[1]):
             memory.log_rows[k, d] = memory.slab[row, d]
-
-
-@compiled
-def take_row(memory: Memory) -> int:
-    """A row that nobody has."""
-    shared = memory.shared
-    while not try_lock(shared, HEAP_LOCK):
-        pass
-    row = shared[FREE_ROW] - 1
-    if row >= 0:
-        shared[FREE_ROW] = signed(memory.links[row, 0])
-        shared[FREED] -= 1
-    else:
-        row = shared[NEXT_ROW]
-        shared[NEXT_ROW] = row + 1
-    unlock(shared, HEAP_LOCK)
-    return int(row)
-
-
-@compiled
-def free_row(memory: Memory, row: int) -> None:
-    shared = memory.shared
-    while not try_lock(shared, HEAP_LOCK):
-        pass
-    memory.links[row, 0] = np.int32(shared[FREE_ROW])
-    shared[FREE_ROW] = row + 1
-    shared[FREED] += 1
-    unlock(shared, HEAP_LOCK)
 
 
 # ---- removals
@@ -435,6 +422,9 @@ def _put_in(
             keep(memory, stripe, buckets[2 * b], word)
         row = signed(word & ROW) - 1
         if i < records.shape[0]:
+            if row >= memory.cold:
+                free_row(memory, row)
+                row = signed(-1)
             if row < 0:
                 row = take_row(memory)
             for d in range(memory.slab.shape[1]):

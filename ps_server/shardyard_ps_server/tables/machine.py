@@ -1,4 +1,4 @@
-"""What loops need of the processor that the compiler's language does not have: locks, counters and cache lines.
+"""What loops need that the compiler's language does not have: locks, counters, cache lines, and a file.
 
 Owns: one intrinsic each. Invariants: a lock is a word that is odd while someone has it, and never the same again after
 it was let go: who reads without it can tell whether somebody has written meanwhile (a sequence lock; Boehm, Can
@@ -19,6 +19,7 @@ from numba.core import cgutils, types
 _WORD: Final = ir.IntType(64)
 _INT: Final = ir.IntType(32)
 _BYTES: Final = ir.IntType(8).as_pointer()
+_WILL_NEED: Final = 3
 
 
 def _place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -95,6 +96,27 @@ def _make_give_way(_context: Any) -> tuple[Any, Callable[..., Any]]:
     return types.void(), generate
 
 
+def _make_write(_context: Any, _file: Any, _address: Any, _nbytes: Any, _offset: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        file, address, nbytes, offset = arguments
+        kind = ir.FunctionType(_WORD, [_INT, _BYTES, _WORD, _WORD])
+        place = builder.inttoptr(address, _BYTES)
+        return builder.call(_function(builder, kind, "pwrite"), [builder.trunc(file, _INT), place, nbytes, offset])
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), generate
+
+
+def _make_will_need(_context: Any, _file: Any, _offset: Any, _nbytes: Any) -> tuple[Any, Callable[..., Any]]:
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        file, offset, nbytes = arguments
+        kind = ir.FunctionType(_INT, [_INT, _WORD, _WORD, _INT])
+        function = _function(builder, kind, "posix_fadvise")
+        builder.call(function, [builder.trunc(file, _INT), offset, nbytes, _INT(_WILL_NEED)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
 def _make_pointer(_context: Any, _address: Any) -> tuple[Any, Callable[..., Any]]:
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], _BYTES)
@@ -116,5 +138,9 @@ add: Any = numba.extending.intrinsic(_make_add)
 """(int64 array, index, number): adds at once, and gives what was there before."""
 give_way: Any = numba.extending.intrinsic(_make_give_way)
 """Another thread may run."""
+write_at: Any = numba.extending.intrinsic(_make_write)
+"""(file, address, nbytes, offset): pwrite(2); how many bytes were written, or -1."""
+will_need: Any = numba.extending.intrinsic(_make_will_need)
+"""(file, offset, nbytes): posix_fadvise(2): what is there is read from the disk while others go on."""
 pointer: Any = numba.extending.intrinsic(_make_pointer)
 """(address): for numba's carray."""

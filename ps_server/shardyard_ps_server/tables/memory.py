@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from shardyard.ground.errors import TableError
 
 HUGE_BYTES: Final = 2 << 20
 _MAP_NORESERVE: Final = 0x4000
+_MAP_FIXED: Final = 0x10
 
 
 def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES) -> npt.NDArray[Any]:
@@ -39,3 +41,35 @@ def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES)
         room.madvise(mmap.MADV_HUGEPAGE, first, whole)
     itemsize = np.dtype(dtype).itemsize
     return np.frombuffer(room, dtype, nbytes // itemsize, begin)
+
+
+def map_file(array: npt.NDArray[Any], begin: int, file: int) -> None:
+    """The bytes of `array`, which was reserved, from byte `begin` on become those of the file, to be read alone; those
+    beyond its end must not be read until it has grown. `begin` is at a page. Raises OSError."""
+    address, nbytes = array.ctypes.data + begin, array.nbytes - begin
+    found = _MMAP(address, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, file, 0)
+    if found != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    # one page for each row that is read: its neighbours in the file are no neighbours
+    _MADVISE(address, nbytes, mmap.MADV_RANDOM)
+
+
+def give_back(array: npt.NDArray[Any], begin: int, end: int) -> None:
+    """Bytes [begin, end) of `array` take no memory any more, and are zeros, but for pages that are not wholly there."""
+    first = -(-(array.ctypes.data + begin) // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (array.ctypes.data + end) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        _MADVISE(first, last - first, mmap.MADV_DONTNEED)
+
+
+def _from_libc(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_MMAP: Final = _from_libc(
+    "mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+)
+_MADVISE: Final = _from_libc("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

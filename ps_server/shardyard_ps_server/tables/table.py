@@ -29,14 +29,18 @@ from shardyard.ground.row_values import row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
 from shardyard_ps_server.tables import loops, rules
 from shardyard_ps_server.tables.batches import Batches
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Chunk, Cut, Ending, Moment
 from shardyard_ps_server.tables.estimates import Estimates
 from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry
 from shardyard_ps_server.tables.gate import Gate
 from shardyard_ps_server.tables.layout import (
     ADMITTED,
+    COLD_ROWS,
     FIELDS,
     FREED,
+    HIGH_FREED,
+    LIMIT,
     LOGGED,
     MARK,
     NEXT_ROW,
@@ -51,9 +55,14 @@ from shardyard_ps_server.tables.layout import (
 from shardyard_ps_server.tables.memory import reserve
 from shardyard_ps_server.tables.retirement import Retirement
 from shardyard_ps_server.tables.stripes import Stripes
+from shardyard_ps_server.tables.tier import Tier
 
 BATCH_IDS_MAX: Final = 1 << 24
 STEP_MAX: Final = (1 << 47) - 1
+COLD_ROWS_MAX: Final = (1 << 29) - (1 << 14)
+"""Rows of a table of which some may lie in a file."""
+_HOT_ALIGN: Final = 1 << 14
+"""So many rows end at a page, whatever the size of either."""
 _NOBODY: Final[Numbers] = np.empty(0, np.int64)
 
 
@@ -66,18 +75,24 @@ class _Chain(NamedTuple):
 
 
 class Table:
-    """Raises TableError where the address space for `rows_max` rows is refused."""
+    """`budget`: what all tables of a server may take together, and where colder rows go. Raises TableError where the
+    address space for `rows_max` rows is refused."""
 
-    def __init__(self, settings: TableSettings) -> None:
+    def __init__(self, settings: TableSettings, budget: Budget | None = None) -> None:
         self.settings = settings
         self.slots = row_optimizers.slots_of(settings.optimizer, settings.group)
         self._state = sum(slot.width(settings.dim) for slot in self.slots)
-        self._memory = self._reserve()
+        self._rows_max = settings.rows_max if budget is None else min(settings.rows_max, COLD_ROWS_MAX)
+        self._memory = self._reserve(tiered=budget is not None)
         self._retirement = Retirement()
         self._stripes = Stripes(self._memory, self._retirement)
         self._batches = Batches()
         self._turns = itertools.count(0, 7)
         self._gate = Gate()
+        self._tier: Tier | None = None
+        if budget is not None:
+            called = f"table {settings.name!r}"
+            self._tier = Tier(self._memory, self._stripes, self._retirement, self._gate, budget, called)
         self._counting = threading.Lock()
         """Of what is below: short, and never around a loop."""
         self._promised = 0
@@ -102,7 +117,7 @@ class Table:
     @property
     def rows(self) -> int:
         shared = self._memory.shared
-        return int(shared[NEXT_ROW] - shared[FREED])
+        return int(shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS])
 
     @property
     def entries(self) -> int:
@@ -133,6 +148,21 @@ class Table:
         """Of memory that is in use: rows that were ever taken, with their state, and the index."""
         rows = int(self._memory.shared[NEXT_ROW]) * int(self._memory.slab.shape[1]) * 4
         return rows + self._stripes.nbytes + (0 if self._estimates is None else self._estimates.nbytes)
+
+    @property
+    def cold_rows(self) -> int:
+        """Of `rows`, those that lie in the file."""
+        return int(self._memory.shared[COLD_ROWS])
+
+    @property
+    def disk_bytes(self) -> int:
+        """That the file for colder rows takes of the disk."""
+        return 0 if self._tier is None else self._tier.disk_bytes
+
+    @property
+    def disk_refused(self) -> str:
+        """What the disk said, where rows stay in memory for it; empty otherwise."""
+        return "" if self._tier is None else self._tier.refused
 
     @property
     def updates(self) -> int:
@@ -198,7 +228,7 @@ class Table:
         """Raises TableFull where the rows of those that have none would be too many; for a caller beside whom nobody
         makes rows until it has pushed or loaded these."""
         self._check_ids(ids)
-        if self.rows + ids.size > self.settings.rows_max:
+        if self.rows + ids.size > self._rows_max:
             with self._gate.together():
                 with self._room_for(self._batches.arrange(self._memory, ids, self._stripes.count), ids):
                     """There is room, and nobody else takes it."""
@@ -207,6 +237,8 @@ class Table:
         """Takes them out, rows and counts; those that were there."""
         self._check_ids(ids)
         gone = np.zeros(ids.size, np.bool_)
+        if self._tier is not None:
+            self._tier.bring(ids)
         with self._gate.together():
             memory = self._memory
             loops.remove(memory, self._batches.arrange(memory, ids, self._stripes.count), gone, self._turn())
@@ -244,6 +276,8 @@ class Table:
             raise TableError(f"steps from {steps.min()} to {steps.max()}; expected 0 to 2**47 - 1")
         records = np.hstack([values, state])
         units = steps // settings.expiry.age_unit
+        if self._tier is not None:
+            self._tier.make_room(ids)
         with self._gate.together():
             memory = self._memory
             batch = self._batches.arrange(memory, ids, self._stripes.count)
@@ -301,6 +335,7 @@ class Table:
         unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
         with self._expiring:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
+                self._expiry.bring(self._memory)
                 with self._gate.together():
                     with self._counting:
                         pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
@@ -400,17 +435,23 @@ class Table:
         """Where a loop begins: threads that come at the same time begin at different stripes."""
         return next(self._turns) % self._stripes.count
 
-    def _reserve(self) -> Memory:
+    def _reserve(self, *, tiered: bool) -> Memory:
         settings, stride = self.settings, self.settings.dim + self._state
-        slab = reserve(4 * stride * settings.rows_max, np.float32).reshape(-1, stride)
+        hot = -(-self._rows_max // _HOT_ALIGN) * _HOT_ALIGN if tiered else self._rows_max
+        cold = self._rows_max if tiered else 0
+        slab = reserve(4 * stride * (hot + cold), np.float32).reshape(-1, stride)
+        shared = np.zeros(SHARED_WORDS, np.int64)
+        shared[LIMIT] = hot
         fresh = [np.full(slot.width(settings.dim), slot.initial, np.float32) for slot in self.slots]
         return Memory(
             seeds=np.frombuffer(bytearray(os.urandom(16)), np.uint64),
             directory=np.zeros(SLOTS, np.int16),
             stripes=reserve(8 * SLOTS * FIELDS, np.int64),
-            shared=np.zeros(SHARED_WORDS, np.int64),
+            shared=shared,
             slab=slab,
             links=slab.view(np.int32),
+            cold=hot,
+            slots=reserve(4 * cold, np.int32) if tiered else np.zeros(1, np.int32),
             fresh=np.concatenate([np.empty(0, np.float32), *fresh]),
             initial_kind=settings.initial.kind.value,
             initial_scale=np.float64(settings.initial.scale),
@@ -440,6 +481,8 @@ class Table:
             gradients = np.ascontiguousarray(gradients)
         settings = self.settings
         rule = rules.rule_of(settings.optimizer, group, step)
+        if self._tier is not None:
+            self._tier.make_room(ids)
         with self._gate.together():
             memory = self._memory
             batch = self._batches.arrange(memory, ids, self._stripes.count)
@@ -482,7 +525,7 @@ class Table:
     @contextmanager
     def _room_for(self, batch: Batch, ids: Ids) -> Iterator[None]:
         """So many rows as the batch may need are nobody else's meanwhile. Raises TableFull."""
-        n, most = ids.size, self.settings.rows_max
+        n, most = ids.size, self._rows_max
         with self._counting:
             close = self.rows + self._promised + n > most
             if not close:
@@ -554,10 +597,12 @@ def _no_log(stride: int) -> dict[str, Any]:
 
 def warm() -> None:
     """Compiles every loop, or loads it from disk; a server does so before it says it is ready."""
+    budget = Budget(1, lambda: os.memfd_create("rows"))  # so rows go to a file, and come back
     for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):
-        table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission))
+        table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission), budget)
         ids = np.arange(2_000, dtype=np.int64)
-        table.push(ids, np.zeros((ids.size, 1), np.float32), 1, counts=np.ones(ids.size, np.int64))
+        for part in (ids[:1_500], ids[500:], ids):
+            table.push(part, np.zeros((part.size, 1), np.float32), 1, counts=np.ones(part.size, np.int64))
         table.look_up(ids, np.zeros((ids.size, 1), np.float32))
         for chunk in table.items():
             table.load(chunk.ids, chunk.values, chunk.state, chunk.frequencies, chunk.steps)

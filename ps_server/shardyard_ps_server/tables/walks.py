@@ -41,7 +41,7 @@ from shardyard_ps_server.tables.loops import drop
 
 
 @compiled
-def _leave(memory: Memory, stripe: int, home: int) -> tuple[np.uint64, bool]:
+def leave(memory: Memory, stripe: int, home: int) -> tuple[np.uint64, bool]:
     """Lets the stripe go; the hash from which to go on, and whether there is none."""
     stripes, at = memory.stripes, stripe * FIELDS
     high, homes = stripes[at + HIGH], stripes[at + HOMES]
@@ -86,7 +86,7 @@ def copy_some(
             word ^= MARK
             buckets[2 * b + 1] = word & ~CHANGED if clear else word
         b += 1
-    after, over = _leave(memory, stripe, stop)
+    after, over = leave(memory, stripe, stop)
     return n, after, over
 
 
@@ -134,7 +134,7 @@ def expire_some(
                     drop(memory, stripe, buckets, b)
                     continue
         b += 1
-    after, over = _leave(memory, stripe, stop)
+    after, over = leave(memory, stripe, stop)
     return n, after, over
 
 
@@ -183,4 +183,4 @@ def count_some(memory: Memory, cursor: np.uint64, homes: int, histogram: Numbers
         word = buckets[2 * b + 1]
         if (word & ROW) != EMPTY:
             histogram[signed((word >> FREQUENCY_SHIFT) & FREQUENCY)] += 1
-    return _leave(memory, stripe, stop)
+    return leave(memory, stripe, stop)

@@ -795,7 +795,7 @@ class DescribedLateness(_message.Message):
     def __init__(self, job: _Optional[int] = ..., gradients: _Optional[int] = ..., total: _Optional[int] = ..., most: _Optional[int] = ..., uncompensated: _Optional[int] = ...) -> None: ...
 
 class DescribeServerReply(_message.Message):
-    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness", "lateness", "pins", "tables")
+    __slots__ = ("server", "partitions", "pushes_applied", "pushes_duplicate", "bytes_received", "bytes_sent", "workers_attached", "workers_streaming", "staleness", "lateness", "pins", "memory_bytes_max", "tables")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     PUSHES_APPLIED_FIELD_NUMBER: _ClassVar[int]
@@ -807,6 +807,7 @@ class DescribeServerReply(_message.Message):
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     LATENESS_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     server: int
     partitions: _containers.RepeatedCompositeFieldContainer[DescribedPartition]
@@ -819,11 +820,12 @@ class DescribeServerReply(_message.Message):
     staleness: _containers.RepeatedCompositeFieldContainer[DescribedStaleness]
     lateness: _containers.RepeatedCompositeFieldContainer[DescribedLateness]
     pins: int
+    memory_bytes_max: int
     tables: _containers.RepeatedCompositeFieldContainer[DescribedTable]
-    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ..., lateness: _Optional[_Iterable[_Union[DescribedLateness, _Mapping]]] = ..., pins: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[DescribedTable, _Mapping]]] = ...) -> None: ...
+    def __init__(self, server: _Optional[int] = ..., partitions: _Optional[_Iterable[_Union[DescribedPartition, _Mapping]]] = ..., pushes_applied: _Optional[int] = ..., pushes_duplicate: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., workers_attached: _Optional[int] = ..., workers_streaming: _Optional[int] = ..., staleness: _Optional[_Iterable[_Union[DescribedStaleness, _Mapping]]] = ..., lateness: _Optional[_Iterable[_Union[DescribedLateness, _Mapping]]] = ..., pins: _Optional[int] = ..., memory_bytes_max: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[DescribedTable, _Mapping]]] = ...) -> None: ...
 
 class DescribedTable(_message.Message):
-    __slots__ = ("job", "name", "rows", "bytes", "ids", "homes", "admitted", "expired")
+    __slots__ = ("job", "name", "rows", "bytes", "ids", "homes", "admitted", "expired", "cold_rows", "disk_bytes", "disk_refused")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -832,6 +834,9 @@ class DescribedTable(_message.Message):
     HOMES_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    COLD_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_REFUSED_FIELD_NUMBER: _ClassVar[int]
     job: int
     name: str
     rows: int
@@ -840,4 +845,7 @@ class DescribedTable(_message.Message):
     homes: int
     admitted: int
     expired: int
-    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., ids: _Optional[int] = ..., homes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ...) -> None: ...
+    cold_rows: int
+    disk_bytes: int
+    disk_refused: str
+    def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., ids: _Optional[int] = ..., homes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ..., cold_rows: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_refused: _Optional[str] = ...) -> None: ...
