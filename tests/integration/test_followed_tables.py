@@ -24,8 +24,11 @@ from shardyard_worker import held_version
 pytestmark = pytest.mark.usefixtures("alone")
 
 NEVER = {"job.checkpoint.url": "never"}
+HYBRID = SYNC | {"job.consistency.mode": "hybrid"}
 MODES = pytest.mark.parametrize(
-    "mode", [SYNC, {}, {"job.consistency.mode": "bounded"}], ids=["sync", "async", "bounded"]
+    "mode",
+    [SYNC, HYBRID, {}, {"job.consistency.mode": "bounded"}],
+    ids=["sync", "hybrid", "async", "bounded"],
 )
 IDS = torch.arange(-20, 20) * 0x1_0000_0001
 
