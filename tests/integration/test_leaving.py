@@ -394,12 +394,12 @@ def test_hand_over_outlives_the_coordinator_and_checkpoint_commands_leave_it_alo
     assert np.count_nonzero(whole(gone["residual"])) > 300
     (file,) = left_on(roles)
     roles.kill_coordinator()
+    other.process.send_signal(signal.SIGCONT)  # it has heard of nothing, and nobody can tell it now
     url = str(roles.state / "checkpoints")
     for name in (("list",), ("verify",), ("prune", "--keep", "2")):
         command("checkpoint", *name, "--url", url)
     assert left_on(roles) == [file]
     roles.restart_coordinator()
-    other.process.send_signal(signal.SIGCONT)
     on.touch()
     result = finish(other, other_out)
     assert any("takes up what worker" in line for line in other.lines)

@@ -55,6 +55,7 @@ EXPECTED: dict[type[ShardyardError], grpc.StatusCode] = {
     errors.StraddlingRange: ABORTED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.CheckpointNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.VersionPassed: grpc.StatusCode.NOT_FOUND,
     errors.NotReady: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Unavailable: UNAVAILABLE,
     errors.CoordinatorUnavailable: UNAVAILABLE,

@@ -145,7 +145,7 @@ def test_servers_do_not_clip_what_is_an_update_by_itself() -> None:
 def test_job_is_not_given_again_with_other_clipping() -> None:
     store = server()
     store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateMode.SYNC, 2, clipping=NORM)
-    with pytest.raises(InvalidRequest, match="bound, rules for stale gradients, clipping or backup workers"):
+    with pytest.raises(InvalidRequest, match="bound, rules for stale gradients, clipping, backup workers or rows"):
         store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateMode.SYNC, 2, clipping=Clipping(norm=2.0))
 
 
