@@ -351,8 +351,9 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
 
 
 @pytest.fixture
-def roles(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path, servers=1)
+def roles(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RoleYard]:
+    """`request.param`: the lease in ms, where a test says it."""
+    begun = RoleYard(tmp_path, servers=1, lease_ms=getattr(request, "param", 0))
     yield begun
     begun.stop()
 
@@ -379,6 +380,7 @@ def command(*arguments: str) -> list[str]:
     return script.lines
 
 
+@pytest.mark.parametrize("roles", [60_000], indirect=True)
 def test_hand_over_outlives_the_coordinator_and_checkpoint_commands_leave_it_alone(
     roles: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:
@@ -394,12 +396,12 @@ def test_hand_over_outlives_the_coordinator_and_checkpoint_commands_leave_it_alo
     assert np.count_nonzero(whole(gone["residual"])) > 300
     (file,) = left_on(roles)
     roles.kill_coordinator()
-    other.process.send_signal(signal.SIGCONT)  # it has heard of nothing, and nobody can tell it now
     url = str(roles.state / "checkpoints")
     for name in (("list",), ("verify",), ("prune", "--keep", "2")):
         command("checkpoint", *name, "--url", url)
     assert left_on(roles) == [file]
     roles.restart_coordinator()
+    other.process.send_signal(signal.SIGCONT)
     on.touch()
     result = finish(other, other_out)
     assert any("takes up what worker" in line for line in other.lines)

@@ -154,8 +154,10 @@ ROLE = ("-P", "-m", "shardyard_launcher.command_line")
 class RoleYard:
     """A coordinator, and servers, each a process of its own that nobody restarts but the test."""
 
-    def __init__(self, folder: Path, *, servers: int = 2) -> None:
+    def __init__(self, folder: Path, *, servers: int = 2, lease_ms: int = 0) -> None:
+        """`lease_ms`: of members, for tests that freeze one and must not lose it; 0: the default."""
         self.state = folder / "state"
+        self._lease = {"SHARDYARD__MEMBERSHIP__LEASE_MS": str(lease_ms)} if lease_ms else {}
         self.servers: list[Script] = []
         self.coordinator = self.start_coordinator("127.0.0.1:0")
         try:
@@ -171,7 +173,8 @@ class RoleYard:
 
     def start_coordinator(self, bind: str, failpoints: str = "") -> Script:
         return Script(
-            [*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)], {"SHARDYARD_FAILPOINTS": failpoints}
+            [*ROLE, "coordinator", "--bind", bind, "--state", str(self.state)],
+            {"SHARDYARD_FAILPOINTS": failpoints} | self._lease,
         )
 
     def start_server(self, bind: str, failpoints: str = "") -> Script:
