@@ -79,13 +79,7 @@ class Pins:
         InvalidRequest for what is not there yet."""
         self.expire(now_ms)
         with self._lock:
-            pin = self._pins.get(name)
-            if pin is None:
-                raise _not_here()
-            found = {partition.id: (partition, wanted) for partition, wanted in pin.wanted}
-            missing = [number for number in partitions if number not in found]
-            if missing:
-                raise NotFound(f"partition {missing[0]} in a pin that has {sorted(found)}")
+            found = self._found(name, partitions)
             with ExitStack() as taken:
                 held = []
                 for number in partitions:
@@ -102,10 +96,18 @@ class Pins:
         """Whose rows are looked up by a pin, and as of what. Raises NotFound."""
         self.expire(now_ms)
         with self._lock:
-            pin = self._pins.get(name)
-            if pin is None:
-                raise _not_here()
-            found = {partition.id: (partition, wanted) for partition, wanted in pin.wanted}
+            return self._found(name, partitions)
+
+    def _found(self, name: bytes, partitions: Sequence[PartitionId]) -> dict[PartitionId, tuple[Partition, Wanted]]:
+        """What a pin has, these partitions among it; called with the lock held. Raises NotFound."""
+        pin = self._pins.get(name)
+        if pin is None:
+            raise NotFound(
+                "a pin that is not here",
+                why="its lease has run out, or partitions have moved or gone back since",
+                todo="take a new snapshot; `run.snapshots` does so by itself",
+            )
+        found = {partition.id: (partition, wanted) for partition, wanted in pin.wanted}
         missing = [number for number in partitions if number not in found]
         if missing:
             raise NotFound(f"partition {missing[0]} in a pin that has {sorted(found)}")
@@ -161,11 +163,3 @@ def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[Mis
 def _let_go(pin: Pin) -> None:
     for partition, wanted in pin.wanted:
         partition.unwant(wanted)
-
-
-def _not_here() -> NotFound:
-    return NotFound(
-        "a pin that is not here",
-        why="its lease has run out, or partitions have moved or gone back since",
-        todo="take a new snapshot; `run.snapshots` does so by itself",
-    )
