@@ -13,7 +13,7 @@ NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client up down status protos protos-check check test test-simulation soak fuzz chaos test-containers test-gpu bench clean
+.PHONY: help setup node-client kernels up down status protos protos-check check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -57,14 +57,19 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
-	@# kernels are compiled once, here, and not by each of the processes of the first tests
+kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
 	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
 	@$(BIN)/python -c "from shardyard_ps_server.partition_tables import warm; warm()"
-	@# what takes longest comes first, so that no process of the tests waits long for another at the end
-	@$(BIN)/python -m pytest $(LONGEST) $(TESTS) \
-		--numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+
+# what takes longest comes first, so that no process of the tests waits long for another at the end
+PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+
+test: kernels $(NODE_STAMP) ## unit, property, simulation and integration tests, and eight schedules of chaos
+	@$(PYTEST_SIDE_BY_SIDE) -m "not long" $(LONGEST) $(TESTS)
+
+test-long: kernels $(NODE_STAMP) ## the tests that `make test` leaves out: the same promises in more ways
+	@$(PYTEST_SIDE_BY_SIDE) -m long $(LONGEST) $(TESTS)
 
 fuzz: $(STAMP) ## give every decoder and service 100,000 inputs that are nearly right (INPUTS=n SEED=n)
 	@$(BIN)/python tests/fuzz/fuzzing.py --inputs $(or $(INPUTS),100000) $(if $(SEED),--seed $(SEED))

@@ -22,9 +22,26 @@ settings.register_profile("shardyard", deadline=None)
 settings.load_profile("shardyard")
 
 SETTLE_S = 5.0
+LONG = "long"
 NUMBER = re.compile(r"\d+")
 # grpc's own, which live as long as it likes; loader threads of torch
 NOT_OURS = ("_channel_spin", "channel_spin", "_ping_thread", "pin_memory", "_poll_connectivity", "asyncio_")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that is `long` for all but some of its variants is not, for those."""
+    named, met = set(), set()
+    for item in items:
+        for mark in [each for each in item.own_markers if each.name == LONG]:
+            variant = item.name.partition("[")[2].removesuffix("]")
+            function = item.nodeid.partition("[")[0]
+            named |= {f"{function}[{name}]" for name in mark.args}
+            if variant in mark.args:
+                met.add(item.nodeid)
+                item.own_markers.remove(mark)
+    if config.option.markexpr and named - met:
+        raise pytest.UsageError(f"no such variants: {', '.join(sorted(named - met))}")
 
 
 @dataclass(frozen=True)

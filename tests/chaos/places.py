@@ -16,6 +16,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, ClassVar
+
+from preloaded import Forked, Preloaded
 
 SCRIPTS = Path(__file__).parent / "scripts"
 READY = "ready "
@@ -29,6 +32,9 @@ KEPT_ENVIRONMENT = {key: text for key, text in os.environ.items() if not key.sta
 
 class Place:
     """`arguments`: a role's, or a script's. `jumping`: its wall clock jumps."""
+
+    preloaded: ClassVar[Preloaded | None] = None
+    """What processes whose clock does not jump are forked from; None: each is begun by an interpreter of its own."""
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class Place:
         self._folder = folder
         self._environment = {**KEPT_ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment}
         self._jumping = jumping
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | subprocess.Popen[bytes] | None = None
         self._due_s: float | None = None
         self._failpoints = ""
         self.starts = 0
@@ -64,15 +70,9 @@ class Place:
         self.starts += 1
         self._due_s = None
         armed, self._failpoints = self._failpoints, ""
-        program = self._program(list(self._arguments))
+        environment = {**self._environment, **({"SHARDYARD_FAILPOINTS": armed} if armed else {})}
         with self.log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", *program],
-                env={**self._environment, **({"SHARDYARD_FAILPOINTS": armed} if armed else {})},
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+            self._process = self._begin(environment, stream)
 
     def kill(self, down_s: float, failpoints: str = "") -> None:
         """kill -9; the next one is started after `down_s`, with failpoints armed."""
@@ -160,6 +160,18 @@ class Place:
     def is_ready(self) -> bool:
         """It has said so since it was started last."""
         return any(line.startswith(READY) for line in self.text.splitlines())
+
+    def _begin(self, environment: Mapping[str, str], stream: IO[bytes]) -> Forked | subprocess.Popen[bytes]:
+        program = self._program(list(self._arguments))
+        if self.preloaded is not None and not self._jumping:
+            return self.preloaded.start_into(stream, program, environment)
+        return subprocess.Popen(
+            [sys.executable, "-u", *program],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
 
     def _program(self, arguments: list[str]) -> list[str]:
         if self._jumping:

@@ -34,6 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> oracle.Undisturbed:
     return oracle.Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.timeout(SCHEDULE_S_MAX)
 @pytest.mark.parametrize("seed", seeds())
 def test_books_balance_under_fire(

@@ -273,7 +273,7 @@ KINDS: dict[str, Callable[[Path, Path], Artifact]] = {"checkpoint": Checkpoint, 
 
 
 @pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifact]]:
+def artifacts(preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifact]]:
     """By the kind of thing that is damaged. Logs lie in memory, since each reader notes something durably."""
     with tempfile.TemporaryDirectory(
         prefix=f"shardyard-damage-{os.getpid()}-", dir=SHM if SHM.is_dir() else None
@@ -292,6 +292,7 @@ def damaged(file: Path, content: bytes) -> Iterator[None]:
         file.write_bytes(before)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_anywhere_is_found_and_named(artifacts: dict[str, Artifact], kind: str) -> None:
     artifact = artifacts[kind]

@@ -19,12 +19,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
 MESSAGE_BYTES_MAX = 1 << 17
+TIE = "--ends-with"
 
 
 class Preloaded:
@@ -44,7 +45,7 @@ class Preloaded:
         self._reader = threading.Thread(target=self._read, name="preloaded")
         self._reader.start()
 
-    def start(self, arguments: list[str], environment: Mapping[str, str]) -> Forked:
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Forked:
         """`arguments`: those of `python -u`: a script, or -P -m and a module, and theirs."""
         output, its_output = os.pipe()
         try:
@@ -56,22 +57,29 @@ class Preloaded:
             os.close(its_output)
         return Forked(self, pid, os.fdopen(output, encoding="utf-8", errors="replace"))
 
+    def start_into(
+        self, stream: IO[bytes], arguments: Sequence[str], environment: Mapping[str, str], *, session: bool = False
+    ) -> Forked:
+        """As `start`, but all that it says goes into the file."""
+        return Forked(self, self._fork(arguments, environment, stream.fileno(), session=session))
+
     def as_subprocess(self) -> SimpleNamespace:
         """For the module `subprocess` of shardyard_launcher.role_process: roles that end with the process that starts
-        them are forked, and end with the one that forks."""
+        them are forked."""
 
         def start(command: list[str], *, stdin: int, stdout: IO[bytes], env: Mapping[str, str], **rest: Any) -> Forked:
             assert (rest["stderr"], rest["start_new_session"], stdin) == (subprocess.STDOUT, True, subprocess.DEVNULL)
             assert command[1:5] == ["-u", "-P", "-m", "shardyard_launcher.command_line"]
-            arguments = command[2:]
-            arguments[arguments.index("--ends-with") + 1] = str(self._process.pid)
-            return Forked(self, self._fork(arguments, env, stdout.fileno(), session=True))
+            return self.start_into(stdout, command[2:], env, session=True)
 
         return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
 
-    def _fork(self, arguments: list[str], environment: Mapping[str, str], output: int, *, session: bool) -> int:
+    def _fork(self, arguments: Sequence[str], environment: Mapping[str, str], output: int, *, session: bool) -> int:
+        given = list(arguments)
+        if TIE in given:  # to the process that forks, which ends with this one
+            given[given.index(TIE) + 1] = str(self._process.pid)
         asked = {
-            "arguments": arguments,
+            "arguments": given,
             "environment": dict(environment),
             "folder": os.getcwd(),
             "session": session,
@@ -130,6 +138,9 @@ class Forked:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -184,12 +195,14 @@ def load() -> None:
     ):
         importlib.import_module(name)
     from shardyard.codecs import finiteness, warm_decoders
+    from shardyard.ground import failpoints
     from shardyard_ps_server import optimizers, partition_tables
 
     optimizers.warm(("float32", "float64"))
     warm_decoders()
     finiteness.warm()
     partition_tables.warm()
+    assert failpoints._armed is None, "each child reads its own environment"
 
 
 def report_ended(requests: socket.socket) -> None:

@@ -179,6 +179,7 @@ def expected_counts(mode: str) -> list[float]:
     return [round(value, 9) for value in expected]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_promise_2_a_worker_that_is_killed_between_accumulated_batches(
     yard: RoleYard, probes: Probes, mode: str

@@ -379,6 +379,7 @@ def test_stranger_that_holds_the_output_does_not_hold_up_the_end(bench: Bench) -
         assert not gone(pid)
 
 
+@pytest.mark.long
 def test_much_output_comes_whole_and_in_order(bench: Bench) -> None:
     ended = bench.run("for i in range(20_000): print(i)\n")
     assert ended.lines() == [str(number) for number in range(20_000)]

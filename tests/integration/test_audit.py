@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from yards import Probes, finish, running_yard
 
 from shardyard.transport.channel import GrpcNetwork
@@ -42,6 +43,7 @@ def batches_of(entries: Iterable[Mapping[str, Any]]) -> Batches:
     return found
 
 
+@pytest.mark.long
 def test_audit_of_a_run_with_a_killed_worker_has_every_sample_once(tmp_path: Path) -> None:
     with running_yard(tmp_path / "yard", settings=LEASE) as yard, Probes(tmp_path) as probes:
         options = ("--epochs", str(EPOCHS), "--pause-ms", "15")

@@ -105,6 +105,7 @@ def together(
     return found, job
 
 
+@pytest.mark.long("clipped")
 @pytest.mark.parametrize(
     "more",
     [{}, {"worker.same_host": "never", "yard.servers": 1}, {"job.clip.norm": 0.5}, {"worker.prefetch": "always"}],
@@ -227,6 +228,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch, verdicts: Verdicts) -> list[str
     return found
 
 
+@pytest.mark.long("checkpoint")
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 def test_promise_6_bits_are_those_of_the_verdicts_when_a_server_dies(
     yard: RoleYard, probes: Probes, monkeypatch: pytest.MonkeyPatch, durability: str
@@ -244,6 +246,7 @@ def test_promise_6_bits_are_those_of_the_verdicts_when_a_server_dies(
     assert {result["digest"] for result in results} == {*undisturbed(monkeypatch, verdicts)}
 
 
+@pytest.mark.long
 def test_promise_6_bits_are_those_of_the_verdicts_when_a_worker_dies(
     yard: RoleYard, probes: Probes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +259,7 @@ def test_promise_6_bits_are_those_of_the_verdicts_when_a_worker_dies(
     assert {result["digest"] for result in results} == {*undisturbed(monkeypatch, verdicts)}
 
 
+@pytest.mark.long
 def test_promise_6_bits_are_those_of_the_verdicts_when_the_coordinator_dies_before_it_tells_one(
     yard: RoleYard, probes: Probes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_job_alone_in_a_process_has_its_last_checkpoint_too(probes: Probes, tmp_
     assert values(url) == {20.0}
 
 
+@pytest.mark.long
 def test_run_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
     url, script = tmp_path / "kept", Path(__file__).parent / "scripts" / "probe.py"
     settings = ("--set", f"job.checkpoint.url={url}", "--set", "job.checkpoint.every_s=0", "--set", "job.name=probe")
@@ -117,6 +118,7 @@ def test_checkpoint_is_taken_by_command(yard: RoleYard, probes: Probes) -> None:
     assert "no job 'other'" in other.output
 
 
+@pytest.mark.long
 def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_without(
     yard: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:
@@ -139,6 +141,7 @@ def test_storage_that_refuses_is_told_to_script_and_command_and_the_job_ends_wit
     assert "StorageUnavailable" in failing.output
 
 
+@pytest.mark.long
 def test_ledgers_of_a_long_job_do_not_grow(yard: RoleYard, probes: Probes) -> None:
     """800 data shards of one batch each; the coordinator dies half way."""
     settings = {"job__data__batches_per_data_shard": 1, "job__checkpoint__every_steps": 20}
@@ -161,6 +164,7 @@ def test_ledgers_of_a_long_job_do_not_grow(yard: RoleYard, probes: Probes) -> No
 # ---- restored on command
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_run_of_a_yard_that_lost_its_journal_begins_with_a_checkpoint_on_another_number_of_servers(
     probes: Probes, tmp_path: Path, mode: str
@@ -228,6 +232,7 @@ def finish_without_a_server(yard: RoleYard, script: Script, out: Path, title: st
     assert "with all that was acknowledged" in yard.coordinator.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_next_run_of_a_job_with_logs_begins_with_a_checkpoint(
@@ -246,6 +251,7 @@ def test_next_run_of_a_job_with_logs_begins_with_a_checkpoint(
     finish_without_a_server(yard, again, out, "job 'probe' (1.2)")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("origin", "dying", "mode"),
     [
@@ -293,6 +299,7 @@ def test_job_with_logs_begins_again_if_processes_die_before_its_first_checkpoint
         assert finish(again, out)["computed"] == 153, "an order is for one run"
 
 
+@pytest.mark.long
 def test_yard_that_lost_its_journal_and_has_logs_of_before_begins_with_a_checkpoint(
     probes: Probes, tmp_path: Path
 ) -> None:
@@ -320,6 +327,7 @@ def test_yard_that_lost_its_journal_and_has_logs_of_before_begins_with_a_checkpo
         second.stop()
 
 
+@pytest.mark.long("async")
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_job_that_runs_goes_back_as_a_whole(yard: RoleYard, probes: Probes, mode: str) -> None:
     settings = {

@@ -303,6 +303,7 @@ def begin(yard: RoleYard, probes: Probes, **settings: Any) -> list[tuple[Script,
     return started
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 def test_promise_6_clipped_bits_are_the_same_when_a_server_and_a_worker_die(
     yard: RoleYard, probes: Probes, durability: str

@@ -82,6 +82,7 @@ def test_compiled_model_trains_as_without_to_the_bit(
         assert torch.equal(value, model.state_dict()[name]), name
 
 
+@pytest.mark.long
 def test_model_of_the_default_backend_trains_as_without(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +131,7 @@ def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(connect: Connect,
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.long
 def test_promise_6_compiled_and_plain_workers_share_a_job_over_grpc(tmp_path: Path) -> None:
     settings = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__workers_expected": 2}
     with running_yard(tmp_path / "yard") as yard, Probes(tmp_path) as probes:

@@ -67,6 +67,7 @@ def test_training_goes_on_over_a_restart_and_counts_each_sample_once(yard: RoleY
     assert "going on from" in yard.coordinator.output
 
 
+@pytest.mark.long
 def test_synchronous_training_gives_the_same_bits_over_a_restart(yard: RoleYard, probes: Probes) -> None:
     undisturbed = train(yard, probes, "model", kills=0, job="one", **SYNC)
     disturbed = train(yard, probes, "model", kills=1, job="two", **SYNC)
@@ -76,6 +77,7 @@ def test_synchronous_training_gives_the_same_bits_over_a_restart(yard: RoleYard,
     assert [result["step"] for result in disturbed] == [result["step"] for result in undisturbed]
 
 
+@pytest.mark.long
 def test_members_say_what_they_wait_for_while_there_is_no_coordinator(yard: RoleYard) -> None:
     yard.kill_coordinator()
     for server in yard.servers:

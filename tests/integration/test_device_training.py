@@ -133,6 +133,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("int8")
 @pytest.mark.parametrize("given", RUNS.values(), ids=RUNS)
 def test_training_through_a_device_is_the_same_to_the_bit(
     connect: Connect, on_device: Callable[[bool], None], given: dict[str, Any]
@@ -188,6 +189,7 @@ def test_reopened_stream_pins_the_server_memory_anew(connect: Connect, on_device
     assert len(set(pinned[2::3])) == 1, pinned
 
 
+@pytest.mark.long
 def test_low_rank_through_a_device_is_close(connect: Connect, on_device: Callable[[bool], None]) -> None:
     found = {}
     for chosen in (False, True):

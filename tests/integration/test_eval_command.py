@@ -100,6 +100,7 @@ def assert_whole(script: Script) -> None:
         assert values == f"{float(step)}", script.output
 
 
+@pytest.mark.long
 def test_evaluator_that_is_killed_is_started_again_and_training_goes_on(yard: RoleYard, tmp_path: Path) -> None:
     """It begins before the job does, ends with it, after its last step; what was kept is not lost."""
     with Evaluator(yard, str(tmp_path / "died")) as script, Training(yard, tmp_path) as training:
@@ -120,6 +121,7 @@ def test_evaluator_that_is_killed_is_started_again_and_training_goes_on(yard: Ro
     assert (found.step, found.value, found.job) == (last, last, JobId(job.job))
 
 
+@pytest.mark.long
 def test_coordinator_that_is_killed_is_waited_for_and_keeps_what_was_reported(yard: RoleYard, tmp_path: Path) -> None:
     with Training(yard, tmp_path) as training, Evaluator(yard) as script:
         await_evaluated(script)
@@ -139,6 +141,7 @@ def test_coordinator_that_is_killed_is_waited_for_and_keeps_what_was_reported(ya
     assert job_of(yard).best.step == last
 
 
+@pytest.mark.long
 def test_server_that_is_killed_while_it_is_read_is_waited_for(yard: RoleYard, tmp_path: Path) -> None:
     with Training(yard, tmp_path) as training, Evaluator(yard) as script:
         await_evaluated(script)
@@ -162,6 +165,7 @@ def test_script_that_always_dies_is_given_up(yard: RoleYard, tmp_path: Path) -> 
     assert any("is not started again (evaluator.restarts_max is 1" in line for line in script.lines)
 
 
+@pytest.mark.long
 def test_digits_are_evaluated_while_they_are_trained(yard: RoleYard, tmp_path: Path) -> None:
     digits, kept = ROOT / "examples" / "digits", tmp_path / "kept"
     environment = {"SHARDYARD_COORDINATOR": yard.address, "SHARDYARD__METRICS__TENSORBOARD": str(tmp_path / "runs")}

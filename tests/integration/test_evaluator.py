@@ -418,6 +418,7 @@ def test_model_of_another_job_is_refused() -> None:
             next(run.snapshots(network(), every_s=0))
 
 
+@pytest.mark.long
 def test_model_with_a_table_without_rows_is_refused() -> None:
     """It would be judged by rows that nobody has trained."""
     with yard() as there:

@@ -73,6 +73,7 @@ def asked(texts: list[str]) -> list[str]:
     return [SKIPGRAM, *options, "--ask", *words, "--files", *texts]
 
 
+@pytest.mark.long
 def test_words_that_stand_together_become_neighbours(texts: list[str], tmp_path: Path) -> None:
     lines = run(*asked(texts), "--save", str(tmp_path / "vectors.txt"))
     assert in_their_group(lines) > 0.95
@@ -88,6 +89,7 @@ def test_words_of_a_table_that_does_not_learn_have_any_neighbours(texts: list[st
     assert in_their_group(run(*asked(texts), "--rate", "0")) < 0.4
 
 
+@pytest.mark.long
 def test_words_become_neighbours_in_a_yard_of_real_processes(texts: list[str]) -> None:
     """The command of the documentation: two servers, two workers."""
     lines = run(*ROLE, "run", "-c", str(ROOT / "configs" / "tables.yaml"), *asked(texts))
@@ -106,6 +108,7 @@ def day_after(lines: list[str]) -> tuple[float, float]:
     return float(found[1]), float(found[3] or "nan")
 
 
+@pytest.mark.long("deepfm")
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
 def test_clicks_of_the_day_after_are_foretold_and_a_test_makes_no_rows(model: str) -> None:
     lines = run(RECOMMENDER, *SMALL, "--model", model)
@@ -118,11 +121,13 @@ def test_clicks_of_the_day_after_are_foretold_and_a_test_makes_no_rows(model: st
     assert [line.partition(":")[0] for line in days] == ["day 0", "day 1"]
 
 
+@pytest.mark.long
 def test_clicks_are_not_foretold_by_a_table_that_does_not_learn() -> None:
     found, _ = day_after(run(RECOMMENDER, *SMALL, "--row-rate", "0"))
     assert found < 0.62
 
 
+@pytest.mark.long
 def test_clicks_are_foretold_in_a_yard_of_real_processes() -> None:
     """The command of the documentation: two servers, two workers, bounded staleness."""
     config = str(ROOT / "configs" / "recommender.yaml")
@@ -130,6 +135,7 @@ def test_clicks_are_foretold_in_a_yard_of_real_processes() -> None:
     assert 0.66 < found < best
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
 def test_clicks_are_foretold_by_layers_in_step_and_rows_that_are_not(model: str) -> None:
     """Hybrid mode, as configs/hybrid.yaml and the command of the documentation have it."""
@@ -139,6 +145,7 @@ def test_clicks_are_foretold_by_layers_in_step_and_rows_that_are_not(model: str)
     assert 0.66 < found < best
 
 
+@pytest.mark.long
 def test_clicks_are_foretold_although_a_server_dies(tmp_path: Path) -> None:
     yard = RoleYard(tmp_path)
     given = {"COORDINATOR": yard.address, "_JOB__CHECKPOINT__EVERY_STEPS": "20"}
@@ -156,6 +163,7 @@ def test_clicks_are_foretold_although_a_server_dies(tmp_path: Path) -> None:
         yard.stop()
 
 
+@pytest.mark.long
 def test_files_in_the_format_of_criteo_are_learned_from(tmp_path: Path) -> None:
     made = run(str(ROOT / "examples" / "recommender" / "clicks.py"), str(tmp_path), "--days", "2", "--clicks", "3000")
     assert [line.partition(": 3,000 clicks, the best possible AUC is 0.")[0] for line in made] == [

@@ -38,6 +38,7 @@ def pid_of(yard: LocalCluster, role: str) -> int:
     return next(process.pid for process in yard.state.processes if process.name.startswith(role))
 
 
+@pytest.mark.long("server-9-ServerLost-async")
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize(
     ("role", "stop", "error"),
@@ -85,6 +86,7 @@ def test_promise_4_a_worker_that_was_stopped_past_its_lease_writes_nothing(tmp_p
         assert "StaleIncarnation" in sleeper.output or "NotFound" in sleeper.output, sleeper.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_worker_goes_on_while_a_server_that_it_waits_for_is_frozen(tmp_path: Path, probes: Probes, mode: str) -> None:
     """Nothing but the coordinator tells it that the server will not answer. The lease is long, for busy machines:

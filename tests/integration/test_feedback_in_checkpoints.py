@@ -83,6 +83,7 @@ def went_back(script: Script) -> bool:
 EXPECTED = EPOCHS * whole_numbers(SAMPLES).sum(0).numpy()
 
 
+@pytest.mark.long
 def test_next_run_takes_up_what_the_workers_of_the_last_one_had_not_sent(probes: Probes, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
@@ -114,6 +115,7 @@ def test_next_run_takes_up_what_the_workers_of_the_last_one_had_not_sent(probes:
     assert np.array_equal(sums_in(tmp_path / "second" / "state" / "checkpoints"), EXPECTED)
 
 
+@pytest.mark.long
 def test_workers_of_a_job_that_goes_back_as_a_whole_take_up_their_own(
     yard: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_workers_of_a_job_that_goes_back_as_a_whole_take_up_their_own(
     assert np.array_equal(sums_in(yard.state / "checkpoints"), EXPECTED)
 
 
+@pytest.mark.long
 def test_what_a_worker_had_not_sent_that_dies_with_the_server_is_taken_up_by_the_other(
     yard: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:
@@ -151,6 +154,7 @@ def test_what_a_worker_had_not_sent_that_dies_with_the_server_is_taken_up_by_the
     assert np.array_equal(sums_in(yard.state / "checkpoints"), EXPECTED)
 
 
+@pytest.mark.long
 def test_synchronous_job_that_goes_back_loses_nothing_of_what_was_not_sent(
     yard: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:

@@ -144,6 +144,7 @@ def test_rows_of_an_asynchronous_snapshot_are_those_of_each_partitions_version(m
                 break
 
 
+@pytest.mark.long("hybrid")
 @MODES
 def test_the_last_snapshot_has_the_last_rows(mode: dict[str, object]) -> None:
     with yard(**mode) as there, torch.no_grad():
@@ -219,6 +220,7 @@ def test_rows_are_read_until_the_next_snapshot_is_asked_for() -> None:
 # ---- versions that are lost
 
 
+@pytest.mark.long
 def test_a_step_whose_rows_are_not_held_any_more_is_given_up_and_the_loop_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -299,6 +301,7 @@ def test_a_lease_that_has_run_out_is_not_mistaken_for_the_version(monkeypatch: p
 # ---- over gRPC
 
 
+@pytest.mark.long
 def test_an_evaluator_goes_on_when_a_server_dies_and_comes_back(tmp_path: Path) -> None:
     samples, epochs = 203, 3
     told = RoleYard(tmp_path)

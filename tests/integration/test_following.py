@@ -185,6 +185,7 @@ def test_job_whose_event_files_cannot_be_made_is_not_begun(connect: Connect, tmp
         connect(settings={"metrics.tensorboard": str(tmp_path / "file")})
 
 
+@pytest.mark.long
 def test_workers_over_grpc_are_told_and_write_a_run_each(tmp_path: Path) -> None:
     settings = {"membership.heartbeat_ms": 100, "job.checkpoint.every_steps": 0}
     with running_yard(tmp_path / "yard", settings=settings) as yard:

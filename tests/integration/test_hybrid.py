@@ -334,6 +334,7 @@ def yard(tmp_path: Path) -> Iterator[RoleYard]:
     begun.stop()
 
 
+@pytest.mark.long("server-wal", "nobody-checkpoint")
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 @pytest.mark.parametrize("died", ["nobody", "worker", "server"])
 def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(

@@ -304,6 +304,7 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.mark.long
 def test_promise_2_others_go_on_when_a_script_is_interrupted(yard: LocalCluster, tmp_path: Path) -> None:
     with Probes(tmp_path) as probes:
         common = {"coordinator": yard.coordinator, "job": "interrupted", "job__workers_expected": 2}

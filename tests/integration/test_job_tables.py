@@ -607,6 +607,7 @@ def test_status_shows_tables(yard: Yard) -> None:
 # ---- processes
 
 
+@pytest.mark.long("True")
 @pytest.mark.parametrize("killed", [False, True])
 def test_rows_count_once_over_grpc_also_when_a_worker_is_killed(tmp_path: Path, killed: bool) -> None:
     without = {"job__checkpoint__url": "never"}

@@ -192,6 +192,7 @@ def test_run_ends_with_the_exit_code_of_the_script(shell: Shell) -> None:
     assert shell.run("run", "--workers", "1", shell.script("raise SystemExit(9)\n")).returncode == 9
 
 
+@pytest.mark.long
 def test_run_of_a_script_that_is_killed_ends_as_a_shell_would(shell: Shell) -> None:
     script = shell.script("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     ended = shell.run("run", "--set", "yard.restarts_max=1", "--workers", "1", script)
@@ -200,6 +201,7 @@ def test_run_of_a_script_that_is_killed_ends_as_a_shell_would(shell: Shell) -> N
     assert "was killed by SIGKILL after 1 restarts" in ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["server", "coordinator", "agent"])
 def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shell, role: str) -> None:
     process = shell.start("run", "--set", "yard.role_restarts_max=0", shell.script(SLEEPS))
@@ -217,6 +219,7 @@ def test_yard_that_breaks_under_a_script_is_named_and_all_is_stopped(shell: Shel
         assert list(shell.temporary.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_a_run_cleanly(shell: Shell, number: signal.Signals) -> None:
     process = shell.start("run", shell.script(SLEEPS))
@@ -239,6 +242,7 @@ def test_signal_while_a_yard_starts_stops_it_cleanly(shell: Shell) -> None:
     assert shell.processes() == []
 
 
+@pytest.mark.long
 def test_killed_run_leaves_no_process(shell: Shell) -> None:
     process = shell.start("run", shell.script(SLEEPS))
     read_until(process, "ready")
@@ -280,6 +284,7 @@ def test_yard_is_up_is_used_again_and_goes_down(shell: Shell) -> None:
     assert not shell.state.exists()
 
 
+@pytest.mark.long("coordinator")
 @pytest.mark.parametrize("role", ["coordinator", "server", "agent"])
 def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) -> None:
     assert shell.up().returncode == 0
@@ -320,6 +325,7 @@ def test_killed_process_of_a_yard_is_back_in_its_place(shell: Shell, role: str) 
     assert shell.processes() == []
 
 
+@pytest.mark.long
 def test_yard_that_has_lost_a_server_for_good_is_not_used(shell: Shell) -> None:
     assert shell.up("--set", "yard.role_restarts_max=0").returncode == 0
     victim = shell.pid_of("server")
@@ -335,6 +341,7 @@ def test_yard_that_has_lost_a_server_for_good_is_not_used(shell: Shell) -> None:
     assert shell.down().returncode == 0
 
 
+@pytest.mark.long
 def test_process_that_dies_again_and_again_is_given_up_in_the_end(shell: Shell) -> None:
     assert shell.up("--set", "yard.role_restarts_max=2").returncode == 0
     (shell.state / "settings.yaml").write_text('{"yard": {"servers": 0}}')  # from now on no role can start
@@ -350,6 +357,7 @@ def test_process_that_dies_again_and_again_is_given_up_in_the_end(shell: Shell) 
     assert shell.processes() == []
 
 
+@pytest.mark.long
 def test_supervisor_that_died_harms_nobody_and_is_replaced_by_the_next_up(shell: Shell) -> None:
     assert shell.up().returncode == 0
     pids = {process.pid for process in shell.processes()}
@@ -390,6 +398,7 @@ def test_run_starts_a_killed_server_again_and_says_so(shell: Shell) -> None:
     assert shell.processes() == []
 
 
+@pytest.mark.long
 def test_script_is_launched_again_when_its_agent_has_died(shell: Shell) -> None:
     go = shell.folder / "go"
     script = f"""
@@ -442,6 +451,7 @@ COUNTS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 def test_yard_that_has_died_goes_on_with_its_jobs_and_says_with_what(shell: Shell, durability: str) -> None:
     settings = {
@@ -504,6 +514,7 @@ def test_process_that_nobody_has_written_down_ends_by_itself(shell: Shell) -> No
     assert ended.stdout == ""
 
 
+@pytest.mark.long
 def test_interrupted_up_stops_what_it_started(shell: Shell) -> None:
     process = shell.start("up", "--state", str(shell.state), "--set", "yard.coordinator_port=0", shell.script(SLEEPS))
     read_until(process, "ready")
@@ -528,6 +539,7 @@ def test_server_that_cannot_start_is_named_with_the_end_of_its_log(shell: Shell)
 # ---- on a yard that is up
 
 
+@pytest.mark.long
 def test_script_runs_on_a_running_yard_and_leaves_it_standing(yard: Shell) -> None:
     coordinator = yard.status()["coordinator"]
     before = {process.pid for process in yard.processes()}
@@ -564,6 +576,7 @@ def test_agent_started_by_hand_runs_a_script_and_ends_with_it(yard: Shell) -> No
     assert lines[1:] == ["by hand ['--x', '1']"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["server", "agent"])
 def test_role_says_that_it_is_ready_and_stops_at_a_signal(yard: Shell, role: str) -> None:
     process = yard.start(role, "--coordinator", yard.status()["coordinator"])
@@ -574,6 +587,7 @@ def test_role_says_that_it_is_ready_and_stops_at_a_signal(yard: Shell, role: str
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.long
 def test_two_yards_never_share_a_port(yard: Shell, shell: Shell) -> None:
     port = yard.status()["coordinator"].split(":")[1]
     ended = shell.run("up", "--state", str(shell.state), "--set", f"yard.coordinator_port={port}")

@@ -387,6 +387,7 @@ def command(*arguments: str) -> list[str]:
     return script.lines
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("roles", [60_000], indirect=True)
 def test_hand_over_outlives_the_coordinator_and_checkpoint_commands_leave_it_alone(
     roles: RoleYard, probes: Probes, tmp_path: Path
@@ -419,6 +420,7 @@ def test_hand_over_outlives_the_coordinator_and_checkpoint_commands_leave_it_alo
     assert command("checkpoint", "verify", "--url", url)
 
 
+@pytest.mark.long
 def test_worker_that_is_killed_before_it_has_taken_it_up_leaves_it_to_the_next(
     roles: RoleYard, probes: Probes, tmp_path: Path
 ) -> None:

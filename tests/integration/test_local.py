@@ -517,6 +517,7 @@ SHELL_LOCAL = {"job__consistency__mode": "local", "job__consistency__logical_ran
 SHELL_MEAN = {"job__consistency__outer_lr": 1.0, "job__consistency__outer_momentum": 0.0}
 
 
+@pytest.mark.long
 def test_promise_2_a_worker_that_is_killed_in_a_round(yard: RoleYard, probes: Probes) -> None:
     """Its rank's round is computed again, from where it began, by the other one."""
     settings = SHELL_LOCAL | SHELL_MEAN | {"coordinator": yard.address, "job__consistency__steps": 8}
@@ -545,6 +546,7 @@ def test_promise_2_rounds_that_a_server_has_lost_are_computed_again(yard: RoleYa
         assert [round(value, 9) for value in result["counts"]] == expected_counts(203, count=2, steps=3, epochs=3)
 
 
+@pytest.mark.long
 def test_promise_6_bits_are_the_same_for_one_worker_and_two_and_when_a_server_dies(
     yard: RoleYard, probes: Probes
 ) -> None:

@@ -96,6 +96,7 @@ def digests(values: dict[str, np.ndarray[Any, Any]]) -> dict[str, str]:
     return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in values.items()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("alone")
 def test_a_worker_in_another_language_trains_with_one_of_ours(address: str) -> None:
     client = Client(str(PROTOS), address, "polyglot")

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from ipykernel.kernelspec import make_ipkernel_cmd
 from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.kernelspec import KernelSpec
@@ -150,9 +151,11 @@ async def interrupted_with_block_ends_its_yard() -> None:
             assert await kernel.value("left_behind()") == []
 
 
+@pytest.mark.long
 def test_interrupted_loop_leaves_a_job_that_trains_on() -> None:
     asyncio.run(interrupted_loop_leaves_a_job_that_trains_on())
 
 
+@pytest.mark.long
 def test_interrupted_with_block_ends_its_yard_and_another_starts_in_the_same_kernel() -> None:
     asyncio.run(interrupted_with_block_ends_its_yard())

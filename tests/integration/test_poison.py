@@ -86,6 +86,7 @@ def status(yard: LocalCluster) -> wire.JobStatus:
     return job
 
 
+@pytest.mark.long
 def test_promise_2_all_samples_but_the_batch_that_kills_count_once(yard: LocalCluster, tmp_path: Path) -> None:
     crew = Crew(yard, tmp_path, {"job__data__batches_per_data_shard": 5})
     results = crew.run()
@@ -104,6 +105,7 @@ def test_promise_2_all_samples_but_the_batch_that_kills_count_once(yard: LocalCl
     assert [feed.quarantined for feed in job.feeds] == [1]
 
 
+@pytest.mark.long
 def test_synchronous_steps_go_on_without_the_contribution_that_kills(yard: LocalCluster, tmp_path: Path) -> None:
     sync = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__rank_grace_ms": 100}
     crew = Crew(yard, tmp_path, sync)
@@ -121,6 +123,7 @@ def test_synchronous_steps_go_on_without_the_contribution_that_kills(yard: Local
     assert [result["counts"] for result in results] == [counts] * WORKERS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_worker_whose_gradients_are_never_finite_is_out_and_the_other_ends_the_job(
     yard: LocalCluster, tmp_path: Path, mode: str

@@ -46,6 +46,7 @@ def wait_for_more(started: list[tuple[Script, Path]]) -> None:
         script.wait_for(f"computed {count + 3}", or_end=True)
 
 
+@pytest.mark.long("True-wal")
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 @pytest.mark.parametrize("returns", [True, False])
 def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, returns: bool, durability: str) -> None:
@@ -68,6 +69,7 @@ def test_promise_1_and_2_hold_when_servers_die(yard: RoleYard, probes: Probes, r
     assert not list((yard.state / "wal").glob("*/*"))
 
 
+@pytest.mark.long("checkpoint-the job goes back to checkpoint")
 @pytest.mark.parametrize(
     ("durability", "told"),
     [("checkpoint", "the job goes back to checkpoint"), ("wal", "its log is read from checkpoint")],
@@ -87,6 +89,7 @@ def test_promise_6_synchronous_bits_are_the_same_when_a_server_dies(
     assert [result["step"] for result in disturbed] == [result["step"] for result in undisturbed]
 
 
+@pytest.mark.long("wal")
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 def test_all_servers_and_the_coordinator_dead_at_once(yard: RoleYard, probes: Probes, durability: str) -> None:
     started = begin(
@@ -120,6 +123,7 @@ def lost_by_partition(yard: RoleYard) -> dict[int, set[tuple[str, int]]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [0, 1])
 def test_lost_pushes_without_leased_data_are_told_exactly(yard: RoleYard, probes: Probes, window: int) -> None:
     script, out = probes.start(
@@ -145,6 +149,7 @@ def test_lost_pushes_without_leased_data_are_told_exactly(yard: RoleYard, probes
     assert yard.status().jobs[0].lost_pushes == count
 
 
+@pytest.mark.long
 def test_lost_pushes_of_a_worker_that_has_left_are_told_exactly(yard: RoleYard, probes: Probes) -> None:
     given: dict[str, Any] = {
         "coordinator": yard.address,

@@ -40,6 +40,7 @@ def shared_lines(job: worker.Job) -> list[bool]:
 # ---- processes
 
 
+@pytest.mark.long
 def test_promise_6_bits_do_not_depend_on_the_transport(tmp_path: Path) -> None:
     """A network with buffers and a schedule; two servers, one, shared memory or not, copies or views."""
     found = {}
@@ -55,6 +56,7 @@ def test_promise_6_bits_do_not_depend_on_the_transport(tmp_path: Path) -> None:
     assert len({run["step"] for run in found.values()}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["server", "worker"])
 def test_killed_process_leaves_nothing_in_dev_shm(
     tmp_path: Path, victim: str, shared_memory: Callable[[], frozenset[str]]

@@ -292,6 +292,7 @@ def test_leases_of_a_version_are_renewed_while_it_is_served(monkeypatch: pytest.
 # ---- over gRPC
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", ["server", "coordinator", "both"])
 def test_serving_goes_on_when_services_die_and_come_back(tmp_path: Path, killed: str) -> None:
     samples, epochs = 203, 3

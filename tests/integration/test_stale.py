@@ -111,6 +111,7 @@ def lateness(coordinator: str) -> dict[str, float]:
         time.sleep(0.05)
 
 
+@pytest.mark.long("{'worker.window': 1}")
 @pytest.mark.parametrize("given", TRANSPORTS, ids=str)
 def test_two_workers_in_a_known_order_get_what_the_formulas_say(tmp_path: Path, given: dict[str, object]) -> None:
     reference = Reference(float(str(given.get("job.consistency.delay_compensation_decay", 0))))

@@ -215,6 +215,7 @@ def ended(yard: LocalCluster, name: str) -> wire.JobStatus:
     return job
 
 
+@pytest.mark.long
 def test_promise_6_all_workers_end_at_one_step_when_one_of_them_stops_the_job(
     yard: LocalCluster, probes: Probes, at_step: Callable[[int], str]
 ) -> None:
@@ -253,6 +254,7 @@ def test_promise_6_command_line_stops_a_job_of_loops_of_their_own_at_one_step(
     assert (job.stop.reason, job.stop.worker, job.checkpoint.step) == ("tea", 0, step)
 
 
+@pytest.mark.long
 def test_rule_b9_worker_that_is_killed_while_a_job_stops_is_not_missed(
     yard: LocalCluster, probes: Probes, at_step: Callable[[int], str]
 ) -> None:
@@ -266,6 +268,7 @@ def test_rule_b9_worker_that_is_killed_while_a_job_stops_is_not_missed(
     assert {result["digest"] for result in results} == {at_step(step)}
 
 
+@pytest.mark.long
 def test_worker_on_standby_ends_with_a_job_that_is_stopped(yard: LocalCluster, probes: Probes) -> None:
     common = {"coordinator": yard.coordinator, "job": "standby", **SYNC_3, "job__workers_expected": 4}
     started = [probes.start("model", "--pause-ms", "30", **common) for _ in range(4)]
@@ -278,6 +281,7 @@ def test_worker_on_standby_ends_with_a_job_that_is_stopped(yard: LocalCluster, p
     assert len({(result["step"], result["digest"]) for result in results}) == 1
 
 
+@pytest.mark.long
 def test_promise_2_stopped_asynchronous_workers_leave_whole_batches(yard: LocalCluster, probes: Probes) -> None:
     common = {"coordinator": yard.coordinator, "job": "asynchronous", "job__workers_expected": 3}
     started = [probes.start("count", "--pause-ms", "20", *more, **common) for more in ([], ["--stop-at", "3"], [])]

@@ -118,6 +118,7 @@ def until_told(job: sy.Job, number: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.long("0-True")
 @pytest.mark.parametrize(("window", "tables"), [(0, False), (1, False), (0, True), (1, True)])
 def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: int, tables: bool) -> None:
     epochs, bounds, made = 2, [None, 2, None, 0, 5, None], 0

@@ -45,6 +45,7 @@ def until_set(yard: RoleYard, *what: str) -> str:
     return told.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_is_switched(
     yard: RoleYard, probes: Probes, durability: str

@@ -49,6 +49,7 @@ def assert_counted(started: list[tuple[Script, Path]]) -> None:
         assert result["totals"] == [float(EPOCHS)] * SAMPLES
 
 
+@pytest.mark.long("True-sync")
 @MODES
 @pytest.mark.parametrize("returns", [True, False])
 def test_promise_1_and_2_hold_for_rows_when_a_server_dies(
@@ -62,6 +63,7 @@ def test_promise_1_and_2_hold_for_rows_when_a_server_dies(
     assert "are restored, of step" in yard.coordinator.output
 
 
+@pytest.mark.long("checkpoint-and-log-async")
 @MODES
 @pytest.mark.parametrize(
     ("returns", "every_steps"), [(True, 7), (False, 0)], ids=["checkpoint-and-log", "log-alone-elsewhere"]
@@ -78,6 +80,7 @@ def test_promise_3_rows_come_back_from_the_log_of_a_server_that_died(
     assert not list((yard.state / "wal").glob("*/*")), "a job's logs end with it"
 
 
+@pytest.mark.long
 def test_promise_3_rows_come_back_from_logs_when_all_servers_die_at_once(yard: RoleYard, probes: Probes) -> None:
     started = begin(yard, probes, every_steps=0, job__durability="wal", job__compression__rows_push="bf16")
     for index in range(2):
@@ -87,6 +90,7 @@ def test_promise_3_rows_come_back_from_logs_when_all_servers_die_at_once(yard: R
     assert_counted(started)
 
 
+@pytest.mark.long
 @MODES
 def test_promise_2_holds_for_rows_when_a_worker_dies(yard: RoleYard, probes: Probes, mode: dict[str, object]) -> None:
     (killed, _), other = begin(yard, probes, **mode)
@@ -94,6 +98,7 @@ def test_promise_2_holds_for_rows_when_a_worker_dies(yard: RoleYard, probes: Pro
     assert_counted([other])
 
 
+@pytest.mark.long
 def test_promise_1_and_2_hold_for_rows_when_all_services_die_at_once(yard: RoleYard, probes: Probes) -> None:
     started = begin(yard, probes)
     yard.kill_coordinator()
@@ -105,6 +110,7 @@ def test_promise_1_and_2_hold_for_rows_when_all_services_die_at_once(yard: RoleY
     assert_counted(started)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "clip", [{}, {"job__clip__norm": 0.3, "job__durability": "wal"}], ids=["plain", "clipped-with-logs"]
 )

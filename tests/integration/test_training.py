@@ -84,6 +84,7 @@ def test_rule_b4_a_late_worker_changes_no_bit(
     assert results[1]["computed"] > 0
 
 
+@pytest.mark.long
 def test_rule_b1_workers_beyond_the_ranks_stand_by_and_step_in(
     yard: LocalCluster, probes: Probes, undisturbed: str
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_script_with_its_own_loader_and_loader_processes_trains(yard: LocalClu
     assert result["step"] == 52
 
 
+@pytest.mark.long
 def test_a_finished_job_leaves_its_name_to_the_next(yard: LocalCluster, probes: Probes) -> None:
     for _ in range(2):
         result = probes.run("count", "--epochs", "1", coordinator=yard.coordinator, job="again")

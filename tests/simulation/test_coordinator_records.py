@@ -360,6 +360,7 @@ def test_machines_from_records_are_equal_and_go_on_alike(seed: int) -> None:
     Fuzz(seed).run()
 
 
+@pytest.mark.long
 def test_the_events_by_chance_write_records_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardyard_coordinator.machine.JOBS_ENDED_MAX", 2)
     written: set[str] = set()
@@ -511,6 +512,7 @@ def test_job_with_logs_begins_whoever_dies_and_nobody_works_before_its_first_che
     Beginning(seed).run()
 
 
+@pytest.mark.long
 def test_beginnings_by_chance_write_records_of_every_kind() -> None:
     written: set[str] = set()
     through: list[bool] = []

@@ -204,6 +204,7 @@ def first_red(make: Callable[[int], KeepingRun]) -> Violation:
     raise AssertionError(f"{RED_SEEDS_MAX} seeds are green")
 
 
+@pytest.mark.long
 def test_each_batch_counts_once_whatever_is_forgotten() -> None:
     forgotten = 0
     for seed in SEEDS:
@@ -213,6 +214,7 @@ def test_each_batch_counts_once_whatever_is_forgotten() -> None:
     assert forgotten > len(SEEDS), "next to nothing was forgotten"
 
 
+@pytest.mark.long
 def test_what_is_closed_since_a_checkpoint_was_begun_may_not_be_forgotten() -> None:
     def all_that_is_closed(run: KeepingRun, _: Kept) -> tuple[frozenset[SourceKey], Token]:
         live = [lease.token for worker in run._workers if worker.alive for lease in worker.leases]
@@ -242,6 +244,7 @@ def test_without_the_floor_late_pushes_are_not_told_from_others(
     assert "which was not opened" in str(first_red(KeepingRun))
 
 
+@pytest.mark.long
 def test_order_of_a_past_that_was_taken_back_may_not_be_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     check = HostedJob.check_generation
 

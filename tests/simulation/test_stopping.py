@@ -23,6 +23,7 @@ SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 200
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1_200)
 @pytest.mark.parametrize("kind", ["sync-stop", "async-stop"])
 def test_promise_6_yard_that_is_told_to_stop_ends_where_it_was_settled_under_every_seed(kind: str) -> None:

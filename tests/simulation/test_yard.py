@@ -44,6 +44,7 @@ def test_yard_keeps_its_promises_under_every_seed() -> None:
         assert min(met.values()) >= 5, met
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["async-switch", "bounded-switch", "bounded-lag-switch"])
 def test_job_that_is_switched_keeps_its_promises_under_every_seed(kind: str) -> None:
