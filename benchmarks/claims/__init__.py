@@ -1,4 +1,4 @@
-"""The claims of docs/consistency.md: each measures its own runs, over seeds, and gives ratios and panels of figures."""
+"""What is claimed of consistency and of tables: each measures its own runs, and gives ratios and panels of figures."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class Found:
 
     raw: Mapping[str, Any]
     ratios: Mapping[str, Sequence[float]]
-    """By the names of claims; a value for each seed, or one over all seeds."""
+    """By the names of claims; a value for each seed or pair, or one over all."""
     panels: Mapping[str, Sequence[Panel]] = field(default_factory=dict)
-    """By the mode that they explain."""
+    """By the figure that they are a part of."""

@@ -1,7 +1,5 @@
 """Hybrid mode against synchronous steps: what it gains where calls take long, and what it loses in quality.
 
-    make bench BENCH=hybrid            (or: python benchmarks/hybrid.py --pairs 3 --seconds 2)
-
 hybrid_speed: steps a second with a table, where each call to a server takes 5 ms more, over those of a synchronous job:
 rows along with the parameters, and one step before. One worker, one server, one thread a process; before they are
 measured the rows of both after some steps are those of a plain model, but for those that come a step before, which are
@@ -20,13 +18,15 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from claims import Found
+from claims.table_steps import CALL_MS, WARM_S, one_measurement, verified
 from harness.pairs import Figures, column, measure_pairs, ratios
-from harness.report import Panel, options_of, report
+from harness.report import Panel
 from harness.rows import Task
 from harness.sides import Side, shardyard_side
-from table_steps import CALL_MS, WARM_S, measure, verified
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
+FIGURE = "tables-hybrid"
 SYNC, ALONG, BEFORE = "shardyard, sync", "shardyard, hybrid, rows along", "shardyard, hybrid, rows a step before"
 MODES: Mapping[str, Mapping[str, object]] = {
     SYNC: {"job.consistency.mode": "sync"},
@@ -56,7 +56,7 @@ def side_of(task: Task, mode: Mapping[str, object], *, verify: bool) -> Iterator
 def measure_speed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
     with ExitStack() as stack:
         ready = {name: stack.enter_context(side_of(task, mode, verify=name != BEFORE)) for name, mode in MODES.items()}
-        return measure_pairs({name: partial(measure, side, seconds) for name, side in ready.items()}, pairs)
+        return measure_pairs({name: partial(one_measurement, side, seconds) for name, side in ready.items()}, pairs)
 
 
 class Recommender:
@@ -89,13 +89,9 @@ def differences(over: list[Figures], under: list[Figures], figure: str) -> list[
     return [a - b for a, b in zip(column(over, figure), column(under, figure), strict=True)]
 
 
-def main() -> None:
-    parser = options_of(__doc__, pairs=5)
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a measurement of speed (4)")
-    parser.add_argument("--clicks", type=int, default=CLICKS, help=f"a day of the recommender ({CLICKS})")
-    given = parser.parse_args()
-    speed = measure_speed(TASK, given.pairs, given.seconds)
-    quality = measure_quality(given.pairs, DAYS, given.clicks)
+def measure(pairs: int, seconds: float, clicks: int) -> Found:
+    speed = measure_speed(TASK, pairs, seconds)
+    quality = measure_quality(pairs, DAYS, clicks)
     found = {
         "hybrid_speed": ratios(speed[BEFORE], speed[SYNC], "steps_per_s"),
         "hybrid_speed_along": ratios(speed[ALONG], speed[SYNC], "steps_per_s"),
@@ -106,8 +102,4 @@ def main() -> None:
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in speed.items()}),
         Panel("A recommender, the day after", "AUC, %", {n: column(f, "auc_percent") for n, f in quality.items()}),
     ]
-    report("hybrid", {"speed": speed, "quality": quality}, found, panels=panels, folder=given.figures)
-
-
-if __name__ == "__main__":
-    main()
+    return Found({"speed": speed, "quality": quality}, found, {FIGURE: panels})

@@ -1,8 +1,5 @@
 """Steps with a table: look-up and Adagrad push of 4,096 Zipf(1.1) ids in a million rows of dim 64, steps a second.
 
-    make bench BENCH=table_steps            (or: python benchmarks/table_steps.py --pairs 3 --seconds 2)
-    python benchmarks/table_steps.py --peers            what the peer was tried with
-
 One worker, one server, one thread a process. Against torch's embedding and its sparse Adagrad in a process of
 torch.distributed.rpc, in its fastest form: there too a push can bring the next rows. Checked on all sides before they
 are measured: the rows after some steps are those of a plain model. A second measurement has each call to a server take
@@ -17,12 +14,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from claims import Found
 from harness.pairs import Figures, column, measure_pairs, ratios, spread
-from harness.report import Panel, options_of, report
+from harness.report import Panel
 from harness.rows import Task, check
 from harness.sides import Side, peer_side, shardyard_side
 from sides.rows_rpc import FORMS
 
+FIGURE = "tables-steps"
 VERIFIED_STEPS = 5
 WARM_S = 1.0
 PEER_FORM = "one-distinct"
@@ -42,7 +41,7 @@ def verified(side: Side, task: Task) -> Iterator[Side]:
     yield side
 
 
-def measure(side: Side, seconds: float) -> Figures:
+def one_measurement(side: Side, seconds: float) -> Figures:
     done = side.measure("train", seconds=seconds)
     (answer,) = done.answers
     return {
@@ -72,7 +71,7 @@ def measure_all(
 ) -> dict[str, list[Figures]]:
     with ExitStack() as stack:
         ready = {name: stack.enter_context(verified(stack.enter_context(side), task)) for name, side in sides.items()}
-        return measure_pairs({name: partial(measure, side, seconds) for name, side in ready.items()}, pairs)
+        return measure_pairs({name: partial(one_measurement, side, seconds) for name, side in ready.items()}, pairs)
 
 
 def measure_steps(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
@@ -99,21 +98,14 @@ def show_peers(seconds: float, repeats: int = 3) -> None:
     for form in FORMS:
         for transport in ("default", "tcp"):
             with their_side(task, form, transport) as side, verified(side, task):
-                rates = column([measure(side, seconds) for _ in range(repeats)], "steps_per_s")
+                rates = column([one_measurement(side, seconds) for _ in range(repeats)], "steps_per_s")
                 print(f"torch.rpc, {form}, {transport}: {spread(rates)} steps/s", flush=True)
 
 
-def main() -> None:
-    parser = options_of(__doc__, pairs=7)
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a measurement (4)")
-    parser.add_argument("--peers", action="store_true", help="measure what the peer was tried with, and no more")
-    given = parser.parse_args()
-    if given.peers:
-        show_peers(given.seconds)
-        return
-    steps = measure_steps(Task(), given.pairs, given.seconds)
+def measure(pairs: int, seconds: float) -> Found:
+    steps = measure_steps(Task(), pairs, seconds)
     theirs, plain, ahead = steps.values()
-    delayed = measure_delayed(DELAYED, given.pairs, given.seconds)
+    delayed = measure_delayed(DELAYED, pairs, seconds)
     before, after = delayed.values()
     found = {
         "tables_steps": ratios(ahead, theirs, "steps_per_s"),
@@ -124,8 +116,4 @@ def main() -> None:
         Panel("A million rows of 64, 4,096 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in steps.items()}),
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in delayed.items()}),
     ]
-    report("table_steps", {"steps": steps, "delayed": delayed}, found, panels=panels, folder=given.figures)
-
-
-if __name__ == "__main__":
-    main()
+    return Found({"steps": steps, "delayed": delayed}, found, {FIGURE: panels})
