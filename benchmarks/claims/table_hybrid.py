@@ -1,7 +1,8 @@
 """Hybrid mode against synchronous steps: what it gains where calls take long, and what it loses in quality.
 
-hybrid_speed: steps a second with a table, where each call to a server takes 5 ms more, over those of a synchronous job:
-rows along with the parameters, and one step before. One worker, one server, one thread a process; before they are
+hybrid_speed: steps a second with a table, where each call to a server takes 5 ms more, over those of a synchronous job
+whose forwards look rows up: rows along with the parameters, and one step before. hybrid_speed_ahead: over those of one
+that has look_ahead too. One worker, one server, one thread a process; before they are
 measured the rows of both after some steps are those of a plain model, but for those that come a step before, which are
 held to a bound by tests. hybrid_gap: AUC of the recommender on the day after the last that it has learned from, of a
 synchronous job minus that of a hybrid one, in points of a hundred, a pair for each seed; two workers, two servers.
@@ -27,9 +28,11 @@ from harness.sides import Side, shardyard_side
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIGURE = "tables-hybrid"
-SYNC, ALONG, BEFORE = "shardyard, sync", "shardyard, hybrid, rows along", "shardyard, hybrid, rows a step before"
+SYNC, SYNC_AHEAD = "shardyard, sync, rows looked up", "shardyard, sync, look_ahead"
+ALONG, BEFORE = "shardyard, hybrid, rows along", "shardyard, hybrid, rows a step before"
 MODES: Mapping[str, Mapping[str, object]] = {
     SYNC: {"job.consistency.mode": "sync"},
+    SYNC_AHEAD: {"job.consistency.mode": "sync"},
     ALONG: {"job.consistency.mode": "hybrid", "job.consistency.rows_in_flight": 0},
     BEFORE: {"job.consistency.mode": "hybrid", "job.consistency.rows_in_flight": 1},
 }
@@ -41,11 +44,11 @@ DAYS, CLICKS = 3, 40_000
 
 
 @contextmanager
-def side_of(task: Task, mode: Mapping[str, object], *, verify: bool) -> Iterator[Side]:
-    arguments = [*task.arguments(), "--delay-ms", str(CALL_MS), "--ahead"]
-    settings = {"job.partitions": 1, "job.consistency.logical_ranks": 1, **mode}
+def side_of(name: str, task: Task) -> Iterator[Side]:
+    arguments = [*task.arguments(), "--delay-ms", str(CALL_MS), *(() if name == SYNC else ("--ahead",))]
+    settings = {"job.partitions": 1, "job.consistency.logical_ranks": 1, **MODES[name]}
     with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
-        if verify:
+        if name != BEFORE:
             with verified(side, task) as ready:
                 yield ready
         else:
@@ -55,7 +58,7 @@ def side_of(task: Task, mode: Mapping[str, object], *, verify: bool) -> Iterator
 
 def measure_speed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
     with ExitStack() as stack:
-        ready = {name: stack.enter_context(side_of(task, mode, verify=name != BEFORE)) for name, mode in MODES.items()}
+        ready = {name: stack.enter_context(side_of(name, task)) for name in MODES}
         return measure_pairs({name: partial(one_measurement, side, seconds) for name, side in ready.items()}, pairs)
 
 
@@ -82,7 +85,7 @@ class Recommender:
 
 
 def measure_quality(pairs: int, days: int, clicks: int) -> dict[str, list[Figures]]:
-    return measure_pairs({name: Recommender(mode, days, clicks) for name, mode in MODES.items()}, pairs)
+    return measure_pairs({name: Recommender(MODES[name], days, clicks) for name in (SYNC, ALONG, BEFORE)}, pairs)
 
 
 def differences(over: list[Figures], under: list[Figures], figure: str) -> list[float]:
@@ -95,6 +98,7 @@ def measure(pairs: int, seconds: float, clicks: int) -> Found:
     found = {
         "hybrid_speed": ratios(speed[BEFORE], speed[SYNC], "steps_per_s"),
         "hybrid_speed_along": ratios(speed[ALONG], speed[SYNC], "steps_per_s"),
+        "hybrid_speed_ahead": ratios(speed[BEFORE], speed[SYNC_AHEAD], "steps_per_s"),
         "hybrid_gap": differences(quality[SYNC], quality[BEFORE], "auc_percent"),
         "hybrid_gap_along": differences(quality[SYNC], quality[ALONG], "auc_percent"),
     }

@@ -142,9 +142,10 @@ class Exchanges:
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
         if order.wanted:
-            if hosted.mode is UpdateMode.SYNC and not hosted.rows_at_once:
+            if hosted.rows_have_versions and (order.pull is None or not order.pull.exactly):
                 raise InvalidRequest(
-                    f"rows beside the values of job {hosted.job}, which is synchronous", todo="ask for them with LookUp"
+                    f"rows of job {hosted.job}, which is synchronous, beside values of no version that is named",
+                    todo="ask for a version exactly, or for rows with LookUp",
                 )
             self._store.admit_wanted(hosted, order.wanted, ROWS_ALONG_BYTES_MAX)
         return hosted
@@ -256,10 +257,12 @@ class Exchanges:
         return replace(said, regions=fresh) if fresh else said
 
     def _rows(self, order: PushOrder, hosted: HostedJob, asked: Sequence[AskedRows]) -> Bytes:
-        """Those that ride along, as they are now: values wait no more. Raises StaleGeneration."""
+        """Those that ride along: of a synchronous step those of the version of the values, else as they are now. Values
+        wait no more. Raises StaleGeneration."""
         if not asked:
             return NO_BYTES
-        found = self._store.find_rows(hosted, asked)
+        number = order.pull.number if order.pull is not None and hosted.rows_have_versions else None
+        found = self._store.find_rows(hosted, asked, number)
         hosted.check_generation(order.generation)  # else partitions may have gone back, or moved, meanwhile
         return found
 

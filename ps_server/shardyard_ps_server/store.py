@@ -228,6 +228,11 @@ class HostedJob:
     pins: Pins = field(default_factory=Pins)
 
     @property
+    def rows_have_versions(self) -> bool:
+        """Whether rows of tables are updated with a step, as values are."""
+        return self.mode is UpdateMode.SYNC and not self.rows_at_once
+
+    @property
     def nbytes(self) -> int:
         """One version of all partitions."""
         return sum(partition.payload_bytes for partition in self.partitions.values())

@@ -22,7 +22,7 @@ from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.partition import Partition
 from shardyard_worker import job as worker
-from shardyard_worker.router import Wish
+from shardyard_worker.router import Router, Wish
 from shardyard_worker.strategies import SyncStrategy
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -75,10 +75,13 @@ def digest(model: torch.nn.Module) -> dict[str, bytes]:
     return {name: tensor.contiguous().numpy().tobytes() for name, tensor in model.state_dict().items()}
 
 
-def learn(job: sy.Job, optimizer_of_rows: sy.tables.RowOptimizer | None = None) -> dict[str, bytes]:
+def learn(
+    job: sy.Job, optimizer_of_rows: sy.tables.RowOptimizer | None = None, *, ahead: bool = False
+) -> dict[str, bytes]:
     model = Model(optimizer_of_rows)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-    for ids, wanted in job.batches(data(), batch_size=BATCH, epochs=EPOCHS, shuffle=False):
+    asked = (lambda batch: {model.words: batch[0][:, 1:], model.user: batch[0][:, 0]}) if ahead else None
+    for ids, wanted in job.batches(data(), batch_size=BATCH, epochs=EPOCHS, shuffle=False, look_ahead=asked):
         optimizer.zero_grad()
         loss_of(model, ids, wanted).backward()
         optimizer.step()
@@ -149,11 +152,12 @@ def together(
         (2, 2, {"worker.prefetch": "always", "worker.same_host": "never"}),
     ],
 )
+@pytest.mark.parametrize("ahead", [False, True], ids=["looked-up", "ahead"])
 def test_promise_6_rows_have_the_bits_of_one_process_that_computes_the_ranks_one_after_the_other(
-    servers: int, workers: int, given: dict[str, Any]
+    servers: int, workers: int, given: dict[str, Any], ahead: bool
 ) -> None:
     expected = learned_by_one_process()
-    for found in together({"yard.servers": servers} | given, workers):
+    for found in together({"yard.servers": servers} | given, workers, lambda job, _: learn(job, ahead=ahead)):
         assert found.keys() == expected.keys()
         assert [name for name in expected if found[name] != expected[name]] == []
 
@@ -163,10 +167,13 @@ def test_promise_6_rows_have_the_bits_of_one_process_that_computes_the_ranks_one
 def test_promise_6_clipped_rows_are_the_same_on_any_number_of_servers(
     given: dict[str, Any], optimizer: sy.tables.RowOptimizer
 ) -> None:
+    def work(ahead: bool) -> Any:
+        return lambda job, _: learn(job, optimizer, ahead=ahead)
+
     found = [
         each
-        for servers, workers in ((1, 1), (2, 2), (4, 1))
-        for each in together({"yard.servers": servers} | given, workers, lambda job, _: learn(job, optimizer))
+        for servers, workers, ahead in ((1, 1, False), (2, 2, False), (4, 1, True), (2, 2, True))
+        for each in together({"yard.servers": servers} | given, workers, work(ahead))
     ]
     assert all(each == found[0] for each in found)
     assert learned_by_one_process() != found[0]
@@ -182,6 +189,58 @@ def test_the_norm_is_that_of_parameters_and_rows(connect: Connect) -> None:
     optimizer.step()
     assert job.gradient_norm == pytest.approx(13.0)
     torch.testing.assert_close(model["a"](torch.tensor([2])), torch.full((1, 4), -3.0 / 13.0), rtol=1e-4, atol=0)
+
+
+# ---- rows come along
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ({}, 1),
+        ({}, 3),
+        ({"worker.same_host": "never"}, 1),
+        ({"job.compression.pull": "bf16"}, 1),
+        ({"job.clip.norm": 1_000.0}, 2),
+        ({"yard.servers": 1}, 2),
+    ],
+)
+def test_rows_of_the_next_step_come_with_its_version(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], ranks: int
+) -> None:
+    look_ups = 0
+    look_up = Router.look_up
+
+    def counted(router: Router, *of: Any) -> None:
+        nonlocal look_ups
+        look_ups += 1
+        look_up(router, *of)
+
+    monkeypatch.setattr(Router, "look_up", counted)
+    job = connect(settings=NEVER | SYNC | {"job.consistency.logical_ranks": ranks} | given)
+    optimizer = sy.tables.SGD(lr=1.0)
+    model = sy.Embedding(1, optimizer=optimizer, initial=sy.tables.zeros())
+    model, moved = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    ids = torch.tensor([5, 7])
+    seen = []
+    for each in job.look_ahead([ids] * 12, lambda ids: {model: ids}):
+        rows = model(each)
+        moved.zero_grad()
+        (-rows).sum().backward()
+        moved.step()
+        seen.append(rows.detach().flatten().tolist())
+    assert seen == [[step // ranks] * 2 for step in range(12)]
+    assert look_ups == ranks  # for the first step
+    assert job._take_metrics()["look_ahead_hits"] == pytest.approx((12 - ranks) / 12)
+
+
+def test_nothing_comes_along_with_backup_workers_whose_steps_bring_no_values(connect: Connect) -> None:
+    job = connect(settings=NEVER | SYNC_2 | {"job.consistency.backup_workers": 1})
+    layer = torch.nn.Linear(1, 1)
+    job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    assert job._training is not None
+    for _ in job.look_ahead([1, 2], lambda _: {}):
+        assert not job._training.looks_ahead
 
 
 # ---- versions

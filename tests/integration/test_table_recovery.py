@@ -30,12 +30,12 @@ def probes(tmp_path: Path) -> Iterator[Probes]:
 
 
 def begin(
-    yard: RoleYard, probes: Probes, script: str = "rows", *, every_steps: int = 7, **settings: Any
+    yard: RoleYard, probes: Probes, script: str = "rows", *more: str, every_steps: int = 7, **settings: Any
 ) -> list[tuple[Script, Path]]:
     """Two workers, with a checkpoint every few steps, once there is one; with 0 there is none but the first."""
     settings |= {"coordinator": yard.address, "job__workers_expected": 2, "job__checkpoint__every_steps": every_steps}
     settings |= {"job__data__batches_per_data_shard": 5, "job__checkpoint__every_s": 3_600 if not every_steps else 60}
-    options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--pause-ms", "30")
+    options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS), "--pause-ms", "30", *more)
     started = [probes.start(script, *options, **settings) for _ in range(2)]
     if every_steps:
         yard.coordinator.wait_for("checkpoint 2 of step")
@@ -121,7 +121,7 @@ def test_promise_6_rows_have_the_same_bits_when_a_server_and_a_worker_die(
     options = ("--samples", str(SAMPLES), "--epochs", str(EPOCHS))
     unlogged = clip | {"job__durability": "checkpoint", "job__checkpoint__url": "never"}
     undisturbed.append(probes.run("words", *options, job="alone", **SYNC, **unlogged))
-    (survivor, out), (victim, _) = begin(yard, probes, "words", job="two", **SYNC, **clip)
+    (survivor, out), (victim, _) = begin(yard, probes, "words", "--look-ahead", job="two", **SYNC, **clip)
     yard.coordinator.wait_for("job 'two' (1.2): checkpoint ")
     yard.kill_server(0)
     yard.restart_server(0)
@@ -130,5 +130,6 @@ def test_promise_6_rows_have_the_same_bits_when_a_server_and_a_worker_die(
     disturbed = finish(survivor, out)
     assert {result["digest"] for result in undisturbed} == {disturbed["digest"]}
     assert disturbed["step"] == undisturbed[0]["step"]
+    assert (undisturbed[0]["hits"], disturbed["hits"] > 0) == (0, True)
     told = "with all that was acknowledged" if "job__durability" in clip else "are restored, of step"
     assert told in yard.coordinator.output

@@ -309,14 +309,50 @@ def test_rows_ride_along_in_exchanges_alone(store: Store) -> None:
     assert state(store) == before
 
 
-def test_rows_of_a_synchronous_job_do_not_ride_along() -> None:
-    store = Store(shareable=False)
-    store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, dataclasses.replace(LAYOUT, tables=()), list(PARTS), UpdateMode.SYNC, 1)
-    store.open(JOB, GENERATION)
-    with pytest.raises(InvalidRequest, match="which is synchronous"):
-        Wire(store).exchange(order(None, wanted=GOOD), GOOD_IDS)
-    store.close()
+@pytest.fixture
+def stepping() -> Iterator[tuple[Store, list[PushName]]]:
+    """A synchronous job of two ranks, and the names of their parts of step 0."""
+    made = Store(shareable=False)
+    made.become(HERE, Term(1))
+    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.SYNC, 2)
+    made.open(JOB, GENERATION)
+    keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
+    made.open_sources(made.hosted()[0], [(key, Token(1)) for key in keys])
+    yield made, [PushName(key, Token(1), 0, 0) for key in keys]
+    made.close()
+
+
+def test_rows_of_a_synchronous_job_ride_along_as_the_version_of_the_values_has_them(
+    stepping: tuple[Store, list[PushName]],
+) -> None:
+    store, named = stepping
+    wanted, ids = asked()
+    rows, data = pushed()
+    ours, theirs = Wire(store), Wire(store)
+    result, found = ours.exchange(
+        order(0, rows, name=named[0], wanted=wanted, pull=wish(number=1, exactly=True)), DENSE + data + ids
+    )
+    assert result.missing
+    assert sum(len(frame.data) for frame in found) == 0
+    theirs.exchange(order(0, rows, name=named[1], pull=None), DENSE + data)
+    for name in named:  # the step after it is taken, before anybody asks
+        theirs.exchange(order(0, rows, name=dataclasses.replace(name, first=1, last=1), pull=None), DENSE + data)
+    for version, steps in ((1, 1), (2, 2)):
+        pull = wish(number=version, exactly=True)
+        result, found = ours.exchange(order(None, wanted=wanted, pull=pull), ids)
+        assert not result.missing
+        assert (taken(found)[1] == INITIAL - np.float32(steps)).all()
+
+
+def test_rows_of_a_synchronous_job_come_with_a_version_that_is_named_or_not(
+    stepping: tuple[Store, list[PushName]],
+) -> None:
+    store, named = stepping
+    before = state(store)
+    rows, data = pushed()
+    with pytest.raises(InvalidRequest, match="of no version that is named"):
+        Wire(store).exchange(order(0, rows, name=named[0], wanted=GOOD, pull=wish(number=1)), DENSE + data + GOOD_IDS)
+    assert state(store) == before
 
 
 def test_headers_that_are_alike_keep_what_is_wanted() -> None:

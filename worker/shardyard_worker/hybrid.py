@@ -12,14 +12,11 @@ asked for.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from shardyard.ground.types import PushName, Rank, SourceKey
-from shardyard_worker.router import Shipment
+from shardyard.ground.types import Rank, SourceKey
 from shardyard_worker.rows_ahead import RowsAhead
 from shardyard_worker.rows_in_flight import RowsInFlight
 from shardyard_worker.strategies import SyncStrategy
-from shardyard_worker.training import Sending, Training
+from shardyard_worker.training import Training
 
 
 class HybridStrategy(SyncStrategy):
@@ -29,8 +26,6 @@ class HybridStrategy(SyncStrategy):
         super().__init__(training)
         self._depth = self._session.job_settings.consistency.rows_in_flight
         self._flights = RowsInFlight(self._depth, self._session.vigil) if self._depth else None
-        self._rows: RowsAhead | None = None
-        """Those that have come for the version that the targets hold."""
 
     def close(self) -> None:
         if self._flights is not None:
@@ -44,22 +39,13 @@ class HybridStrategy(SyncStrategy):
         """As they are now: all steps before that of the version at hand have counted."""
         return None
 
-    def _ship(self, name: PushName, sending: Sending | None, *, ends: bool) -> Shipment:
-        ahead = None
-        if ends and not self._depth:  # first: what a script says may be refused
-            assert self._version is not None
-            ahead = self._training.ask_ahead(self._version + 1, 0, along=True)
-        shipment = super()._ship(name, sending, ends=ends)
-        return shipment if ahead is None else replace(shipment, ahead=ahead)
+    def _ask_along(self) -> RowsAhead | None:
+        return super()._ask_along() if self._flights is None else None
 
     def _load(self, ahead: RowsAhead | None = None) -> None:
         assert self._version is not None
-        self._rows = ahead if self._flights is None else self._flights.take(self._version)
-        self._load_again()
+        super()._load(ahead if self._flights is None else self._flights.take(self._version))
         self._look_further(self._version)
-
-    def _load_again(self) -> None:
-        self._training.load(self._rows)
 
     def _look_further(self, version: int) -> None:
         """Begins the look-ups of the steps to come that are not under way."""
@@ -71,15 +57,7 @@ class HybridStrategy(SyncStrategy):
                 if ahead is not None:
                     self._flights.begin(step, ahead, self._training.asking(ahead))
 
-    def _go_over(self) -> None:
-        self._forget_rows()
-        super()._go_over()
-
-    def _align(self) -> None:
-        self._forget_rows()
-        super()._align()
-
     def _forget_rows(self) -> None:
-        self._rows = None
+        super()._forget_rows()
         if self._flights is not None:
             self._flights.clear()

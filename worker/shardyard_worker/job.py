@@ -505,8 +505,10 @@ class Job:
 
     @property
     def _asks_ahead(self) -> bool:
-        """Whether rows can come before a forward asks for them."""
-        return self.mode is UpdateMode.ASYNC or self._session.job_settings.consistency.rows_at_once
+        """Whether rows can come before a forward asks for them. With backup workers a step brings no values."""
+        if self.mode is UpdateMode.ASYNC:
+            return True
+        return isinstance(self._strategy, SyncStrategy) and not self._session.job_settings.consistency.backup_workers
 
     def _announce(self, training: Training, ahead: ReadAhead[B]) -> Iterator[B]:
         self._refuse_two_look_aheads(training)

@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -365,6 +365,8 @@ class SyncStrategy(Strategy):
         backups = self._session.job_settings.consistency.backup_workers
         self._decisions = Decisions(self._session) if backups else None
         self._told: list[_Told] = []
+        self._rows: RowsAhead | None = None
+        """Those that have come with the version that the targets hold."""
 
     @property
     def step(self) -> int:
@@ -603,9 +605,16 @@ class SyncStrategy(Strategy):
 
     # ---- versions
 
-    def _ship(self, name: PushName, sending: Sending | None, *, ends: bool) -> Shipment:  # noqa: ARG002 - for others
+    def _ship(self, name: PushName, sending: Sending | None, *, ends: bool) -> Shipment:
         """`ends`: the next version is pulled with it."""
-        return self._training.ship(name, sending)
+        ahead = self._ask_along() if ends else None  # first: what a script says may be refused
+        shipment = self._training.ship(name, sending)
+        return shipment if ahead is None else replace(shipment, ahead=ahead)
+
+    def _ask_along(self) -> RowsAhead | None:
+        """Rows of the next step, which come with its version, as that has them."""
+        assert self._version is not None
+        return self._training.ask_ahead(self._version + 1, 0, along=True)
 
     def _arrive(self, answer: Answer) -> None:
         assert self._version is not None
@@ -616,11 +625,16 @@ class SyncStrategy(Strategy):
 
     def _load(self, ahead: RowsAhead | None = None) -> None:
         """Puts the version that was reached into the targets. `ahead`: rows that have come with it."""
-        self._training.load(ahead)
+        self._rows = ahead
+        self._load_again()
 
     def _load_again(self) -> None:
         """The version that the targets hold, buffers too, which a forward may have changed."""
-        self._training.load()
+        self._training.load(self._rows)
+
+    def _forget_rows(self) -> None:
+        """Where it goes on may be another version, or another life of this one."""
+        self._rows = None
 
     def _settle(self) -> None:
         """Until the step is complete, or another rank of it is this worker's to compute (rule B4)."""
@@ -661,6 +675,7 @@ class SyncStrategy(Strategy):
     def _align(self) -> None:
         """Takes the version at which this worker's ranks stand: the lowest next step among them. Without any (others
         may have taken them over while it went over to another map) it waits for one."""
+        self._forget_rows()
         if not self._held:
             self._wait_for_ranks()
             return

@@ -122,8 +122,9 @@ def train_words(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
     ids = torch.randint(-40, 40, (options.samples, 5)) * 0x1_0000_0001
     computed = 0
+    ahead = {"look_ahead": lambda batch: {model["words"]: batch[0]}} if options.look_ahead else {}
     for chosen, wanted in job.batches(
-        TensorDataset(ids, torch.randn(options.samples, 1)), batch_size=4, epochs=options.epochs
+        TensorDataset(ids, torch.randn(options.samples, 1)), batch_size=4, epochs=options.epochs, **ahead
     ):
         time.sleep(options.pause_ms / 1000)
         optimizer.zero_grad()
@@ -131,7 +132,7 @@ def train_words(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
         optimizer.step()
         computed += 1
         announce(computed)
-    return {"digest": digest(model), "rows": len(words), "computed": computed}
+    return {"digest": digest(model), "rows": len(words), "computed": computed, "hits": words.source.came_ahead}
 
 
 def whole_numbers(samples: int) -> torch.Tensor:
