@@ -23,7 +23,7 @@ setup: $(STAMP) ## create .venv and install everything
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,tables,examples,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,tables,examples,dev]'
 	@touch $(STAMP)
 
 node-client: $(NODE_STAMP) ## install what the test's client in another language needs (npm)
