@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,22 @@ def test_what_is_looked_through_grows_with_the_logarithm_of_the_updates() -> Non
     before = kept.nbytes
     kept.take(kept.parts(), parts)
     assert kept.nbytes < before / 30
+
+
+def test_what_is_kept_takes_no_more_memory_than_it_may_however_small_its_parts_are() -> None:
+    most = 1 << 20
+    kept = HeldRows(0, most)
+    number = 0
+    tracemalloc.start()
+    try:
+        while kept.nbytes or not number:
+            row = np.full((1, 1), number, np.float32)
+            kept.add(FormerRows(number, {0: (np.array([number]), row), 1: (np.array([number]), row.copy())}))
+            number += 1
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most / 2 < peak < most * 1.1
 
 
 def test_rows_that_change_beyond_what_is_kept_lose_the_version_and_training_goes_on(
