@@ -22,6 +22,9 @@ from shardyard_ps_server.former_rows import Floats, FormerRows
 
 FAN = 8
 """So many parts of one size are merged into one."""
+PART_BYTES = 400
+TABLE_BYTES = 320
+"""What a part takes beside its rows and ids, and what each table in it does: most of all where pushes are small."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +49,7 @@ class HeldRows:
         if self._lost or former.number < self._number or not former.rows:
             return
         self._parts.append(_Part(former))
-        self._nbytes += former.nbytes
+        self._nbytes += _nbytes(former)
         if self._nbytes > self._bytes_max:
             self.lose(f"updates have changed more than the {self._bytes_max} bytes of rows that are kept")
 
@@ -64,11 +67,16 @@ class HeldRows:
         """What `parts` gave has been merged; another reader may have been first."""
         if len(after) < len(before) and tuple(self._parts[: len(before)]) == tuple(before):
             self._parts[: len(before)] = after
-            self._nbytes = sum([part.rows.nbytes for part in self._parts])
+            self._nbytes = sum([_nbytes(part.rows) for part in self._parts])
 
     @property
     def nbytes(self) -> int:
+        """Of memory, with what the parts take beside their rows."""
         return self._nbytes
+
+
+def _nbytes(former: FormerRows) -> int:
+    return PART_BYTES + TABLE_BYTES * len(former.rows) + former.nbytes
 
 
 def merged(parts: Sequence[_Part]) -> list[_Part]:

@@ -77,9 +77,10 @@ from shardyard_ps_server.blocks import Blocks, Contribution, Groups
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
-from shardyard_ps_server.held_rows import HeldRows, merged, put_back
+from shardyard_ps_server.held_rows import merged, put_back
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition_tables import Floats, Gone, PartitionTables, Rows, scaled, square_norm
+from shardyard_ps_server.readers_rows import ReadersRows
 from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
 from shardyard_ps_server.tables.budget import Budget
@@ -133,13 +134,7 @@ class Partition:
         self._rows_at_once = rows_at_once and bool(layout.tables)
         self._former: FormerRows | None = None
         """Of a synchronous job that updates rows with its steps, from when the first is taken: what it has changed."""
-        self._held: dict[Wanted, HeldRows] = {}
-        """Rows of versions that readers hold."""
-        self._held_bytes_max = HELD_ROWS_BYTES_MAX // len(layout.partitions)
-        self._unheld = False
-        """Whether rows are being changed that nobody has set aside: who wants them as they were comes too late."""
-        self._under_way: list[FormerRows] = []
-        """Where rows change as they come: what was set aside for the push that is being applied."""
+        self._readers = ReadersRows(HELD_ROWS_BYTES_MAX // len(layout.partitions))
         self.torn: Internal | None = None
         """Why nothing is taken or given any more, if so."""
         self._versions = Versions(self._layout.payload_bytes, memory)
@@ -232,7 +227,7 @@ class Partition:
         has not, VersionPassed where it is not held any more, InvalidRequest where it was wanted without rows."""
         self._check_whole()
         with self._changed:
-            held = self._held.get(wanted)
+            held = self._readers.find(wanted)
             if held is None:
                 raise InvalidRequest(f"rows of a pin of partition {self.id} that has none", todo="pin it with its rows")
             if wanted.version is None:
@@ -404,8 +399,8 @@ class Partition:
                 self._versions.restore(state.version, new)
                 self._tables.become(tables)
                 self._former = None
-                self._lose_held("the partition has gone back to a checkpoint")
-                self._unheld, self._under_way = False, []
+                self._readers.lose("the partition has gone back to a checkpoint")
+                self._readers.end_push()
                 self.torn = None
                 self._ledger.restore(state.marks, state.floor)
                 if self._stale is not None:
@@ -424,7 +419,7 @@ class Partition:
         with self._turn, self._changed:
             self._tables.become({})
             self._former = None
-            self._lose_held("the partition has left this server")
+            self._readers.lose("the partition has left this server")
 
     def forget(
         self,
@@ -573,7 +568,7 @@ class Partition:
         self._push_rows(applied.rows, applied.table_groups, gone=applied.gone)
         with self._changed:
             self._ledger.advance(name)
-            self._end_under_way()
+            self._end_push()
             if new is not None:
                 self._publish(new)
             if stale is not None:
@@ -589,15 +584,15 @@ class Partition:
         if former is not None:
             with self._changed:
                 self._former = former
-                self._hold_former([former])
+                self._readers.keep([former])
         if not rows:
             return
         if former is None:
-            self._set_aside_for_readers(rows, gone)
+            self._set_aside_for_readers([rows, gone], begins=True)
         step, done = self._versions.newest.number + 1, False
         try:
             failpoint("rows.before_update")
-            self._tables.push(rows, groups, step, gone, None if self._unheld else self._hold_expiring)
+            self._tables.push(rows, groups, step, gone, None if self._readers.come_too_late else self._hold_expiring)
             done = True
         finally:
             if not done:
@@ -607,56 +602,30 @@ class Partition:
                     todo="give the server more memory; its partitions come back without that push",
                 )
 
-    def _set_aside_for_readers(self, rows: Sequence[Rows], gone: Sequence[Gone]) -> None:
-        """Where rows change as they come: what a push is about to change, where a reader holds what it was."""
-        with self._changed:
-            number, self._unheld = self._versions.newest.number, not self._held
-        if self._unheld:
-            return
-        try:
-            formers = [self._tables.set_aside(rows, number), self._tables.set_aside(gone, number)]
-        except TooLarge:
-            with self._changed:
-                self._lose_held("the server has no memory for what changes")
-                self._unheld = True
-            return
-        with self._changed:
-            self._under_way += formers
-            self._hold_former(formers)
-
     def _hold_expiring(self, gone: Gone) -> None:
         """Of an asynchronous job without a log: what is about to expire with the push under way."""
+        self._set_aside_for_readers([[gone]], begins=False)
+
+    def _set_aside_for_readers(self, changing: Sequence[Sequence[Rows | Gone]], *, begins: bool) -> None:
+        """Where rows change as they come: what a push is about to change, where a reader holds what it was. `begins`:
+        nothing of the push has changed yet."""
         with self._changed:
-            if self._unheld or not self._held:
-                self._unheld = True
-                return
-            number = self._versions.newest.number
+            wanted, number = self._readers.want_former(begins=begins), self._versions.newest.number
+        if not wanted:
+            return
         try:
-            former = self._tables.set_aside([gone], number)
+            formers = [self._tables.set_aside(rows, number) for rows in changing]
         except TooLarge:
             with self._changed:
-                self._lose_held("the server has no memory for what expires")
-                self._unheld = True
+                self._readers.give_up("the server has no memory for what changes")
             return
         with self._changed:
-            self._under_way.append(former)
-            self._hold_former([former])
+            self._readers.keep_under_way(formers)
 
-    def _end_under_way(self) -> None:
+    def _end_push(self) -> None:
         """The push that changed rows has counted; called with `changed` held."""
-        self._under_way = []
-        if self._unheld:
-            self._unheld = False
+        if self._readers.end_push():
             self._changed.notify_all()
-
-    def _hold_former(self, formers: Sequence[FormerRows]) -> None:
-        for held in self._held.values():
-            for former in formers:
-                held.add(former)
-
-    def _lose_held(self, why: str) -> None:
-        for held in self._held.values():
-            held.lose(why)
 
     def _check_whole(self) -> None:
         if self.torn is not None:
@@ -722,7 +691,7 @@ class Partition:
             self._ledger.advance(name)
             if counts_rows:
                 self._ledger.advance_rows(name)
-            self._end_under_way()
+            self._end_push()
 
         if not gate.completes(source.rank):
             kept = self._keep(contribution)
@@ -790,9 +759,9 @@ class Partition:
             return self._tables.set_aside(rows, number)
         except TooLarge:
             with self._changed:
-                if not any(held.nbytes for held in self._held.values()):
+                if not self._readers.nbytes:
                     raise
-                self._lose_held("the server needs the memory for a step")
+                self._readers.lose("the server needs the memory for a step")
         return self._tables.set_aside(rows, number)
 
     def _gather(self, members: Sequence[Contribution], shares: Sequence[float]) -> tuple[Contribution, Bytes]:
@@ -969,13 +938,13 @@ class Partition:
         while True:
             with self._changed:
                 if rows:
-                    self._await_unheld()
+                    self._await_push()
                 if not self._versions.is_short_of_buffers:
                     wanted = self._versions.want(number)
-                    if wanted is not None and rows and not self._hold_rows(wanted):
+                    newest = self._versions.newest.number
+                    if wanted is not None and rows and not self._readers.hold(wanted, newest, self._former):
                         self._versions.unwant(wanted)
                         wanted = None
-                    newest = self._versions.newest.number
                     break
             buffer = self._versions.another()
             with self._changed:
@@ -989,33 +958,20 @@ class Partition:
             )
         return wanted
 
-    def _await_unheld(self) -> None:
+    def _await_push(self) -> None:
         """The push under way, if it changes rows that nobody has set aside, has counted."""
         until = time.monotonic() + PULL_WAIT_MS_MAX / 1000
-        while self._unheld:
+        while self._readers.come_too_late:
             self._check_whole()
             left = until - time.monotonic()
             if left <= 0 or not self._changed.wait(left):
                 raise NotReady(f"a version of partition {self.id}, which is taking a push")
 
-    def _hold_rows(self, wanted: Wanted) -> bool:
-        """Whether all that has changed, or is changing, since that version is there. What will change is set aside."""
-        newest, former = self._versions.newest.number, self._former
-        if wanted.number < newest and (former is None or former.number != wanted.number):
-            return False
-        held = HeldRows(wanted.number, self._held_bytes_max)
-        for each in [*([] if former is None else [former]), *self._under_way]:
-            held.add(each)
-        self._held[wanted] = held
-        return True
-
     def unwant(self, wanted: Wanted) -> None:
         """The second time does nothing."""
         with self._changed:
             self._versions.unwant(wanted)
-            held = self._held.pop(wanted, None)
-            if held is not None:
-                held.lose("its pin has been released, or its lease has run out")
+            self._readers.let_go(wanted)
 
     def await_wanted(self, wanted: Wanted, until: float) -> Version | Missing:
         """Waits until `until` (time.monotonic) for a version that is wanted. Raises NotFound where it will not come."""

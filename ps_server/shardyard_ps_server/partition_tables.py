@@ -110,7 +110,7 @@ class PartitionTables:
             into, others = self._of(each), [other.ids for other in recorded if other.table == each.table]
             if not others:
                 into.check_room(each.ids)
-            elif into.rows + each.ids.size + sum([ids.size for ids in others]) > into.settings.rows_max:
+            elif into.rows + each.ids.size + sum([ids.size for ids in others]) > into.rows_max:
                 into.check_room(np.unique(np.concatenate([each.ids, *others])))
 
     def mean(self, given: Sequence[Sequence[Rows]], shares: Sequence[float], limit: float) -> tuple[Rows, ...]:
@@ -185,7 +185,7 @@ class PartitionTables:
         for each in rows:
             into = self._of(each)
             others = sum([other.ids.size for other in coming if other.table == each.table])
-            if into.rows + others + each.ids.size > into.settings.rows_max:
+            if into.rows + others + each.ids.size > into.rows_max:
                 return True
         return False
 

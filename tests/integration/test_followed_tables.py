@@ -20,6 +20,7 @@ from shardyard.ground import errors
 from shardyard.ground.row_ids import partition_of
 from shardyard_ps_server import partition as partitions
 from shardyard_worker import held_version
+from shardyard_worker.snapshots import Snapshots
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -99,6 +100,7 @@ def training(there: Yard) -> Iterator[Training]:
         yield found
     finally:
         found.end()
+        found.job.close()  # or another one, whose staleness is bounded, may wait for its next step
 
 
 def partitions_of() -> torch.Tensor:
@@ -279,6 +281,28 @@ def test_leases_are_renewed_for_as_long_as_a_snapshot_is_evaluated(monkeypatch: 
             until = time.monotonic() + 1.2
             while time.monotonic() < until:
                 assert float(model.words(IDS[:1])[0, 0]) == -float(snapshot.step)
+            break
+
+
+def slow_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer to come than a lease lasts."""
+    monkeypatch.setattr(held_version, "LEASE_MS", 300)
+    monkeypatch.setattr(held_version, "RENEW_MS", 30)
+    real = Snapshots._pull
+
+    def slow(self: Snapshots, *given: Any) -> None:
+        real(self, *given)
+        time.sleep(0.8)
+
+    monkeypatch.setattr(Snapshots, "_pull", slow)
+
+
+def test_leases_are_renewed_while_the_values_of_a_snapshot_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_values(monkeypatch)
+    with yard(**SYNC) as there, training(there), torch.no_grad():
+        model = Model()
+        for snapshot in there.follow().snapshots(model, every_s=0):
+            assert float(model.words(IDS[:1])[0, 0]) == -float(snapshot.step)
             break
 
 

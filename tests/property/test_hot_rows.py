@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.ground.row_ids import partition_of
+from shardyard_worker import hot_rows
+from shardyard_worker.distinct import Distinct
 from shardyard_worker.hot_rows import HotRows
 
 DIMS = (1, 3)
@@ -62,3 +67,22 @@ def test_a_cache_gives_what_a_dictionary_of_its_version_has_and_the_next_begins_
             assert (np.diff(owners) >= 0).all()
         hot = HotRows(rows_max)
         hot.begin(hottest, [rows_of(each.table, version + 1, each.found.ids) for each, _ in hottest])
+
+
+def test_rows_are_taken_while_the_hottest_are_sought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That goes through all of a table, and a request waits for nobody."""
+    hot, ids = HotRows(100), np.arange(50, dtype=np.int64)
+    hot.put(0, ids, rows_of(0, 1, ids))
+    hot.take(0, ids, np.empty((50, 1), np.float32))
+    real, taken = hot_rows.distinct, []
+
+    def meanwhile(*given: Any) -> Distinct:
+        request = threading.Thread(target=lambda: taken.append(hot.take(0, ids, np.empty((50, 1), np.float32))))
+        request.start()
+        request.join(2)
+        return real(*given)
+
+    monkeypatch.setattr(hot_rows, "distinct", meanwhile)
+    ((asked, _),) = hot.hottest(3)
+    assert sorted(asked.found.ids) == ids.tolist()
+    assert taken == [None]

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.held_rows import FAN, HeldRows, merged, put_back
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import PartitionTables
+from shardyard_ps_server.pins import Pin
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Wanted
 
@@ -306,6 +308,22 @@ def test_what_is_looked_through_grows_with_the_logarithm_of_the_updates() -> Non
     assert kept.nbytes < before / 30
 
 
+def test_what_is_kept_takes_no_more_memory_than_it_may_however_small_its_parts_are() -> None:
+    most = 1 << 20
+    kept = HeldRows(0, most)
+    number = 0
+    tracemalloc.start()
+    try:
+        while kept.nbytes or not number:
+            row = np.full((1, 1), number, np.float32)
+            kept.add(FormerRows(number, {0: (np.array([number]), row), 1: (np.array([number]), row.copy())}))
+            number += 1
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most / 2 < peak < most * 1.1
+
+
 def test_rows_that_change_beyond_what_is_kept_lose_the_version_and_training_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -318,7 +336,7 @@ def test_rows_that_change_beyond_what_is_kept_lose_the_version_and_training_goes
     with pytest.raises(VersionPassed, match="more than the 100 bytes"):
         pinned(store)
     assert (look_up(store, caller=READER) == after(10)).all()
-    assert all(not each._held[w].nbytes for each in parts_of(store) for w in each._held)
+    assert all(not each._readers.nbytes for each in parts_of(store))
     store.unpin(JOB, PIN)
     store.pin(wish())
     assert (pinned(store) == after(10)).all()
@@ -359,16 +377,20 @@ def test_nothing_is_kept_when_nobody_holds() -> None:
     push_ones(store, 0)
     store.unpin(JOB, PIN)
     push_ones(store, 1)
-    assert all(not each._held and not each._under_way for each in parts_of(store))
+    assert all(not each._readers for each in parts_of(store))
 
 
 # ---- how it ends
 
 
+def pin_of(store: Store) -> Pin:
+    return store.hosted()[0].pins._pins[PIN]
+
+
 def test_rows_of_a_pin_that_was_released_are_not_given() -> None:
     store = server()
     store.pin(wish())
-    (wanted,) = parts_of(store)[0]._held
+    ((_, wanted), *_) = pin_of(store).wanted
     store.unpin(JOB, PIN)
     with pytest.raises(NotFound, match="a pin that is not here"):
         pinned(store)
@@ -404,10 +426,11 @@ def test_a_partition_that_goes_back_loses_what_was_held() -> None:
     store.pin(wish())
     push_ones(store, 0)
     partition = parts_of(store)[0]
-    (wanted,) = partition._held
     partition.let_go_tables()
+    held = partition._readers.find(pin_of(store).wanted[0][1])
+    assert held is not None
     with pytest.raises(VersionPassed, match="has left this server"):
-        partition._held[wanted].parts()
+        held.parts()
 
 
 def test_a_look_up_of_another_generation_is_refused() -> None:

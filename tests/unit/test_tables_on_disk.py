@@ -25,11 +25,17 @@ from shardyard.ground.errors import StorageUnavailable, TableFull
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
-from shardyard_ps_server.partition_tables import warm
+from shardyard.runtime.clock import SystemClock
+from shardyard_ps_server.partition_tables import PartitionTables, warm
 from shardyard_ps_server.tables import budget as budgets
 from shardyard_ps_server.tables import cold, layout, moves, tier, walks
+from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from shardyard_ps_server.tables.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import test_sync_rows as steps_of
 
 DIM = 4
 ROW_BYTES = 2 * 4 * DIM
@@ -230,6 +236,31 @@ def test_a_table_that_may_lie_in_a_file_is_full_at_its_bound_too() -> None:
     assert table.rows == 1_000
 
 
+def test_a_step_that_has_room_by_its_settings_alone_is_refused_before_it_changes_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table that may lie in a file has fewer row numbers."""
+    monkeypatch.setattr(table_module, "COLD_ROWS_MAX", 5)
+    partition = steps_of.partition_of(2, budget=Budget(1, in_memory))
+    steps_of.push(partition, 0, 0, steps_of.work(dict.fromkeys(range(4), 1.0)))
+    with pytest.raises(TableFull, match="at most 5 are kept"):
+        steps_of.push(partition, 1, 0, steps_of.work(dict.fromkeys(range(3, 7), 1.0)))
+    assert partition.torn is None
+    steps_of.push(partition, 1, 0, steps_of.work({4: 1.0}))
+    assert partition.tables["wide"].rows == 5
+
+
+def test_rows_that_await_their_turn_behind_a_log_are_many_where_row_numbers_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table_module, "COLD_ROWS_MAX", 5)
+    tables = PartitionTables(steps_of.LAYOUT, SystemClock(), recorded=True, budget=Budget(1, in_memory))
+    few = steps_of.work(dict.fromkeys(range(3), 1.0)).rows
+    assert not tables.is_close(few)
+    tables.await_push(few, 1)
+    assert tables.is_close(few)
+
+
 # ---- who waits
 
 
@@ -399,6 +430,25 @@ def test_a_file_that_cannot_be_opened_is_told_and_rows_stay_in_memory() -> None:
     assert bounded.disk_refused == os.strerror(errno.EMFILE)
     assert bounded.cold_rows == 0
     assert contents(bounded) == contents(plain)
+
+
+def test_a_disk_that_refuses_is_asked_once_with_a_push() -> None:
+    asked = 0
+
+    def none_left() -> int:
+        nonlocal asked
+        asked += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    bounded = make(Budget(1, none_left))
+    ids = many(2_000)
+    turns = []
+    for step in range(1, 20):
+        before = asked
+        bounded.push(ids, gradients(ids.size), step)
+        turns.append(asked - before)
+    # twice as many turns, and one more, pass without a question after each
+    assert turns == [0, 1, 0, 1, *[0] * 3, 1, *[0] * 7, 1, *[0] * 3]
 
 
 def test_a_write_that_is_refused_leaves_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

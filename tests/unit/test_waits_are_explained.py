@@ -82,7 +82,7 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/crew.py:_Batch.finish:wait": COUNTED,
     "ps_server/pacing.py:Pacing.await_others:wait": "PULL_WAIT_MS_MAX at most; then NotYet, which the worker explains",
     "ps_server/partition.py:Partition._await:wait": "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers",
-    "ps_server/partition.py:Partition._await_unheld:wait": "PULL_WAIT_MS_MAX at most; then NotReady",
+    "ps_server/partition.py:Partition._await_push:wait": "PULL_WAIT_MS_MAX at most; then NotReady",
     "ps_server/partition.py:Partition.await_wanted:wait": "PULL_WAIT_MS_MAX at most; then NotYet, explained by readers",
     "ps_server/partition.py:Partition.named_cut:wait": OUTSIDE,
     "ps_server/process.py:serve:wait": ENDS_WITH_IT,

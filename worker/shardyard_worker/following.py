@@ -215,16 +215,14 @@ class Run:
         former = () if self._snapshot is None or self._is_given_up else self._snapshot.versions
         if not rows:
             return self._snapshots.read(view, former)
-        held = self._snapshots.hold(view)
+        held = self._hold_on(self._snapshots.hold(view))  # first: values may take longer to come than a lease lasts
         try:
             values = None if held.versions == former else self._snapshots.values(held)
         except BaseException:
-            held.release()
+            self._let_go()
             raise
         if values is None:
-            held.release()
-        else:
-            self._hold_on(held)
+            self._let_go()
         return values
 
     def _taken(self, values: Values, view: View) -> Snapshot:

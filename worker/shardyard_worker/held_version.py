@@ -11,6 +11,7 @@ process dies. Safe for several threads. Must not know: torch, how a version is c
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,6 +141,7 @@ class HeldVersion:
         self.pin = pin
         self.versions = versions
         self.as_of = as_of
+        self._renewed = as_of
         self._everywhere = everywhere
         self._vigil = vigil
         self._lock = threading.Lock()
@@ -171,6 +173,7 @@ class HeldVersion:
 
         def ask(server: ReadServer) -> None:
             for question in by_server[server.incarnation]:
+                self.check()  # it may have waited for a thread behind others, who were not answered
                 header = tables.look_up_to_header(
                     LookUp(
                         self.view.reader,
@@ -181,17 +184,17 @@ class HeldVersion:
                     )
                 )
                 frame = Frame(header, 0, b"".join(question.codes))
-                answer = server.peer.call(methods.LOOK_UP, frame, timeout_ms=timeout_ms)
+                try:
+                    answer = server.peer.call(methods.LOOK_UP, frame, timeout_ms=timeout_ms)
+                except (*GONE, errors.Unavailable) as error:
+                    raise self._lose(error) from None
                 question.put(memoryview(answer.data), found)
 
-        try:
-            with self._vigil.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
-                if len(asks) == 1:
-                    ask(asks[0])
-                else:
-                    self._everywhere(asks, ask)
-        except (*GONE, errors.Unavailable) as error:
-            raise self._lose(error) from None
+        with self._vigil.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
+            if len(asks) == 1:
+                ask(asks[0])
+            else:
+                self._everywhere(asks, ask)
         return found
 
     def renew(self) -> None:
@@ -204,16 +207,20 @@ class HeldVersion:
         def ask(server: ReadServer) -> tuple[PulledPart, ...]:
             return ask_for(self.view, server, self.pin, self._vigil, wait_ms=0)[0]
 
+        asked = time.monotonic()
         try:
             held = {part.partition: part.version for parts in self._everywhere(self.servers, ask) for part in parts}
         except errors.Unavailable:
             return
-        except (*GONE, errors.InvalidRequest) as error:
+        except errors.ShardyardError as error:
             self._lose(error)
             return
-        if any(held.get(PartitionId(number)) != version for number, version in enumerate(self.versions)):
-            self._lose(errors.VersionPassed("its servers hold another version by now"))  # the lease had run out
+        # the second: a pin that was given anew may be of the same version, and its rows of another moment (hybrid)
+        is_another = any(held.get(PartitionId(number)) != version for number, version in enumerate(self.versions))
+        if is_another or (time.monotonic() - self._renewed) * 1000 >= LEASE_MS:
+            self._lose(errors.VersionPassed("its lease had run out when it was to be renewed"))
             release(self.view, self.servers, self.pin, self._everywhere, self._vigil)
+        self._renewed = asked
 
     def release(self) -> None:
         """It answers nothing from here on."""

@@ -42,16 +42,17 @@ class HotRows:
 
     def hottest(self, partitions: int) -> list[tuple[Asked, Int64s]]:
         """What the next version shall begin with, and how often it was asked for."""
-        with self._lock:
-            found = []
-            for table, kept in sorted(self._tables.items()):
-                ids, asks = kept.hottest()
-                if ids.size:
-                    each_once = distinct(ids, partitions)
-                    ordered = np.empty_like(asks)
-                    ordered[each_once.places] = asks
-                    found.append((Asked(table, each_once, kept.dim), ordered))
-            return found
+        with self._lock:  # for a copy: nobody who looks up waits while they are put in order
+            asked = [(table, kept.dim, *kept.asked()) for table, kept in sorted(self._tables.items())]
+        found = []
+        for table, dim, ids, asks in asked:
+            order = np.argsort(-asks, kind="stable")[: np.count_nonzero(asks)]
+            if order.size:
+                each_once = distinct(ids[order], partitions)
+                ordered = np.empty_like(order)
+                ordered[each_once.places] = asks[order]
+                found.append((Asked(table, each_once, dim), ordered))
+        return found
 
     def begin(self, hottest: Sequence[tuple[Asked, Int64s]], rows: Sequence[Float32s]) -> None:
         """With what another version's `hottest` has named, read of this one."""
@@ -101,11 +102,9 @@ class _Kept:
         self._rows[numbers] = rows[fresh]
         self._asks[numbers] = asks[fresh]
 
-    def hottest(self) -> tuple[Int64s, Int64s]:
-        asks = self._asks[: len(self.numbers)] // 2
-        order = np.argsort(-asks, kind="stable")
-        order = order[: np.count_nonzero(asks)]
-        return self.numbers.ids[order].copy(), asks[order]
+    def asked(self) -> tuple[Int64s, Int64s]:
+        """All ids, and half of how often each was asked for."""
+        return self.numbers.ids.copy(), self._asks[: len(self.numbers)] // 2
 
     def _grow(self) -> None:
         size = min(self._rows_max, max(_GROWS_FROM, 2 * len(self.numbers)))

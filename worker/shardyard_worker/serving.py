@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from shardyard.ground import errors
-from shardyard.ground.types import Version
+from shardyard.ground.types import UpdateMode, Version
 from shardyard.runtime.waiting import ExplainedWait
 from shardyard_worker.distinct import Distinct, Float32s, distinct
 from shardyard_worker.embedding import flat_ids
@@ -360,19 +360,18 @@ class Served:
         if current is not None and current.is_last and not current.held.is_lost:
             return True
         held = self._snapshots.hold(heard.view, step_wait_ms=self._step_wait_ms)
-        is_same = current is not None and not current.held.is_lost and current.held.versions == held.versions
-        if is_same and current is not None and current.held.view.map == held.view.map:
+        if current is not None and _is_same(current.held, held):
             held.release()
             with self._changed:
                 current.as_of, current.is_last = held.as_of, held.view.ended
                 self._changed.notify_all()
             return True
+        self._leases.keep(held)  # first: values may take longer to come than a lease lasts
         try:
             version = self._made(held, current)
         except BaseException:
-            held.release()
+            self._leases.release(held)
             raise
-        self._leases.keep(held)
         with self._changed:
             self._current, self._why = version, ""
             self._counts[2] += 1
@@ -397,12 +396,20 @@ class Served:
         model = None if self._given is None else self._model_of(held.view)
         version = ServedVersion(held, hot, self._count, model)
         if model is not None:
-            values = self._snapshots.values(held)
-            self._load(model, [spec.name for spec in held.view.layout.variables], values.arrays)
+            self._fill(model, held, former)
             for table in tables_of(model).values():
                 if isinstance(table.source, FollowedRows):
                     table.source.show(version.fetch)
         return version
+
+    def _fill(self, model: torch.nn.Module, held: HeldVersion, former: ServedVersion | None) -> None:
+        if former is not None and former.held.versions == held.versions:  # then it has these values
+            with torch.no_grad():
+                for target, source in zip(_tensors(model), _tensors(former.model), strict=True):
+                    target.copy_(source)
+            return
+        values = self._snapshots.values(held)
+        self._load(model, [spec.name for spec in held.view.layout.variables], values.arrays)
 
     def _model_of(self, view: View) -> torch.nn.Module:
         """One that nobody reads."""
@@ -455,3 +462,17 @@ class Served:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _is_same(current: HeldVersion, newest: HeldVersion) -> bool:
+    """Whether one is as good as the other. Rows of a hybrid job change in the midst of a step, and who reads does not
+    know a hybrid job from a synchronous one."""
+    if current.is_lost or current.versions != newest.versions or current.view.map != newest.view.map:
+        return False
+    view = newest.view
+    return view.ended or view.mode is UpdateMode.ASYNC or not view.layout.tables
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

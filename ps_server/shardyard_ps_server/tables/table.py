@@ -115,6 +115,11 @@ class Table:
     # ---- reading
 
     @property
+    def rows_max(self) -> int:
+        """So many rows are kept, by its settings and for want of row numbers."""
+        return self._rows_max
+
+    @property
     def rows(self) -> int:
         shared = self._memory.shared
         return int(shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS])

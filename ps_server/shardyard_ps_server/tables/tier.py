@@ -150,10 +150,10 @@ class Tier:
                 coldest.append((ids[chosen], rows[chosen]))
                 found += wanted
             if found >= AT_ONCE or self._missing(needed) <= found or homes <= 0:
-                moved = self._lower(coldest)
-                if moved < found and self._file.refused:
-                    break
+                moved, hoped = self._lower(coldest), found
                 coldest, found, left = [], 0, left + moved
+                if moved < hoped and self._file.refused:
+                    break
         if coldest:
             self._lower(coldest)
         if self._missing(needed) <= 0:

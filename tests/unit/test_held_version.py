@@ -1,0 +1,187 @@
+"""A version that servers hold for a reader, as the reader's process sees it: its leases, its look-ups, its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.ground.errors import Internal, ServerUnavailable, ShardyardError, VersionPassed
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.table_settings import TableSettings
+from shardyard.ground.types import (
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    OptimizerSpec,
+    PartitionId,
+    PartitionLayout,
+    PartitionMap,
+    PartitionOwner,
+    PulledPart,
+    UpdateMode,
+    Version,
+)
+from shardyard.runtime.waiting import Vigil
+from shardyard.wire import convert, methods
+from shardyard_worker import held_version
+from shardyard_worker.distinct import distinct
+from shardyard_worker.held_version import HeldVersion, Leases, Pin, ReadServer, View
+from shardyard_worker.rows_ahead import Asked
+
+DEADLINE_S = 30.0
+SERVERS = (Incarnation(11), Incarnation(12))
+PARTITIONS = (PartitionId(0), PartitionId(1))
+HELD = (Version(1, 7), Version(1, 7))
+IDS = np.arange(100, dtype=np.int64)
+
+Answer = Callable[[], Any]
+
+
+@dataclass
+class Server:
+    """Answers as it is told."""
+
+    partition: PartitionId
+    name: str = "server"
+    pinned: Answer = lambda: None
+    rows: Answer = lambda: None
+    asked: list[object] = field(default_factory=list)
+
+    def call(self, method: object, request: object, *, timeout_ms: int) -> Any:
+        self.asked.append(method)
+        if method is methods.LOOK_UP:
+            return self.rows()
+        if method is methods.PIN:
+            self.pinned()
+            return convert.pinned_to_wire((PulledPart(self.partition, HELD[self.partition]),), ())
+        return None
+
+
+def view() -> View:
+    group = make_group("sgd", {"lr": 0.1})
+    layout = JobLayout(
+        (),
+        OptimizerSpec("sgd", (group,)),
+        tuple(PartitionLayout(number, 0, ()) for number in PARTITIONS),
+        (TableSettings("t", 1, "sgd", group),),
+    )
+    owners = [PartitionOwner(number, server, "") for number, server in zip(PARTITIONS, SERVERS, strict=True)]
+    return View(JobId(1), UpdateMode.ASYNC, PartitionMap(Generation(1), tuple(owners)), layout)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """One thread, so that what comes later waits for what came before."""
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+@pytest.fixture
+def vigil() -> Iterator[Vigil]:
+    made = Vigil()
+    yield made
+    made.close()
+
+
+def made(peers: Sequence[Server], pool: ThreadPoolExecutor, vigil: Vigil, *, as_of: float | None = None) -> HeldVersion:
+    def everywhere(servers: Sequence[ReadServer], ask: Callable[[ReadServer], Any]) -> list[Any]:
+        calls = [pool.submit(ask, server) for server in servers]
+        errors = [error for call in calls if (error := call.exception(DEADLINE_S)) is not None]
+        if errors:
+            raise errors[0]
+        return [call.result() for call in calls]
+
+    servers = [
+        ReadServer(incarnation, peer, (peer.partition,))  # type: ignore[arg-type]
+        for incarnation, peer in zip(SERVERS, peers, strict=True)
+    ]
+    begun = time.monotonic() if as_of is None else as_of
+    return HeldVersion(view(), servers, Pin(bytes(16), None, rows=True), HELD, begun, everywhere, vigil)
+
+
+def two() -> list[Server]:
+    return [Server(number) for number in PARTITIONS]
+
+
+def failing(error: ShardyardError) -> Answer:
+    def answer() -> None:
+        raise error.anew()
+
+    return answer
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < until
+        threading.Event().wait(0.005)
+
+
+def test_leases_of_others_are_renewed_whatever_a_server_says_of_one(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, vigil: Vigil
+) -> None:
+    monkeypatch.setattr(held_version, "RENEW_MS", 5)
+    broken, whole = two(), two()
+    broken[1].pinned = failing(Internal("something unforeseen"))
+    first, second = made(broken, pool, vigil), made(whole, pool, vigil)
+    leases = Leases()
+    leases.keep(first)
+    leases.keep(second)
+    eventually(lambda: first.is_lost)
+    before = len(whole[0].asked)
+    eventually(lambda: len(whole[0].asked) > before + 3)
+    assert not second.is_lost
+    with pytest.raises(VersionPassed, match="something unforeseen"):
+        first.check()
+    leases.close()
+
+
+def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
+    pool: ThreadPoolExecutor, vigil: Vigil
+) -> None:
+    frozen, waited_for = two(), threading.Event()
+
+    def away() -> None:
+        assert waited_for.wait(DEADLINE_S)
+        raise ServerUnavailable("it does not answer")
+
+    for server in frozen:
+        server.rows = away
+    held = made(frozen, pool, vigil)
+    asked = [Asked(0, distinct(IDS, len(PARTITIONS)), 1)]
+    lost: list[VersionPassed] = []
+
+    def look_up() -> None:
+        with pytest.raises(VersionPassed) as passed:
+            held.look_up(asked)
+        lost.append(passed.value)
+
+    requests = [threading.Thread(target=look_up) for _ in range(5)]
+    for request in requests:
+        request.start()
+    eventually(lambda: pool._work_queue.qsize() == 2 * len(requests) - 1)
+    waited_for.set()
+    for request in requests:
+        request.join(DEADLINE_S)
+    assert len(lost) == len(requests)
+    assert len(frozen[0].asked) + len(frozen[1].asked) == 1
+
+
+def test_a_lease_that_may_have_run_out_is_not_renewed(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+    """A pin that a server gives anew has rows of another moment, which its version need not tell (hybrid)."""
+    renewed = made(two(), pool, vigil)
+    renewed.renew()
+    assert not renewed.is_lost
+    servers = two()
+    asleep = made(servers, pool, vigil, as_of=time.monotonic() - held_version.LEASE_MS / 1000)
+    asleep.renew()
+    assert asleep.is_lost
+    assert [server.asked[-1] for server in servers] == [methods.UNPIN] * 2
