@@ -3,7 +3,7 @@
 One worker, one server, one thread a process. Against torch's embedding and its sparse Adagrad in a process of
 torch.distributed.rpc, in its fastest form: there too a push can bring the next rows. Checked on all sides before they
 are measured: the rows after some steps are those of a plain model. A second measurement has each call to a server take
-5 ms more, and compares look-ahead with none.
+5 ms more, and compares look-ahead with none. A third compares a job of 8 partitions with one of 1.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PEER_FORM = "one-distinct"
 CALL_MS = 5
 DELAYED = Task(ids=512)
 """The time of a step is then that of its calls, and little else."""
+PARTITIONS = 8
 OURS, AHEAD = "shardyard, rows looked up", "shardyard, look_ahead"
 
 
@@ -52,10 +53,9 @@ def one_measurement(side: Side, seconds: float) -> Figures:
 
 
 @contextmanager
-def our_side(task: Task, *, ahead: bool, delay_ms: int = 0) -> Iterator[Side]:
+def our_side(task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
-    settings = {"job.partitions": 1}  # with one server there is nothing to share out
-    with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
+    with shardyard_side("rows_shardyard", *arguments, workers=1, settings={"job.partitions": partitions}) as side:
         yield side
 
 
@@ -93,6 +93,15 @@ def measure_delayed(task: Task, pairs: int, seconds: float) -> dict[str, list[Fi
     return measure_all(sides, task, pairs, seconds)
 
 
+def measure_partitions(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """The second with several."""
+    sides = {
+        "1 partition": our_side(task, ahead=False),
+        f"{PARTITIONS} partitions": our_side(task, ahead=False, partitions=PARTITIONS),
+    }
+    return measure_all(sides, task, pairs, seconds)
+
+
 def show_peers(seconds: float, repeats: int = 3) -> None:
     task = Task()
     for form in FORMS:
@@ -107,13 +116,16 @@ def measure(pairs: int, seconds: float) -> Found:
     theirs, plain, ahead = steps.values()
     delayed = measure_delayed(DELAYED, pairs, seconds)
     before, after = delayed.values()
+    parted = measure_partitions(Task(), pairs, seconds)
+    one, several = parted.values()
     found = {
         "tables_steps": ratios(ahead, theirs, "steps_per_s"),
         "tables_steps_without": ratios(plain, theirs, "steps_per_s"),
         "prefetch": ratios(after, before, "steps_per_s"),
+        "partitions": ratios(several, one, "steps_per_s"),
     }
     panels = [
         Panel("A million rows of 64, 4,096 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in steps.items()}),
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in delayed.items()}),
     ]
-    return Found({"steps": steps, "delayed": delayed}, found, {FIGURE: panels})
+    return Found({"steps": steps, "delayed": delayed, "partitions": parted}, found, {FIGURE: panels})

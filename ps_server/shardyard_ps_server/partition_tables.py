@@ -15,19 +15,19 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.codecs.ids import decode_ids, encode_ids
-from shardyard.codecs.rows import decode_rows, encode_rows
+from shardyard.codecs.ids import decode_ids, decode_runs, encode_ids
+from shardyard.codecs.rows import decode_raw_runs, decode_rows, encode_rows
 from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotReady, ShapeMismatch, TooLarge
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, ROW_COUNT_BYTES, ROWS_PER_PART_MAX
 from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
-from shardyard.ground.row_routes import partition_of
+from shardyard.ground.row_routes import first_stray, partition_of
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import JobLayout, PartitionId, PushedRows, RowCode, WantedRows
 from shardyard_ps_server import row_sums
@@ -273,10 +273,21 @@ def warm() -> None:
     table.warm()
     row_sums.warm()
     ids = np.arange(2, dtype=np.int64)
-    decode_ids(encode_ids(ids), ids.size)
+    code = np.frombuffer(encode_ids(ids), np.uint8)
+    decode_ids(code.data, ids.size)
     partition_of(ids, 2)
-    for code in RowCode:
-        encode_rows(np.ones((2, 2), np.float32), code)
+    one = np.array([ids.size])
+    decode_runs(code, one - one, one - one + code.size, one)
+    first_stray(ids, one, one - one, 1)
+    for kind in RowCode:
+        encode_rows(np.ones((2, 2), np.float32), kind)
+    code = np.frombuffer(encode_rows(np.ones((2, 2), np.float32), RowCode.FLOAT32), np.uint8)
+    decode_raw_runs(code, one - one, one - one + code.size, one, 2)
+
+
+def is_warm() -> bool:
+    """Whether this process has all loops."""
+    return warm.cache_info().currsize > 0
 
 
 def check_pushed(tables: Sequence[TableSettings], pushed: Sequence[PushedRows], groups: Groups | None) -> None:
@@ -335,29 +346,94 @@ def unpack_pushed(
     at = 0
     for each in pushed:
         settings = layout.tables[each.table]
-        entries = zip(each.partitions, each.rows, each.id_bytes, each.row_bytes, strict=True)
-        for partition, n, id_bytes, row_bytes in entries:
-            if among is not None and partition not in among:
-                at += id_bytes + row_bytes + (ROW_COUNT_BYTES * n if each.counted else 0)
-                continue
-            ids = read_ids(layout, settings.name, partition, n, payload[at : at + id_bytes])
-            at += id_bytes
-            counts = None
-            if each.counted:
-                counts = np.frombuffer(payload[at : at + ROW_COUNT_BYTES * n].tobytes(), "<u2").astype(np.int64)
-                at += ROW_COUNT_BYTES * n
-                if not counts.all():
-                    raise InvalidRequest(f"ids of table {settings.name!r} that occurred no time at all")
-            values = decode_rows(payload[at : at + row_bytes].data, n, settings.dim)
-            at += row_bytes
-            if not np.isfinite(values).all():
-                wrong = ids[~np.isfinite(values).all(axis=1)]
-                raise InvalidRequest(
-                    f"{wrong.size} rows for table {settings.name!r} that are not finite, the first of id {wrong[0]}",
-                    why="a row would stay NaN for good; nothing was changed",
-                    todo="push such work as an empty one (job.nonfinite: skip)",
-                )
-            yield partition, Rows(each.table, ids, values, counts)
+        parts = _parts_of(each, at)
+        at = parts[-1].values[1] if parts else at
+        if among is not None:
+            parts = [part for part in parts if part.partition in among]
+        ids = read_all_ids(layout, each.table, [(part.partition, part.rows, *part.ids) for part in parts], payload)
+        values = _read_values(settings, parts, ids, payload)
+        for part, mine, rows in zip(parts, ids, values, strict=True):
+            yield part.partition, Rows(each.table, mine, rows, _read_counts(settings, part, payload))
+
+
+class _Part(NamedTuple):
+    """Of a table's rows those of one partition: how many, and where in a payload their codes begin and end."""
+
+    partition: PartitionId
+    rows: int
+    ids: tuple[int, int]
+    counts: tuple[int, int]
+    values: tuple[int, int]
+
+
+def _parts_of(pushed: PushedRows, at: int) -> list[_Part]:
+    """Where each partition's lie, those of the first from byte `at` on."""
+    parts = []
+    entries = zip(pushed.partitions, pushed.rows, pushed.id_bytes, pushed.row_bytes, strict=True)
+    for partition, n, id_bytes, row_bytes in entries:
+        ids_end = at + id_bytes
+        counts_end = ids_end + (ROW_COUNT_BYTES * n if pushed.counted else 0)
+        end = counts_end + row_bytes
+        parts.append(_Part(partition, n, (at, ids_end), (ids_end, counts_end), (counts_end, end)))
+        at = end
+    return parts
+
+
+def _read_counts(table: TableSettings, part: _Part, payload: Bytes) -> npt.NDArray[np.int64] | None:
+    begin, end = part.counts
+    if begin == end:
+        return None
+    counts = np.frombuffer(payload[begin:end].tobytes(), "<u2").astype(np.int64)
+    if not counts.all():
+        raise InvalidRequest(f"ids of table {table.name!r} that occurred no time at all")
+    return counts
+
+
+def _read_values(table: TableSettings, parts: Sequence[_Part], ids: Sequence[Ids], payload: Bytes) -> Sequence[Floats]:
+    """Raises MalformedPayload, and InvalidRequest for what is not finite."""
+    numbers = [(part.rows, *part.values) for part in parts]
+    counts, begins, ends = np.array(numbers, np.int64).reshape(-1, 3).T.copy()
+    whole = decode_raw_runs(payload, begins, ends, counts, table.dim)
+    if whole is not None:
+        return _cut(whole, counts)
+    return [
+        _read_finite(table, part.rows, mine, payload[slice(*part.values)])
+        for part, mine in zip(parts, ids, strict=True)
+    ]
+
+
+def _read_finite(table: TableSettings, n: int, ids: Ids, code: Bytes) -> Floats:
+    values = decode_rows(code.data, n, table.dim)
+    if not np.isfinite(values).all():
+        wrong = ids[~np.isfinite(values).all(axis=1)]
+        raise InvalidRequest(
+            f"{wrong.size} rows for table {table.name!r} that are not finite, the first of id {wrong[0]}",
+            why="a row would stay NaN for good; nothing was changed",
+            todo="push such work as an empty one (job.nonfinite: skip)",
+        )
+    return values
+
+
+def read_all_ids(
+    layout: JobLayout, table: int, parts: Sequence[tuple[PartitionId, int, int, int]], codes: Bytes
+) -> Sequence[Ids]:
+    """The ids of a table that are said of several partitions: of each its number, how many, and where in `codes` theirs
+    begin and end. Raises as `read_ids`, of which this is one call for all."""
+    owners, counts, begins, ends = np.array(parts, np.int64).reshape(-1, 4).T.copy()
+    whole = decode_runs(codes, begins, ends, counts)
+    if whole is not None and first_stray(whole, counts, owners, len(layout.partitions)) is None:
+        return _cut(whole, counts)
+    name = layout.tables[table].name
+    return [read_ids(layout, name, partition, n, codes[begin:end]) for partition, n, begin, end in parts]
+
+
+def _cut(whole: npt.NDArray[Any], counts: npt.NDArray[np.int64]) -> Sequence[npt.NDArray[Any]]:
+    """The first counts[0], the next counts[1] and so on; views."""
+    found, at = [], 0
+    for n in counts.tolist():
+        found.append(whole[at : at + n])
+        at += n
+    return found
 
 
 def read_ids(layout: JobLayout, table: str, partition: PartitionId, n: int, code: Bytes) -> Ids:

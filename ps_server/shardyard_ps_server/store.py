@@ -7,6 +7,7 @@ payload's length was held against the layout. Must not know: protobuf, grpc.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -92,7 +93,7 @@ from shardyard_ps_server.partition_tables import (
     Rows,
     check_pushed,
     check_wanted,
-    read_ids,
+    read_all_ids,
     table_at,
     unpack_pushed,
     warm,
@@ -1040,12 +1041,11 @@ class Store:
             raise MalformedPayload(f"{len(codes)} bytes of ids; announced {announced}")
         found, at = [], 0
         for each in wanted:
-            name = hosted.layout.tables[each.table].name
-            for number, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
-                found.append(
-                    AskedRows(each.table, number, read_ids(hosted.layout, name, number, n, codes[at : at + length]))
-                )
-                at += length
+            ends = [*itertools.accumulate(each.id_bytes, initial=at)]
+            parts = [*zip(each.partitions, each.rows, ends, ends[1:], strict=False)]
+            for number, ids in zip(each.partitions, read_all_ids(hosted.layout, each.table, parts, codes), strict=True):
+                found.append(AskedRows(each.table, number, ids))
+            at = ends[-1]
         return found
 
     def find_rows(

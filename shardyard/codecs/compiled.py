@@ -41,6 +41,13 @@ class Scratch:
         """Added and subtracted again, it rounds to the nearest whole number, halves to even."""
 
 
+def read_only(codes: Uint8s) -> Uint8s:
+    """The same bytes as the one kind of array for which loops over what has come are compiled."""
+    view = codes.view()
+    view.flags.writeable = False
+    return view
+
+
 def empty_like_pair(values: Array) -> Array:
     """An array of no elements and the dtype of `values`, where a loop takes one that it does not use."""
     return np.empty(0, values.dtype)

@@ -9,6 +9,9 @@ undone by a single far id. At most 8 bytes and a bit an id, whatever the ids are
 A gap is id - former - 1. Numbers are little-endian, bits begin with the lowest of the first byte; the last byte of each
 64 gaps is filled up with zeros; there is nothing behind. Without ids there is no first one.
 
+Several codes that lie in one array are written, and read, in one pass: a call for each costs more than a few hundred
+ids do.
+
 Owns: this form. Invariants: what is decoded ascends strictly; memory is asked for when the number of ids has been held
 against the caller's maximum and the bytes at hand; whatever the bytes are, the only error is one of ours. Must not
 know: what the ids are of.
@@ -16,14 +19,17 @@ know: what the ids are of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from shardyard.codecs.compiled import Int64s, Uint8s
+from shardyard.codecs.compiled import Int64s, Uint8s, read_only
 from shardyard.codecs.form import VARINT_BYTES_MAX, Buffer, varint
+from shardyard.codecs.varints import read_varint
 from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.ground.row_ids import writable
 
 FORM: Final = 1
 GAPS_EACH: Final = 64
@@ -46,16 +52,28 @@ _FAULTS: Final = {
 
 def encode_ids(ids: Int64s) -> memoryview:
     """The code of `ids`, shape (n,), which ascend strictly. A view of bytes."""
-    head = bytes((FORM,)) + varint(ids.size)
-    if not ids.size:
-        return memoryview(head)
-    made = np.empty(len(head) + _ID_BYTES + _body_bytes_max(ids.size), np.uint8)
-    made[: len(head)] = np.frombuffer(head, np.uint8)
-    made[len(head) : len(head) + _ID_BYTES] = ids[:1].view(np.uint8)
-    body = made[len(head) + _ID_BYTES :]
-    length = _pack(ids, body)
-    assert length != _NOT_ASCENDING, "ids that do not ascend"
-    return made[: len(head) + _ID_BYTES + length].data
+    return encode_runs(ids, [(0, ids.size)])[0]
+
+
+def encode_runs(ids: Int64s, runs: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """A code for each run of `ids`, by where it begins and ends; each ascends strictly. Views of bytes."""
+    heads = [bytes((FORM,)) + varint(end - begin) for begin, end in runs]
+    at = 0
+    places: list[tuple[int, int, int]] = []
+    for head, (begin, end) in zip(heads, runs, strict=True):
+        places.append((begin, end, at + len(head)))
+        at += len(head) + (_ID_BYTES + _body_bytes_max(end - begin) if end > begin else 0)
+    made = np.empty(at, np.uint8)
+    ends = np.empty(len(runs), np.int64)
+    _pack_runs(writable(ids), np.array(places, np.int64).reshape(-1, 3), made, ends)
+    codes = made.data
+    found = []
+    for head, (_, _, body), end in zip(heads, places, ends.tolist(), strict=True):
+        assert end != _NOT_ASCENDING, "ids that do not ascend"
+        begin = body - len(head)
+        codes[begin:body] = head
+        found.append(codes[begin:end])
+    return found
 
 
 def decode_ids(code: Buffer, maximum: int) -> Int64s:
@@ -81,6 +99,18 @@ def decode_ids(code: Buffer, maximum: int) -> Int64s:
     if used != body.size:
         raise MalformedPayload(f"a code of {count} ids with {body.size - used} bytes too many")
     return ids
+
+
+def decode_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s) -> Int64s | None:
+    """The ids of codes that stand in `codes`, each from its begin to its end: counts[k] of code k, one code's after the
+    other's. None where one is no code of so many ids: `decode_ids`, of each by itself, says which and why. The caller
+    has held the numbers against its limits."""
+    codes = read_only(codes)
+    places = np.empty(begins.size, np.int64)
+    if not _find_bodies(codes, begins, ends, counts, places):
+        return None
+    ids = np.empty(int(counts.sum()), np.int64)
+    return ids if _unpack_runs(codes, places, ends, counts, ids) else None
 
 
 def _read_head(given: Uint8s) -> tuple[int, int]:
@@ -135,6 +165,54 @@ def _pack(ids: Int64s, body: Uint8s) -> int:
             body[at] = held
             at += 1
     return at
+
+
+@compiled
+def _pack_runs(ids: Int64s, places: Int64s, codes: Uint8s, ends: Int64s) -> None:
+    """`places`: of each run where it begins and ends, and where what follows its head is to begin. `ends`: where its
+    code ends; _NOT_ASCENDING for ids that do not."""
+    for k in range(ends.size):
+        begin, end, at = places[k]
+        ends[k] = at
+        if begin == end:
+            continue
+        word = np.uint64(ids[begin])
+        for b in range(_ID_BYTES):
+            codes[at + b] = (word >> np.uint64(8 * b)) & np.uint64(255)
+        length = _pack(ids[begin:end], codes[at + _ID_BYTES :])
+        ends[k] = _NOT_ASCENDING if length == _NOT_ASCENDING else at + _ID_BYTES + length
+
+
+@compiled
+def _find_bodies(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s, places: Int64s) -> bool:
+    """Where each code's first id begins. False where a head says another number, or has not the bytes for it."""
+    for k in range(begins.size):
+        if not (0 <= begins[k] < ends[k] <= codes.size) or codes[begins[k]] != FORM:
+            return False
+        count, at = read_varint(codes, begins[k] + 1, ends[k])
+        if count != counts[k]:
+            return False
+        least = 0 if count == 0 else _ID_BYTES + (count + GAPS_EACH - 2) // GAPS_EACH
+        if ends[k] - at < least or (count == 0 and ends[k] > at):
+            return False
+        places[k] = at
+    return True
+
+
+@compiled
+def _unpack_runs(codes: Uint8s, places: Int64s, ends: Int64s, counts: Int64s, ids: Int64s) -> bool:
+    to = 0
+    for k in range(places.size):
+        if counts[k] == 0:
+            continue
+        body = places[k] + _ID_BYTES
+        first = np.uint64(0)
+        for b in range(_ID_BYTES):
+            first |= np.uint64(codes[places[k] + b]) << np.uint64(8 * b)
+        if _unpack(np.int64(first), codes[body : ends[k]], ids[to : to + counts[k]]) != ends[k] - body:
+            return False
+        to += counts[k]
+    return True
 
 
 @compiled

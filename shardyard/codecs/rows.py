@@ -12,13 +12,17 @@ from typing import Final
 import numpy as np
 
 from shardyard.codecs import floats, int8, row_rounding
-from shardyard.codecs.compiled import Float32s, Int64s
+from shardyard.codecs.compiled import Float32s, Int64s, Uint8s, read_only
 from shardyard.codecs.decoding import decode
+from shardyard.codecs.finiteness import first_not_finite
 from shardyard.codecs.form import Buffer, CodeId, Reader
+from shardyard.codecs.varints import read_varint
+from shardyard.ground.compiling import compiled
 from shardyard.ground.errors import MalformedPayload
 from shardyard.ground.limits import BLOCK_ELEMENTS_MAX
 from shardyard.ground.types import RowCode
 
+_RAW: Final = int(CodeId.RAW)
 _CODES: Final = frozenset({CodeId.RAW, CodeId.BF16, CodeId.INT8})
 
 
@@ -58,6 +62,23 @@ def decode_rows(code: Buffer, rows: int, dim: int) -> Float32s:
     return values.reshape(rows, dim)
 
 
+def decode_raw_runs(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s, dim: int) -> Float32s | None:
+    """The rows of RAW codes that stand in `codes`, each from its begin to its end: counts[k] rows of code k, one code's
+    after the other's, shape (sum(counts), dim). None where one is no such code of so many rows, or has an element that
+    is not finite: `decode_rows`, of each by itself, says which and why."""
+    codes = read_only(codes)
+    places = np.empty(begins.size, np.int64)
+    if not _find_raw(codes, begins, ends, counts, dim, places):
+        return None
+    rows = np.empty((int(counts.sum()), dim), np.float32)
+    into, at = rows.reshape(-1).view(np.uint8), 0
+    for begin, end in zip(places.tolist(), ends.tolist(), strict=True):
+        into[at : at + end - begin] = codes[begin:end]
+        at += end - begin
+    finite = first_not_finite([(rows.ctypes.data, rows.size)], "float32") is None
+    return rows if finite else None
+
+
 def first_code(codes: memoryview, rows: int, dim: int) -> memoryview:
     """Of codes that follow one another the first, which has so many rows. Raises MalformedPayload, TooLarge."""
     elements = rows * dim
@@ -77,3 +98,16 @@ def first_code(codes: memoryview, rows: int, dim: int) -> memoryview:
             f"a {reader.id.name} code of {rows} rows of {dim} elements with {reader.left} bytes of {body}"
         )
     return codes[: len(codes) - reader.left + body]
+
+
+@compiled
+def _find_raw(codes: Uint8s, begins: Int64s, ends: Int64s, counts: Int64s, dim: int, places: Int64s) -> bool:
+    """Where the elements of each code begin."""
+    for k in range(begins.size):
+        if not (0 <= begins[k] < ends[k] <= codes.size) or codes[begins[k]] != _RAW:
+            return False
+        elements, at = read_varint(codes, begins[k] + 1, ends[k])
+        if elements != counts[k] * dim or elements > BLOCK_ELEMENTS_MAX or ends[k] - at != 4 * elements:
+            return False
+        places[k] = at
+    return True

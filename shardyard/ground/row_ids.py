@@ -37,4 +37,4 @@ def check(ids: Ids, partitions: int) -> None:
 
 def writable(ids: Ids) -> Ids:
     """The same ids as the one kind of array for which loops are compiled: contiguous, and writable by type."""
-    return np.require(ids, requirements=("C", "A", "W"))
+    return ids if ids.flags.carray else np.require(ids, requirements=("C", "A", "W"))

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardyard.codecs.ids import encode_ids
+from shardyard.codecs.ids import encode_runs
 from shardyard.codecs.rows import decode_rows, encode_gradients, first_code
 from shardyard.ground.errors import MalformedPayload, TooLarge
 from shardyard.ground.limits import CODE_HEAD_BYTES_MAX, MIB, ROWS_ANSWERED_BYTES_MAX, ROWS_PER_PART_MAX
 from shardyard.ground.types import PartitionId, PushedRows, RowCode, WantedRows
-from shardyard_worker.distinct import Distinct, Float32s, Int64s
+from shardyard_worker.distinct import Distinct, Float32s
 
 PUSH_BYTES_EACH = 64 * MIB
 """First values of rows are given in pushes of about so much."""
@@ -80,10 +80,12 @@ class CodedRows:
         self._tables: list[tuple[int, dict[PartitionId, _Part]]] = []
         for each in given:
             parts, key = {}, rounding.key(each.table)
-            for partition, begin, end in _spans(each.found, ROWS_PER_PART_MAX):
-                ids, values = each.found.ids[begin:end], each.values[begin:end]
-                code = encode_gradients(values, ids, rounding.code, key)
-                parts[partition] = _Part(end - begin, encode_ids(ids), code)
+            spans = list(_spans(each.found, ROWS_PER_PART_MAX))
+            ids_of_all = each.found.ids
+            codes = encode_runs(ids_of_all, [(begin, end) for _, begin, end in spans])
+            for (partition, begin, end), ids in zip(spans, codes, strict=True):
+                values = encode_gradients(each.values[begin:end], ids_of_all[begin:end], rounding.code, key)
+                parts[partition] = _Part(end - begin, ids, values)
             self._tables.append((each.table, parts))
 
     def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
@@ -170,7 +172,7 @@ def questions(
     """How one server is asked for rows of its partitions: a table's number, its ids and its dim for each look-up, each
     table once. As many questions as their answers need."""
     made: list[Question] = []
-    runs: dict[int, list[tuple[PartitionId, int, int, memoryview]]] = {}
+    runs: dict[int, list[tuple[PartitionId, int, int]]] = {}
     left = bytes_max
 
     def end() -> None:
@@ -190,8 +192,7 @@ def questions(
                 if rows <= 0 or any(run[0] == partition for run in runs.get(look_up, ())):
                     end()
                     continue
-                ids: Int64s = found.ids[begin : begin + rows]
-                runs.setdefault(look_up, []).append((partition, begin, begin + rows, encode_ids(ids)))
+                runs.setdefault(look_up, []).append((partition, begin, begin + rows))
                 left -= cost * rows + CODE_HEAD_BYTES_MAX
                 begin += rows
     end()
@@ -199,19 +200,15 @@ def questions(
 
 
 def _question(
-    wanted: Sequence[tuple[int, Distinct, int]],
-    runs: dict[int, list[tuple[PartitionId, int, int, memoryview]]],
+    wanted: Sequence[tuple[int, Distinct, int]], runs: dict[int, list[tuple[PartitionId, int, int]]]
 ) -> Question:
-    return Question(
-        tuple(
-            WantedRows(
-                wanted[look_up][0],
-                tuple([run[0] for run in mine]),
-                tuple([run[2] - run[1] for run in mine]),
-                tuple([len(run[3]) for run in mine]),
-            )
-            for look_up, mine in runs.items()
-        ),
-        tuple([run[3] for mine in runs.values() for run in mine]),
-        tuple([(look_up, run[1], run[2]) for look_up, mine in runs.items() for run in mine]),
-    )
+    asked: list[WantedRows] = []
+    codes: list[memoryview] = []
+    for look_up, mine in runs.items():
+        table, found, _ = wanted[look_up]
+        ids = encode_runs(found.ids, [(begin, end) for _, begin, end in mine])
+        partitions, rows = [partition for partition, _, _ in mine], [end - begin for _, begin, end in mine]
+        asked.append(WantedRows(table, tuple(partitions), tuple(rows), tuple([len(code) for code in ids])))
+        codes += ids
+    answers = [(look_up, begin, end) for look_up, mine in runs.items() for _, begin, end in mine]
+    return Question(tuple(asked), tuple(codes), tuple(answers))

@@ -109,6 +109,19 @@ class Memory(NamedTuple):
     """np.uint64"""
 
 
+class Room(NamedTuple):
+    """Memory for a batch, of more ids and stripes than it has. `which`: the run of each id, while they are put in
+    order; the rest as in `Batch`."""
+
+    ids: Numbers
+    hashes: Words
+    order: npt.NDArray[np.int32]
+    which: npt.NDArray[np.int16]
+    at: Numbers
+    ends: Numbers
+    slots: npt.NDArray[np.int16]
+
+
 class Batch(NamedTuple):
     """Ids in the order of their stripes. `order[p]`: the place in the caller's arrays of what stands at p; run r is
     [at[r], ends[r]) and has what is still to be done."""

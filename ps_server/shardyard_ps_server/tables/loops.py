@@ -20,6 +20,7 @@ from shardyard.ground.row_values import fill_row
 from shardyard_ps_server.tables import rules
 from shardyard_ps_server.tables.heap import free_row, raise_row, take_row
 from shardyard_ps_server.tables.index import (
+    arrange,
     array_at,
     buckets_of,
     find,
@@ -58,6 +59,7 @@ from shardyard_ps_server.tables.layout import (
     Floats,
     Memory,
     Numbers,
+    Room,
     Words,
     signed,
 )
@@ -208,6 +210,17 @@ def find_missing(memory: Memory, batch: Batch, missing: Any) -> None:
 
 
 # ---- pushes
+
+
+@compiled
+def push_all(
+    memory: Memory, room: Room, ids: Numbers, stripes: int, dim: int, pushed: Pushed, entrance: Entrance, start: int
+) -> int:
+    """Puts the ids into a batch, in `room`, of so many runs, and pushes it."""
+    n = ids.size
+    batch = Batch(room.ids[:n], room.hashes[:n], room.order[:n], room.at[:stripes], room.ends[:stripes], room.slots)
+    arrange(memory, ids, stripes, batch, room.which)
+    return push(memory, batch, dim, pushed, entrance, start)
 
 
 @compiled

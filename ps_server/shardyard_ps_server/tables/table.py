@@ -28,7 +28,7 @@ from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.row_values import row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
 from shardyard_ps_server.tables import loops, rules
-from shardyard_ps_server.tables.batches import Batches
+from shardyard_ps_server.tables.batches import Batches, batch_in
 from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Chunk, Cut, Ending, Moment
 from shardyard_ps_server.tables.estimates import Estimates
@@ -47,7 +47,6 @@ from shardyard_ps_server.tables.layout import (
     SHARED_WORDS,
     SIDE,
     SLOTS,
-    Batch,
     Floats,
     Memory,
     Numbers,
@@ -110,6 +109,9 @@ class Table:
         self._expiry = Expiry(settings.expiry, settings.dim)
         self._expiring = threading.Lock()
         admission = settings.admission
+        self._entered = loops.Entrance(
+            admission.kind.value, admission.threshold, share_of(admission.chance), np.uint64(0)
+        )
         self._estimates = Estimates(admission.cells, self._key) if admission.kind is Admission.ESTIMATE else None
 
     # ---- reading
@@ -235,7 +237,7 @@ class Table:
         self._check_ids(ids)
         if self.rows + ids.size > self._rows_max:
             with self._gate.together():
-                with self._room_for(self._batches.arrange(self._memory, ids, self._stripes.count), ids):
+                with self._room_for(ids):
                     """There is room, and nobody else takes it."""
 
     def remove(self, ids: Ids) -> Ids:
@@ -285,8 +287,8 @@ class Table:
             self._tier.make_room(ids)
         with self._gate.together():
             memory = self._memory
-            batch = self._batches.arrange(memory, ids, self._stripes.count)
-            with self._room_for(batch, ids):
+            with self._room_for(ids):
+                batch = self._batches.arrange(memory, ids, self._stripes.count)
                 newest = int(steps.max()) if n else 0
                 self._advance(*((0, newest) if settings.expiry.by_time else (newest, 0)))
                 self._repeat(
@@ -488,23 +490,27 @@ class Table:
         rule = rules.rule_of(settings.optimizer, group, step)
         if self._tier is not None:
             self._tier.make_room(ids)
-        with self._gate.together():
-            memory = self._memory
-            batch = self._batches.arrange(memory, ids, self._stripes.count)
-            with self._room_for(batch, ids):
-                self._advance(step, now_ms)
-                unit = settings.expiry.time(step, self._now_ms) // self._age_unit
-                pushed = loops.Pushed(
-                    rule.code,
-                    gradients is not None,
-                    rule.scalars,
-                    0 if gradients is None else gradients.ctypes.data,
-                    0 if counts is None else counts.ctypes.data,
-                    unit,
-                    _NOBODY if self._estimates is None else self._estimates.count(ids, counts),
-                )
-                entrance = self._entrance(step)
-                self._repeat(lambda: int(loops.push(memory, batch, settings.dim, pushed, entrance, self._turn())))
+        with self._gate.together(), self._room_for(ids):
+            self._advance(step, now_ms)
+            pushed = loops.Pushed(
+                rule.code,
+                gradients is not None,
+                rule.scalars,
+                0 if gradients is None else gradients.ctypes.data,
+                0 if counts is None else counts.ctypes.data,
+                settings.expiry.time(step, self._now_ms) // self._age_unit,
+                _NOBODY if self._estimates is None else self._estimates.count(ids, counts),
+            )
+            self._push_all(writable(ids), pushed, self._entrance(step))
+
+    def _push_all(self, ids: Ids, pushed: loops.Pushed, entrance: loops.Entrance) -> None:
+        memory, stripes, dim = self._memory, self._stripes.count, self.settings.dim
+        room = self._batches.room(ids.size)
+        full = int(loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()))
+        if full >= 0:
+            batch = batch_in(room, ids.size, stripes)
+            self._stripes.make_room(full)
+            self._repeat(lambda: int(loops.push(memory, batch, dim, pushed, entrance, self._turn())))
 
     def _repeat(self, once: Callable[[], int]) -> None:
         """A loop stops at a stripe that is full, and goes on when it has grown."""
@@ -512,9 +518,9 @@ class Table:
             self._stripes.make_room(stripe)
 
     def _entrance(self, step: int) -> loops.Entrance:
-        admission = self.settings.admission
-        drawn = draws_key(self._key, step) if admission.kind is Admission.CHANCE else np.uint64(0)
-        return loops.Entrance(admission.kind.value, admission.threshold, share_of(admission.chance), drawn)
+        if self.settings.admission.kind is not Admission.CHANCE:
+            return self._entered
+        return self._entered._replace(key=draws_key(self._key, step))
 
     def _advance(self, step: int, now_ms: int) -> None:
         with self._counting:
@@ -528,8 +534,8 @@ class Table:
                 self._removed.append(ids)
 
     @contextmanager
-    def _room_for(self, batch: Batch, ids: Ids) -> Iterator[None]:
-        """So many rows as the batch may need are nobody else's meanwhile. Raises TableFull."""
+    def _room_for(self, ids: Ids) -> Iterator[None]:
+        """So many rows as the ids may need are nobody else's meanwhile. Raises TableFull."""
         n, most = ids.size, self._rows_max
         with self._counting:
             close = self.rows + self._promised + n > most
@@ -537,7 +543,7 @@ class Table:
                 self._promised += n
         if close:
             # nobody makes rows while they are counted
-            n = self._missing(batch, ids)
+            n = self._missing(ids)
             with self._counting:
                 if self.rows + self._promised + n > most:
                     raise TableFull(
@@ -550,10 +556,10 @@ class Table:
             with self._counting:
                 self._promised -= n
 
-    def _missing(self, batch: Batch, ids: Ids) -> int:
+    def _missing(self, ids: Ids) -> int:
         """How many of the ids have no row."""
         missing = np.zeros(ids.size, np.bool_)
-        loops.find_missing(self._memory, batch, missing)
+        loops.find_missing(self._memory, self._batches.arrange(self._memory, ids, self._stripes.count), missing)
         return np.unique(ids[missing]).size
 
     def _fresh_state(self, values: Floats) -> Floats:
@@ -601,7 +607,8 @@ def _no_log(stride: int) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Compiles every loop, or loads it from disk; a server does so before it says it is ready."""
+    """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with
+    tables."""
     budget = Budget(1, lambda: os.memfd_create("rows"))  # so rows go to a file, and come back
     for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):
         table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission), budget)
