@@ -56,6 +56,17 @@ def test_job_that_is_switched_keeps_its_promises_under_every_seed(kind: str) -> 
     assert met["gone over"] >= SEEDS // 20
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["async-rows", "sync-rows", "hybrid"])
+def test_job_with_a_table_keeps_its_promises_under_every_seed(kind: str) -> None:
+    met: Counter[str] = Counter()
+    for found in run_seeds(range(SEEDS // 20), kind=kind):
+        assert not found["violations"], f"{told(found)}\nadd it to {RED_SEEDS.name}"
+        met.update([found["mode"]])
+    if SEEDS >= 200:
+        assert min(met.values()) >= 2, met
+
+
 @pytest.fixture(scope="module")
 def simulated() -> Iterator[None]:
     with simulation():
@@ -70,7 +81,6 @@ def test_yards_that_were_red_once_stay_green() -> None:
         assert not found.red, (seed, kind, found.violations)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.timeout(600)
 def test_seed_has_one_trace_whatever_the_hashes_and_whatever_ran_before() -> None:
     one = {each["seed"]: each for each in run_seeds(SAMPLE, jobs=1, environment={"PYTHONHASHSEED": "1"})}
@@ -88,6 +98,11 @@ def test_seed_has_one_trace_whatever_the_hashes_and_whatever_ran_before() -> Non
 def test_without_a_rule_some_seed_is_red(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation.apply(monkeypatch)
     for seed in (*mutation.first, *range(SEEDS_FOR_A_MUTATION)):
-        if run_plan(make_plan(seed, mutation.mode)).red:
+        found = run_plan(make_plan(seed, mutation.mode))
+        if found.red:
+            # what is switched off, and no more: else any seed is red
+            assert not any("TypeError" in each or "AttributeError" in each for each in found.violations), (
+                found.violations
+            )
             return
     pytest.fail(f"{SEEDS_FOR_A_MUTATION} seeds are green although {mutation.what} (rule {mutation.rule})")

@@ -146,6 +146,8 @@ class Disk:
             self.world.pause(rng.randrange(300) if calm or rng.random() < 0.98 else rng.randrange(300 * MS))
         elif place == "push.after_partition" and not calm and rng.random() < 0.02:
             self.world.pause(rng.randrange(300 * MS))  # a stop between the updates of two partitions
+        elif place == "rows.before_update" and not calm and rng.random() < 0.02:
+            self.world.pause(rng.randrange(300 * MS))  # one between a push's values and its rows
         if self.refusing and not calm and place in MAY_FAIL and rng.random() < self.refusing:
             self.has_refused = True
             raise OSError(errno.EIO, f"{os.strerror(errno.EIO)} (simulated, {place})")
@@ -198,6 +200,10 @@ class SimulatedOs:
 
     def fdatasync(self, descriptor: int) -> None:
         self.fsync(descriptor)
+
+    def urandom(self, size: int) -> bytes:
+        task = greenlet.getcurrent()
+        return task.world.rng.randbytes(size) if isinstance(task, Task) else os.urandom(size)
 
     def sched_getaffinity(self, pid: int) -> set[int]:
         return {0}

@@ -5,6 +5,7 @@ Each is a function that patches while a `pytest.MonkeyPatch` lasts, and says in 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardyard.ground.errors import SequenceGap, StraddlingRange
-from shardyard.ground.types import Outcome, PartResult, PushName, Rank, SourceKey, Token
+from shardyard.ground.errors import NotFound, SequenceGap, StraddlingRange
+from shardyard.ground.types import LANE_OF_ROWS, Outcome, PartResult, PushName, Rank, SourceKey, Token
 from shardyard_coordinator import data_ledger, recovery, safekeeping
 from shardyard_coordinator.backups import MakeUp
 from shardyard_coordinator.checkpoints import CheckpointBook
@@ -21,11 +22,12 @@ from shardyard_coordinator.effects import Base, Persist
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import Membership
 from shardyard_coordinator.ranks import RankBook
-from shardyard_ps_server import gate, partition, store
+from shardyard_ps_server import gate, partition, replay, store
 from shardyard_ps_server.clocks import Clocks
 from shardyard_ps_server.cuts import StateCut
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.partition_tables import PartitionTables
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Versions
 from shardyard_ps_server.wal import Wal
@@ -364,13 +366,13 @@ def state_of_the_next_step(patch: Patch) -> None:
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 64)
+@mutation("B7", "sync-checkpoint", 16, 20)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step counts contributions to the next, which it does not have"""
     real = Partition._cut
 
-    def cut(self: Any) -> Any:
-        found = real(self)
+    def cut(self: Any, since: Any) -> Any:
+        found = real(self, since)
         return dataclasses.replace(found, marks=self._ledger.marks())
 
     patch.setattr(Partition, "_cut", cut)
@@ -465,6 +467,133 @@ def a_restart_renews_no_lease(patch: Patch) -> None:
         real(self, kind, body, now_ms - self._lease_ms)
 
     patch.setattr(Membership, "restore", restore)
+
+
+# ---- rows of tables
+
+
+@mutation("A2", "async-rows", 6, 17)
+def rows_of_a_duplicate_count(patch: Patch) -> None:
+    """what was counted before is not counted again, but its rows are"""
+    real = Partition.push
+
+    def push(self: Any, name: PushName, contribution: Any, check_current: Any) -> Any:
+        found = real(self, name, contribution, check_current)
+        if found.outcome is Outcome.DUPLICATE and contribution.rows:
+            with self._turn:
+                self._push_rows(contribution.rows, contribution.table_groups)
+        return found
+
+    patch.setattr(Partition, "push", push)
+
+
+@mutation("A8", "sync-checkpoint-rows", 6, 10)
+def rows_do_not_go_back(patch: Patch) -> None:
+    """a partition that goes back to a checkpoint keeps the rows that it has"""
+    real = PartitionTables.become
+
+    def become(self: Any, tables: Any) -> None:
+        has_some = bool(getattr(self, "_tables", {})) and any(table.rows for table in self._tables.values())
+        real(self, self._tables if tables and has_some else tables)
+
+    patch.setattr(PartitionTables, "become", become)
+
+
+@mutation("A1", "hybrid-checkpoint", 22)
+def rows_have_no_lane(patch: Patch) -> None:
+    """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""
+    patch.setattr(Ledger, "counts_rows", lambda self, name: True)
+
+
+@mutation("A1", "hybrid-checkpoint", 22)
+def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
+    """a checkpoint does not say which rows of the next step it has"""
+    real = Ledger.marks
+    patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != LANE_OF_ROWS))
+
+
+@mutation("A1", "hybrid-checkpoint", 22, 61)
+def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
+    """a checkpoint says of rows, as of variables, that none of the next step has counted"""
+    real = Partition._cut
+
+    def cut(self: Any, since: Any) -> Any:
+        found = real(self, since)
+        step = self._gate.step
+        marks = tuple(mark._replace(next=min(mark.next, step)) for mark in found.marks)
+        return dataclasses.replace(found, marks=marks)
+
+    patch.setattr(Partition, "_cut", cut)
+
+
+@mutation("A1", "hybrid-checkpoint", 3, 5)
+def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
+    """a checkpoint says that it has all rows of the next step"""
+    real = Partition._cut
+
+    def cut(self: Any, since: Any) -> Any:
+        found = real(self, since)
+        ends = {LANE_OF_ROWS: self._gate.step + 1}
+        marks = tuple(mark._replace(next=ends.get(mark.key.lane, mark.next)) for mark in found.marks)
+        return dataclasses.replace(found, marks=marks)
+
+    patch.setattr(Partition, "_cut", cut)
+
+
+@mutation("B1", "sync-rows", 4, 6)
+def ranks_are_alike_in_rows(patch: Patch) -> None:
+    """the mean of a step's rows is not weighted by samples"""
+    real = PartitionTables.mean
+
+    def mean(self: Any, given: Any, shares: Any, limit: float) -> Any:
+        return real(self, given, [1.0 / len(shares) for _ in shares], limit)
+
+    patch.setattr(PartitionTables, "mean", mean)
+
+
+@mutation("B3", "sync-rows", 40)
+def rows_are_looked_up_as_they_are(patch: Patch) -> None:
+    """who looks up rows of a version is given the newest"""
+    real = Partition.look_up
+
+    def look_up(self: Any, asked: Any, number: int | None = None, until: float = 0.0) -> None:
+        with contextlib.suppress(NotFound):
+            real(self, asked, number, until)
+        real(self, asked)
+
+    patch.setattr(Partition, "look_up", look_up)
+
+
+@mutation("B6", "sync-overflow-rows", 0, 2)
+def rows_of_a_step_that_is_skipped_count(patch: Patch) -> None:
+    """where a rank's scaled loss has overflowed, rows of the others are updated all the same"""
+    real = Partition._mean_rows
+    patch.setattr(Partition, "_mean_rows", lambda self, taken: real(self, taken._replace(skips=False)))
+
+
+@mutation("B6", "sync-backup-rows", 0, 3)
+def rows_of_who_came_late_count(patch: Patch) -> None:
+    """rows of a rank that is left out of a step count where it is there"""
+    real = Partition._complete
+
+    def complete(self: Any, gate_: Any, contributions: Any, *more: Any) -> Any:
+        left_out = [each for each in gate_.recorded if not any(each is other for other in contributions)]
+        first = contributions[0]
+        rows = tuple(row for each in left_out for row in each.rows)
+        if rows and first.rows:
+            joined = self._tables.mean(
+                [first.rows, *[each.rows for each in left_out]], [1.0] * (1 + len(left_out)), 0.0
+            )
+            contributions = (first._replace(rows=joined), *contributions[1:])
+        return real(self, gate_, contributions, *more)
+
+    patch.setattr(Partition, "_complete", complete)
+
+
+@mutation("C1", "async-wal-rows", 1, 3)
+def rows_are_not_in_the_log(patch: Patch) -> None:
+    """a log that is read gives values and no rows"""
+    patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
 
 
 @mutation("promise 4", "async", 68)

@@ -6,10 +6,12 @@ its place, as the launcher and the agents do.
 
 The oracle. Asynchronous: SGD at rate 1, and each sample of each epoch owns a coordinate in every partition, to which
 its batch adds 1: a lost or a doubled push shows as a whole number. Synchronous: the gradient depends on every bit of
-all values, so the last bits must be those of a run in which nothing happens. Beside that: nobody whom a server was told
-to refuse, or whose token was overtaken, has anything counted there; what took effect by a log is what its successors
-read of it; the checkpoint of the end is whole and says the same; no error but those that are told to people whose peers
-die; nobody is given values beyond the bound on staleness; the job is finished in time.
+all values, so the last bits must be those of a run in which nothing happens. Rows of tables: as values, in the same
+pushes; where a synchronous job updates them as they come (hybrid), they count, and nothing depends on them. Whoever
+looks up rows that count finds none that has counted twice. Beside that: nobody whom a server was told to refuse, or
+whose token was overtaken, has anything counted there; what took effect by a log is what its successors read of it; the
+checkpoint of the end is whole and says the same; no error but those that are told to people whose peers die; nobody is
+given values beyond the bound on staleness; the job is finished in time.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires
 from .paces import Paces, watch_paces
 from .parallel import SHM, folder_name
+from .rows import NAME as ROWS
+from .rows import SHARED, Rows, counted, spread
 from .substitutes import Event, installed
 from .world import EPOCH_S, MS, SECOND, Process, Stuck, Task, World, current
 
@@ -148,11 +152,27 @@ class Plan:
     """When a person switches the job to which bound on staleness; None: to none."""
     lag: int = 0
     """Microseconds that the first worker takes longer for a batch than the others, at most."""
+    rows: str = ""
+    """The optimizer of the job's table, if it has one (rows.OPTIMIZERS)."""
+    flight: int | None = None
+    """Of a synchronous job that updates rows as they come: so many steps before their own they are looked up."""
+    looks_ahead: bool = False
+    """The script says which rows it will look up."""
 
     @property
     def counts(self) -> bool:
         """Whether values say how often each sample of each epoch has counted."""
         return self.mode == "async" or bool(self.backups)
+
+    @property
+    def rows_count(self) -> bool:
+        """Whether rows do."""
+        return bool(self.rows) and (self.counts or self.flight is not None)
+
+    @property
+    def coordinates(self) -> int:
+        """One for each sample of each epoch."""
+        return self.samples * self.epochs * self.feeds
 
     @property
     def undisturbed(self) -> Plan:
@@ -175,6 +195,8 @@ class Plan:
             stops=False,
             switches=(),
             lag=0,
+            flight=None if self.flight is None else 0,
+            looks_ahead=False,
         )
 
 
@@ -192,19 +214,21 @@ FAULTS = (
 
 
 def make_plan(seed: int, kind: str = "") -> Plan:
-    """`kind`: "async", "bounded" or "sync", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody else dies;
-    by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong; "clip", behind
-    "sync": the job clips by norm; "backup": it has backup workers; behind "async" or "bounded", "switch": a person
-    switches the job, and "lag": one worker is far slower than the others, and a server is killed. What it does not say
-    is the seed's, but for switches and laggards, of which it says none."""
+    """`kind`: "async", "bounded", "sync" or "hybrid", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody
+    else dies; by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong;
+    "rows": the job has a table, as one in hybrid mode always has; "clip", behind "sync": the job clips by norm;
+    "backup": it has backup workers; behind "async" or "bounded", "switch": a person switches the job, and "lag": one
+    worker is far slower than the others, and a server is killed. What it does not say is the seed's, but for tables,
+    switches and laggards, of which it says none."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    given = [word for word in words if word not in ("stop", "clip", "backup", "switch", "lag", *WRONGS)] or [""]
+    others = ("stop", "clip", "backup", "switch", "lag", "rows", *WRONGS)
+    given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
-    bounded = mode == "bounded"
-    mode = "async" if lonely or bounded else mode
+    bounded, hybrid = mode == "bounded", mode == "hybrid"
+    mode = "async" if lonely or bounded else "sync" if hybrid else mode
     weather = Weather(
         lost=rng.choice((0.0, 0.0, 0.003, 0.01, 0.03)),
         slow=rng.choice((0.0, 0.01, 0.05)),
@@ -221,7 +245,7 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     work = random.Random(f"work {seed % SYNC_WORKS}")
     sync = mode == "sync"
     clip = random.Random(f"clip {seed % SYNC_WORKS}")
-    clips = sync and (clip.random() < CLIP_CHANCE or "clip" in kind.split("-"))
+    clips = sync and not hybrid and (clip.random() < CLIP_CHANCE or "clip" in kind.split("-"))
     clipping = Clipping(clip.choice((0.5, 2.0, 3.0)), clip.choice((0.0, 0.0, 0.7)))
     plan = Plan(
         seed=seed,
@@ -253,11 +277,14 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     if sync and ("backup" in words or (not kind and late.random() < BACKUP_CHANCE)):
         ranks = late.choice((2, 3, 3, 4))
         clipping = clipping if late.random() < 0.3 and clips else NO_CLIPPING
-        return replace(plan, ranks=ranks, backups=late.randrange(1, ranks), clipping=clipping, optimizer="lion")
+        plan = replace(plan, ranks=ranks, backups=late.randrange(1, ranks), clipping=clipping, optimizer="lion")
+        return replace(plan, rows="signs" if "rows" in words else "")
     wrong = random.Random(f"wrong {seed % SYNC_WORKS if sync else seed}").choice(("", "", "", *WRONGS))
     plan = replace(plan, wrong=next((word for word in words if word in WRONGS), "" if plan.drops else wrong))
     if bounded or (not sync and not kind and rng.random() < 0.25):
         plan = replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
+    if hybrid or "rows" in words:
+        plan = _with_rows(plan, hybrid=hybrid)
     if "lag" in words:
         plan = _with_laggard(plan)
     if "switch" in words:
@@ -265,6 +292,14 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         times = sorted(switching.randrange(plan.calm_at) for _ in range(switching.choice((1, 2, 3, 4))))
         return replace(plan, switches=tuple((at, switching.choice((None, 0, 1, 3))) for at in times))
     return plan
+
+
+def _with_rows(plan: Plan, *, hybrid: bool) -> Plan:
+    rng, work = random.Random(f"rows {plan.seed}"), random.Random(f"rows {plan.seed % SYNC_WORKS}")
+    flight, looks_ahead = rng.choice((0, 1, 2)), rng.random() < 0.6
+    if plan.mode == "sync" and not hybrid:
+        return replace(plan, rows=work.choice(("sgd", "adagrad", "adam")))
+    return replace(plan, rows="sgd", flight=flight if hybrid else None, looks_ahead=looks_ahead)
 
 
 def _with_laggard(plan: Plan) -> Plan:
@@ -353,10 +388,11 @@ class Yard:
                 seed=7,
                 partitions=plan.partitions,
                 consistency=ConsistencySettings(
-                    mode=ConsistencyMode(plan.mode if plan.staleness is None else "bounded"),
+                    mode=self._mode(),
                     logical_ranks=plan.ranks if sync else "auto",
                     staleness=plan.staleness or 0,
                     backup_workers=plan.backups,
+                    rows_in_flight=plan.flight or 0,
                 ),
                 clip=ClipSettings(norm=plan.clipping.norm, value=plan.clipping.value),
                 workers_expected=plan.workers,
@@ -376,6 +412,11 @@ class Yard:
             ),
             membership=MembershipSettings(heartbeat_ms=400, lease_ms=2_000, coordinator_grace_ms=20_000),
         )
+
+    def _mode(self) -> ConsistencyMode:
+        if self.plan.flight is not None:
+            return ConsistencyMode.HYBRID
+        return ConsistencyMode(self.plan.mode if self.plan.staleness is None else "bounded")
 
     # ---- processes
 
@@ -436,22 +477,28 @@ class Yard:
     def _worker(self) -> None:
         plan = self.plan
         names = [f"v{p}" for p in range(plan.partitions)]
-        size = plan.samples * plan.epochs * plan.feeds if plan.counts else SYNC_ELEMENTS
+        size = plan.coordinates if plan.counts else SYNC_ELEMENTS
         with worker_job.connect(self.settings) as job:
             firsts = torch.zeros(size, dtype=torch.float64)
+            rows = Rows(plan.rows, plan.coordinates, plan.partitions) if plan.rows else None
+            if rows is not None:  # as job.prepare does, which a model's parameters come with
+                job._register = functools.partial(job._register, tables=rows.tables)  # type: ignore[method-assign]
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
             dataset = TensorDataset(torch.arange(plan.samples))
+            ahead = functools.partial(self._ahead, rows) if rows is not None and plan.looks_ahead else None
             for _ in range(plan.feeds):
-                batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs)
+                batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs, look_ahead=ahead)
                 # else a loop that ends by an error is closed by whoever collects its traceback
                 with contextlib.closing(batches):
                     if plan.mode == "async":
-                        self._train_async(job, names, size, batches)
+                        self._train_async(job, names, size, rows, batches)
                     elif plan.backups:
-                        self._train_late(job, names, size, batches)
+                        self._train_late(job, names, size, rows, batches)
                     else:
-                        self._train_sync(job, names, batches)
+                        self._train_sync(job, names, rows, batches)
             values = {name: value.numpy().tobytes() for name, value in job.pull().items()}
+            if rows is not None:
+                values[ROWS] = rows.everything()
             self.finished[current().process.host] = values
             self.world.say(f"{current().process} has finished")
 
@@ -467,15 +514,33 @@ class Yard:
                 return {"optimizer": "sgd", "lr": 0.1}
         return {"optimizer": "sgd", "lr": 1.0}
 
-    def _train_async(self, job: Any, names: list[str], size: int, batches: Iterable[Any]) -> None:
+    def _ahead(self, rows: Rows, batch: Any) -> dict[torch.nn.Module, torch.Tensor]:
+        """Of a batch that is to come, whose epoch nobody says: those of all."""
+        (chosen,), plan = batch, self.plan
+        places = torch.arange(0, plan.coordinates, plan.samples)
+        return rows.announced(rows.ids((chosen[:, None] + places).flatten()))
+
+    def _look_up(self, rows: Rows, coordinates: torch.Tensor) -> None:
+        """Of rows that count: none has counted twice."""
+        found = rows.look_up(rows.ids(coordinates))
+        if not np.isin(found, (0.0, 1.0)).all():
+            self.world.violations.append(f"{current().process} has looked up {found.tolist()}")
+
+    def _train_async(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
         plan, world = self.plan, self.world
         gradient = torch.zeros(size, dtype=torch.float64)
         for (chosen,) in batches:
             name = job._feed.work.name
             source = name.key.source
+            coordinates = chosen + self._place(source.feed, source.epoch)
             if name.first == name.last:
                 gradient = torch.zeros(size, dtype=torch.float64)
-            gradient[chosen + self._place(source.feed, source.epoch)] -= 1.0
+            gradient[coordinates] -= 1.0
+            if rows is not None:
+                if name.first == name.last:
+                    rows.clear()
+                self._look_up(rows, coordinates)
+                rows.add(rows.ids(coordinates), -1.0)
             if plan.wrong == "nan" and self._is_wrong(source, name.last):
                 gradient[chosen[0]] = float("nan")
             if plan.compute:
@@ -494,50 +559,76 @@ class Yard:
             if plan.wrong == "nan" and left == 1:
                 alone = self._is_wrong(source, name.last) or self._is_wrong(source, name.last + 1)
             if left == 0 or (left == 1 and dropped) or alone or world.rng.random() > 0.2:
-                self._push(job, dict.fromkeys(names, gradient), overflow=overflows)
+                self._push(job, dict.fromkeys(names, gradient), rows, overflow=overflows)
                 gradient = torch.zeros(size, dtype=torch.float64)
             self._stop_by_chance(job)
 
-    def _train_sync(self, job: Any, names: list[str], batches: Iterable[Any]) -> None:
+    def _train_sync(self, job: Any, names: list[str], rows: Rows | None, batches: Iterable[Any]) -> None:
         world = self.world
         for (chosen,) in batches:
+            coordinates = self._planned(job, chosen)
             # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
             noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
             values = job.pull()
             self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
+            if rows is not None:
+                total += self._look_at_rows(rows, coordinates, total)
             sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
             wrong = (job.step + int(chosen[0])) % 4 == 1 and self.plan.wrong
             if wrong == "nan":
                 sent[names[-1]][0] = float("nan")
-            self._push(job, sent, overflow=wrong == "overflow")
+            self._push(job, sent, rows, overflow=wrong == "overflow")
             self._stop_by_chance(job)
 
-    def _push(self, job: Any, gradients: dict[str, torch.Tensor], *, overflow: bool) -> None:
+    def _look_at_rows(self, rows: Rows, coordinates: torch.Tensor, total: float) -> float:
+        """Looks up, and gives gradients. What variables' gradients depend on: nothing, where rows are updated as they
+        come."""
+        rows.clear()
+        if self.plan.rows_count:
+            self._look_up(rows, coordinates)
+            rows.add(rows.ids(coordinates), float(-self.plan.ranks))
+            return 0.0
+        ids = rows.ids(coordinates % SHARED)
+        found = rows.look_up(ids)
+        rows.add(ids, np.sin(found + np.float32(total)))
+        return float(found.sum(dtype=np.float64))
+
+    def _planned(self, job: Any, chosen: torch.Tensor) -> torch.Tensor:
+        """The coordinates of a synchronous job's batch, whose samples may be made up for."""
+        feed, name = job._feed, job._feed.work.name
+        planned = feed._make_up.batch(name.key.source.rank, name.first).step
+        epoch = (planned - feed._opened.first_step) // feed._opened.units_per_epoch
+        return chosen + self._place(feed._number, epoch)
+
+    def _push(self, job: Any, gradients: dict[str, torch.Tensor], rows: Rows | None, *, overflow: bool) -> None:
         """Also of an overflow the gradients are sent, so that it shows if they count."""
-        if not overflow:
+        if rows is None and not overflow:
             job.push(gradients)
             return
         settings = job._settings_now()
         sent = [gradients[variable.spec.name] for variable in job._training.variables]
-        job._contribute(Sending(sent, 1.0, settings, overflow=True))
+        taken = None if rows is None else rows.take()
+        job._contribute(Sending(sent, 1.0, settings, overflow=overflow, rows=None if overflow else taken))
 
     def _is_wrong(self, source: DataShardSource, batch: int) -> bool:
         return (source.feed + source.epoch + source.index + batch) % 4 == 1 and batch < self._batches_of(source)
 
-    def _train_late(self, job: Any, names: list[str], size: int, batches: Iterable[Any]) -> None:
+    def _train_late(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
         world = self.world
         for (chosen,) in batches:
-            feed, name = job._feed, job._feed.work.name
-            planned = feed._make_up.batch(name.key.source.rank, name.first).step
-            epoch = (planned - feed._opened.first_step) // feed._opened.units_per_epoch
+            coordinates = self._planned(job, chosen)
             gradient = torch.zeros(size, dtype=torch.float64)
-            gradient[chosen + self._place(feed._number, epoch)] = -1.0
+            gradient[coordinates] = -1.0
+            if rows is not None:
+                rows.clear()
+                self._look_up(rows, coordinates)
+                rows.add(rows.ids(coordinates), -1.0)
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
-            job.push(dict.fromkeys(names, gradient))
+            self._push(job, dict.fromkeys(names, gradient), rows, overflow=False)
             self._stop_by_chance(job)
 
     def _stop_by_chance(self, job: Any) -> None:
@@ -723,7 +814,11 @@ class Yard:
         if not library.numbers(JOB):
             return  # a job whose first checkpoint could not be written does not wait for it
         manifest = library.load(JOB)
-        saved = {name: np.asarray(array).tobytes() for name, array in library.export_state(manifest)}
+        state = dict(library.export_state(manifest))
+        saved = {name: np.asarray(array).tobytes() for name, array in state.items()}
+        if self.plan.rows:
+            ids, rows = (np.asarray(state[f"{ROWS}.{what}"]) for what in ("ids", "rows"))
+            saved[ROWS] = spread(ids, rows, self.plan.coordinates, self.plan.partitions)
         self._compare(f"checkpoint {manifest.number}", saved, wanted)
 
     def _compare(self, whose: str, values: dict[str, bytes], wanted: dict[str, bytes]) -> None:
@@ -745,10 +840,10 @@ class Yard:
         """What the coordinator lists as not finite has not counted; of several runs, what is the values."""
         ends = []
         for left_out in self.left_out.values():
-            counted = {name: np.frombuffer(array, np.float64).copy() for name, array in wanted.items()}
-            for array in counted.values():
-                array[sorted(left_out)] = 0.0
-            ends.append({name: array.tobytes() for name, array in counted.items()})
+            arrays = {name: np.frombuffer(array, np.float64).copy() for name, array in wanted.items()}
+            for array in arrays.values():
+                array.reshape(self.plan.coordinates, -1)[sorted(left_out)] = 0.0
+            ends.append({name: array.tobytes() for name, array in arrays.items()})
         return values if values in ends else ends[-1]
 
     def _coordinates(self, source: DataShardSource, batch: int) -> list[int]:
@@ -764,11 +859,12 @@ class Yard:
         ends = [
             undisturbed.versions.get(-1 if step is None else step, undisturbed.values) for step in self.stops.values()
         ]
-        return values if values in ends else ends[-1]
+        found = [end for end in ends if all(values[name] == end[name] for name in end)]
+        return (found or ends)[-1]
 
     def _look_at_counts(self, whose: str, values: dict[str, bytes]) -> None:
         """A job that was stopped has counted some of its samples, none of them twice."""
-        for name in sorted(values):
+        for name in sorted(self._wanted()):
             counts = np.frombuffer(values[name], np.float64)
             if not np.isin(counts, (0.0, 1.0)).all():
                 self.world.violations.append(f"{whose}: {name} has counted {sorted(set(counts.tolist()))}")
@@ -776,17 +872,21 @@ class Yard:
     def _wanted(self) -> dict[str, bytes]:
         plan = self.plan
         if not plan.counts:
-            return _undisturbed(plan.undisturbed).values
-        counted = np.ones(plan.samples * plan.epochs * plan.feeds)
+            undisturbed = _undisturbed(plan.undisturbed).values
+            if not plan.rows_count or plan.wrong:
+                return undisturbed
+            return undisturbed | {ROWS: counted(np.ones(plan.coordinates), plan.partitions)}
+        counts = np.ones(plan.coordinates)
         for feed, epoch in itertools.product(range(plan.feeds), range(plan.epochs)):
             for shard in range(-(-plan.samples // (plan.batch * plan.per_shard))):
                 source = DataShardSource(feed, epoch, shard)
                 if self._drops(source):
-                    counted[self._coordinates(source, self._batches_of(source) - 1)] = 0.0
+                    counts[self._coordinates(source, self._batches_of(source) - 1)] = 0.0
                 for batch in range(self._batches_of(source) if plan.wrong == "overflow" else 0):
                     if self._is_wrong(source, batch):
-                        counted[self._coordinates(source, batch)] = 0.0
-        return {f"v{p}": counted.tobytes() for p in range(plan.partitions)}
+                        counts[self._coordinates(source, batch)] = 0.0
+        wanted = {f"v{p}": counts.tobytes() for p in range(plan.partitions)}
+        return wanted | ({ROWS: counted(counts, plan.partitions)} if plan.rows else {})
 
 
 @functools.cache
@@ -955,9 +1055,10 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     from shardyard.transport.channel import GrpcNetwork
     from shardyard.transport.listener import Listener
     from shardyard.transport.memory import tune_malloc
-    from shardyard_ps_server import optimizers
+    from shardyard_ps_server import optimizers, partition_tables
 
     optimizers.warm(("float64",))
+    partition_tables.warm()
     os_ = SimulatedOs()
     more = {
         id(GrpcNetwork): _network,
@@ -965,6 +1066,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
         id(optimizers.warm): lambda dtypes: None,
+        id(partition_tables.warm): lambda: None,
     }
     watch, root = _Watch(level), logging.getLogger("shardyard")
     former, propagates = root.level, root.propagate

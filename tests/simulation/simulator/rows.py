@@ -1,0 +1,121 @@
+"""The table of a simulated job: which rows a coordinate has, how a worker looks up and pushes them, what they must be.
+
+Owns: the ids, one for a coordinate in each partition that has a row of it; the model's end of the table, without
+autograd, whose threads greenlets must not leave in the midst of a backward. Invariant: all that changes or reads rows
+is the shipped worker's. Must not know: faults, processes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.row_ids import partition_of
+from shardyard_worker import row_updates
+from shardyard_worker.job_tables import JobTables
+from shardyard_worker.table import Table, Wanted
+
+Ids = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Doubles = npt.NDArray[np.float64]
+
+NAME = "rows"
+DIM = 2
+SHARED = 5
+"""Of a synchronous job: so many coordinates have rows, which samples share."""
+OPTIMIZERS: Mapping[str, row_updates.RowOptimizer] = {
+    "sgd": row_updates.SGD(lr=1.0),
+    "adagrad": row_updates.Adagrad(lr=0.1),
+    "adam": row_updates.Adam(lr=0.1),
+    # each step adds 1 where a sample counts, whatever its share of the mean
+    "signs": row_updates.Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0),
+}
+
+
+@functools.cache
+def ids_of(coordinates: int, partitions: int) -> Ids:
+    """Shape (coordinates, partitions): of each the id of its row in each partition."""
+    found: list[list[int]] = [[] for _ in range(partitions)]
+    begin = -coordinates * partitions  # negative ones are ids as well
+    while min(map(len, found)) < coordinates:
+        ids = np.arange(begin, begin + 64, dtype=np.int64)
+        for number, partition in zip(ids.tolist(), partition_of(ids, partitions).tolist(), strict=True):
+            found[partition].append(number)
+        begin += 64
+    return np.array([each[:coordinates] for each in found], np.int64).T
+
+
+@functools.cache
+def has_row(coordinates: int, partitions: int) -> Bools:
+    """Shape (coordinates, partitions): some have rows in some partitions, and some in none."""
+    coordinate, partition = np.indices((coordinates, partitions))
+    found: Bools = (coordinate % 3 != 0) & ((coordinate + partition) % 4 != 0)
+    return found
+
+
+def counted(counts: Doubles, partitions: int) -> bytes:
+    """The rows where each coordinate has counted so often."""
+    rows = np.where(has_row(counts.size, partitions), counts[:, None], 0.0)
+    return np.repeat(rows[:, :, None], DIM, axis=2).tobytes()
+
+
+def spread(ids: Ids, rows: npt.NDArray[np.float32], coordinates: int, partitions: int) -> bytes:
+    """Shape (coordinates, partitions, DIM), float64, zeros where there is no row. Rows that nobody has are refused."""
+    every = ids_of(coordinates, partitions)
+    found = np.zeros((coordinates, partitions, DIM))
+    order = np.argsort(every, axis=None)
+    at = order[np.searchsorted(every.reshape(-1), ids, sorter=order).clip(max=order.size - 1)]
+    strange = ids[every.reshape(-1)[at] != ids]
+    assert not strange.size, f"rows of ids that nobody has: {strange[:4]}"
+    found.reshape(-1, DIM)[at] = rows
+    return found.tobytes()
+
+
+class Rows:
+    """One worker's end of the table. `coordinates`: how many there are."""
+
+    def __init__(self, optimizer: str, coordinates: int, partitions: int) -> None:
+        zeros = InitialValues(InitialKind.ZEROS)
+        self.table = Table(DIM, name=NAME, initial=zeros, optimizer=OPTIMIZERS[optimizer], seed=7)
+        self.tables = JobTables({NAME: self.table}, [{"params": [self.table.weight], "lr": 1.0}])
+        self._coordinates, self._partitions = coordinates, partitions
+
+    def ids(self, coordinates: npt.ArrayLike) -> Ids:
+        """Of the rows that these have."""
+        chosen = np.unique(np.asarray(coordinates, np.int64))
+        shape = self._coordinates, self._partitions
+        return ids_of(*shape)[chosen][has_row(*shape)[chosen]]
+
+    def look_up(self, ids: Ids) -> npt.NDArray[np.float32]:
+        """As a forward does: in the order in which `push` takes gradients."""
+        source = self.table.source
+        (found,) = source.fetch([Wanted(self.table, source.once(self.table, ids))])
+        return np.asarray(found)
+
+    def add(self, ids: Ids, gradients: npt.NDArray[np.float32] | float) -> None:
+        """As a backward does."""
+        if ids.size:
+            found = self.table.source.once(self.table, ids)
+            sums = np.empty((found.ids.size, DIM), np.float32)
+            sums[:] = gradients
+            self.table.gradients.add(found, sums)
+
+    def take(self) -> Any:
+        return self.tables.take()
+
+    def clear(self) -> None:
+        self.tables.clear()
+
+    def announced(self, ids: Ids) -> dict[torch.nn.Module, torch.Tensor]:
+        return {self.table: torch.from_numpy(ids)}
+
+    def everything(self) -> bytes:
+        """All rows that the servers have."""
+        found = self.table.source.everything(self.table)
+        return spread(found.ids, found.rows, self._coordinates, self._partitions)
