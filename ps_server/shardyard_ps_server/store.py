@@ -257,12 +257,15 @@ class HostedJob:
                 raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
         return True
 
-    def goes_over(self, generation: Generation, mode: UpdateMode, restore: Restore) -> bool:
+    def goes_over(
+        self, generation: Generation, owned: Collection[PartitionId], mode: UpdateMode, restore: Restore
+    ) -> bool:
         """Whether the job goes on in another mode, with all that a checkpoint has: nothing of what is here is to stay,
         and what is under way here counts nowhere. Raises InvalidRequest."""
         if mode is self.mode or generation < self.generation:
             return False
-        if generation == self.generation or not restore.entries or self.wal is not None:
+        missing = set(owned) - {entry.partition for entry in restore.entries}
+        if generation == self.generation or missing or self.wal is not None:
             raise InvalidRequest(
                 f"job {self.job}, which is {self.mode.value} at generation {self.generation}, to be {mode.value} at"
                 f" generation {generation}, with {len(restore.entries)} partitions of a checkpoint",
@@ -520,7 +523,7 @@ class Store:
         with self._creating:
             with self._lock:
                 hosted = self._jobs.get(job)
-            goes_over = hosted is not None and hosted.goes_over(generation, mode, restore)
+            goes_over = hosted is not None and hosted.goes_over(generation, owned, mode, restore)
             if hosted is not None and not goes_over:
                 rules = (stale, clipping, backup_workers)
                 same = hosted.matches(

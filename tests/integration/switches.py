@@ -6,12 +6,15 @@ in all variables. Must not know: what a test switches to.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.utils.data import TensorDataset
+from yards import ROLE, RoleYard
 
 import shardyard as sy
 from shardyard.ground.types import UpdateMode
@@ -118,3 +121,8 @@ def until_told(job: sy.Job, number: int) -> None:
     while job._session.consistency.number < number:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def set_(yard: RoleYard, *what: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *ROLE, "set", *what, "--coordinator", yard.address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
