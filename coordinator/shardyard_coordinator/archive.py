@@ -31,7 +31,15 @@ from shardyard.checkpoints.manifest import (
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, NotReady, ShardyardError
 from shardyard.ground.failpoints import failpoint
-from shardyard.ground.types import Incarnation, PartitionId, PartitionMap, Token, UpdateMode, Version
+from shardyard.ground.types import (
+    DataShardSource,
+    Incarnation,
+    PartitionId,
+    PartitionMap,
+    Token,
+    UpdateMode,
+    Version,
+)
 from shardyard.runtime.configuration import parse_job_settings
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
@@ -213,14 +221,17 @@ class Archive:
         life: int,
         partitions: Collection[PartitionId],
         working: Sequence[Incarnation] = (),
+        begun: Sequence[tuple[DataShardSource, int]] = (),
     ) -> None:
         """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint, and the logs
         after it, have them, in that life. Where the first of `bases` is damaged the next one is tried, which says the
-        same. The same again does nothing. `working`: workers that have work. Raises NotReady, CheckpointDamaged,
-        CheckpointNotFound, LogDamaged, StorageUnavailable."""
+        same. The same again does nothing. `working`, `begun`: as in effects.RestorePartitions. Raises NotReady,
+        CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable."""
         for base, rest in zip(bases, range(len(bases) - 1, -1, -1), strict=True):
             try:
-                self._restore(subject, map_, base, url=url, life=life, partitions=partitions, working=working)
+                self._restore(
+                    subject, map_, base, url=url, life=life, partitions=partitions, working=working, begun=begun
+                )
             except (CheckpointDamaged, CheckpointNotFound) as error:
                 if not rest:
                     raise
@@ -238,6 +249,7 @@ class Archive:
         life: int,
         partitions: Collection[PartitionId],
         working: Sequence[Incarnation],
+        begun: Sequence[tuple[DataShardSource, int]],
     ) -> None:
         number = base.number
         manifest = CheckpointLibrary(open_storage(url)).load(subject.name, number)
@@ -272,6 +284,7 @@ class Archive:
                 base=base,
                 restored=restored,
                 wrote=manifest.job,
+                begun=begun,
             )
 
         self._everywhere(map_, give)

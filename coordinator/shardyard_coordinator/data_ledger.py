@@ -474,6 +474,31 @@ class DataLedger:
             self._feeds.append(shards)
         self.quarantine = then.quarantine
 
+    def take_over(self, steps: StepLedger, step: int) -> list[tuple[DataShardSource, int]]:
+        """Takes over the feeds of a job that was synchronous, and stands before `step`: what it has counted is done,
+        what is in quarantine stays there. The data shards of which a part is counted, and so many of their batches."""
+        assert not self._feeds
+        begun: list[tuple[DataShardSource, int]] = []
+        for feed in range(len(steps)):
+            spec, (epoch, samples) = steps.spec(feed), steps.place(feed, step)
+            self.open(feed, spec)
+            shards = self._feeds[feed]
+            # a step begins where a data shard does, or where one of its pushes does
+            index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
+            shards.begun = epoch * shards.per_epoch + index
+            if rest:
+                batch = rest // spec.batch_size
+                begun.append((shards.source(shards.begun), batch))
+                shards.returned, shards.reached = [shards.begun], {shards.begun: batch}
+                shards.begun += 1
+        for left_out in steps.quarantined():
+            shards, size = self._feeds[left_out.feed], steps.spec(left_out.feed).batch_size
+            for at in range(left_out.begin, left_out.end, size):
+                index, rest = divmod(at, shards.batches_per_data_shard * size)
+                source = DataShardSource(left_out.feed, left_out.epoch, index)
+                self.quarantine.add(dataclasses.replace(left_out.condemned, source=source, sequence=rest // size))
+        return begun
+
     def loses_finished(self, kept: Mapping[str, object]) -> int | None:
         """The first feed that is finished, and was not when a checkpoint was begun that had this to say."""
         then = _read(kept)
@@ -571,6 +596,19 @@ def _read(kept: Mapping[str, object]) -> DataLedger:
     for kind, body in _entries_of(kept):
         then.restore(kind, body)
     return then
+
+
+def begun_in(kept: Mapping[str, object]) -> tuple[tuple[DataShardSource, int], ...]:
+    """The data shards of which all partitions of a checkpoint have counted the batches before a number as steps of a
+    synchronous job, in the ledger that the job goes by since. Raises DamagedRecord."""
+    body = Body(kept)
+    found: list[tuple[DataShardSource, int]] = []
+    for item in body.items("begun") if body.has("begun") else ():
+        feed, epoch, index, batch = (
+            checked_number(each, "a data shard that is begun") for each in checked_items(item, "begun", count=4)
+        )
+        found.append((DataShardSource(feed, epoch, index), batch))
+    return tuple(found)
 
 
 def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
@@ -682,6 +720,16 @@ class StepLedger:
                 FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done, left_out)
             )
         return tuple(counts)
+
+    def place(self, feed: int, step: int) -> tuple[int, int]:
+        """What has counted of a feed when the job stands before `step`: so many epochs, and so many samples of the next
+        one's permutation, which are its first. Raises NotFound."""
+        found = self._require(feed)
+        taken = max(0, min(step, found.planned_end) - found.first_step)
+        if found.done or taken == found.planned_end - found.first_step:
+            return found.spec.epochs, 0
+        epoch, index = divmod(taken, found.steps_per_epoch)
+        return epoch, found.units.span(index, 0)[0]
 
     def samples_done(self, *, step: int) -> int:
         """Samples of the steps before `step`, at which the job is."""

@@ -21,6 +21,7 @@ from shardyard.ground.types import (
     DataLease,
     DataShardSource,
     Generation,
+    Halt,
     Incarnation,
     JobId,
     PartitionId,
@@ -133,6 +134,7 @@ def heartbeat(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
         residual_norm=_residual(request.residual_norm),
         pushed=_pushed(request.pushed),
         reached=_reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
+        halted=_halted(request.halt_heard) if request.HasField("halt_heard") else None,
         switches=request.switches,
     )
     if len(request.logs) > limits.JOBS_MAX:
@@ -163,6 +165,10 @@ def _pushed(pushed: int) -> int:
     if pushed > limits.SEQUENCE_MAX:
         raise TooLarge(f"{pushed} pushes; at most {limits.SEQUENCE_MAX} have names")
     return pushed
+
+
+def _halted(heard: wire.HaltHeard) -> tuple[int, int]:
+    return heard.number, _reached(heard.reached)
 
 
 def _reached(step: int) -> int:
@@ -453,12 +459,17 @@ def heartbeat_reply(standing: Standing, term: Term, wanted: Wanted | None = None
         gone_back=standing.gone_back,
         stop=_stop(standing.stop),
         consistency=_consistency(standing.consistency),
+        halt=_halt(standing.halt),
         checkpoint=None if standing.checkpoint is None else _checkpoint_status(standing.checkpoint),
     )
 
 
 def _stop(stop: Stop | None) -> wire.Stop | None:
     return None if stop is None else convert.stop_to_wire(stop)
+
+
+def _halt(halt: Halt | None) -> wire.Halt | None:
+    return None if halt is None else convert.halt_to_wire(halt)
 
 
 def _consistency(consistency: Consistency | None) -> wire.Consistency | None:
@@ -489,6 +500,7 @@ def join_reply(joined: Joined) -> wire.JoinJobReply:
         chief=joined.chief,
         stop=_stop(joined.stop),
         consistency=_consistency(joined.consistency),
+        halt=_halt(joined.halt),
         checkpoint=None if joined.checkpoint is None else _checkpoint_status(joined.checkpoint),
     )
 
@@ -504,6 +516,7 @@ def placed_reply(placed: Placed) -> wire.RegisterVariablesReply:
         initializer=placed.initializer,
         feedback=map(_hand_over, placed.feedback),
         gone_back=placed.gone_back,
+        consistency=_consistency(placed.consistency),
     )
 
 
@@ -712,7 +725,7 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
 
 def _switch_status(switch: SwitchStanding) -> wire.SwitchStatus:
     consistency = convert.consistency_to_wire(switch.consistency)
-    return wire.SwitchStatus(consistency=consistency, servers=switch.servers, behind=switch.behind)
+    return wire.SwitchStatus(consistency=consistency, servers=switch.servers, behind=switch.behind, step=switch.step)
 
 
 def _evaluation_status(evaluation: Evaluation) -> wire.EvaluationStatus:

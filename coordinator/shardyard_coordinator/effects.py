@@ -18,9 +18,11 @@ from shardyard.ground.types import (
     Clipping,
     Consistency,
     DataLease,
+    DataShardSource,
     DoneDataShards,
     Durability,
     Generation,
+    Halt,
     Incarnation,
     JobId,
     JobLayout,
@@ -154,7 +156,7 @@ class ReadDeparted:
 
 @dataclass(frozen=True, slots=True)
 class ReadSteps:
-    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops."""
+    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops, or goes over to another mode."""
 
     job: JobId
     map: PartitionMap
@@ -222,7 +224,8 @@ class ForgetSources:
 @dataclass(frozen=True, slots=True)
 class RestorePartitions:
     """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
-    same; `working`: the workers that have work."""
+    same; `working`: the workers that have work; `begun`: data shards of which all partitions have counted the batches
+    before a number as steps, when the job was synchronous."""
 
     subject: Subject
     map: PartitionMap
@@ -231,6 +234,7 @@ class RestorePartitions:
     life: int
     partitions: frozenset[PartitionId]
     working: tuple[Incarnation, ...] = ()
+    begun: tuple[tuple[DataShardSource, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +276,8 @@ class Registered:
 class Standing:
     """What a heartbeat brings back. `job_state` is None for a member without a job. `feedback`: what the worker's error
     feedback shall take up; `gone_back`: the generation with which the job has last gone back as a whole;
-    `checkpoint`: the newest; `consistency`: what a job that was switched goes by."""
+    `checkpoint`: the newest; `consistency`: what a job that was switched goes by; `halt`: of a job that goes over from
+    synchronous to asynchronous updates."""
 
     job_state: JobState | None = None
     failure: ShardyardError | None = None
@@ -288,6 +293,7 @@ class Standing:
     stop: Stop | None = None
     checkpoint: Committed | None = None
     consistency: Consistency | None = None
+    halt: Halt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,18 +307,20 @@ class Joined:
     stop: Stop | None = None
     checkpoint: Committed | None = None
     consistency: Consistency | None = None
+    halt: Halt | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A job's variables lie so. `initializer`: the asking worker sends the first values; `feedback`, `gone_back`: as in
-    Standing."""
+    Standing; `consistency`: of a job that was switched, what its partitions go by."""
 
     layout: JobLayout
     map: PartitionMap
     initializer: bool
     feedback: tuple[HandOver, ...] = ()
     gone_back: Generation = NEVER
+    consistency: Consistency | None = None
 
 
 @dataclass(frozen=True, slots=True)

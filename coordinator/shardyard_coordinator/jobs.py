@@ -32,6 +32,7 @@ from shardyard.ground.types import (
     Rank,
     RankLease,
     RankSource,
+    Source,
     SourceKey,
     Token,
     UpdateMode,
@@ -89,6 +90,7 @@ from shardyard_coordinator.events import (
     VariablesRegistered,
     WatermarksRead,
 )
+from shardyard_coordinator.halting import Halting
 from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
 from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
 from shardyard_coordinator.nonfinite import NotFinite
@@ -110,7 +112,14 @@ from shardyard_coordinator.records import (
 )
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
 from shardyard_coordinator.stopping import Stopping
-from shardyard_coordinator.switching import Switching, settings_of, switched
+from shardyard_coordinator.switching import (
+    SETTING,
+    Switching,
+    consistency_body,
+    consistency_of,
+    settings_of,
+    switched,
+)
 from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
@@ -146,6 +155,7 @@ class Job:
         self._reads_steps = False
         self.stopping = Stopping(by_steps=settings.consistency.mode.updates is UpdateMode.SYNC)
         self.switching = Switching(settings.consistency.mode, settings.consistency.bound)
+        self.halting = Halting()
         self.readers = Readers()
         self.evaluations = Evaluations()
         self._kept_for_readers: list[DropJob] = []
@@ -173,12 +183,7 @@ class Job:
                 backup_workers=settings.consistency.backup_workers,
             )
         else:
-            batches = settings.data.batches_per_data_shard
-            self.feeds = DataLedger(
-                batches_per_data_shard=None if batches == "auto" else batches,
-                workers_expected=settings.workers_expected,
-                next_token=self.tokens.next,
-            )
+            self.feeds = self._make_data_ledger()
         self.keeping = Safekeeping(
             job,
             settings,
@@ -339,6 +344,7 @@ class Job:
         return [
             *self._rank_records(given),
             *self._read_steps(),
+            *self._go_over(now_ms),
             *self._pace(now_ms),
             *self.deployment.reopen(now_ms),
             *self._keep(now_ms, servers),
@@ -350,6 +356,8 @@ class Job:
         """`worker`: None, a person."""
         self.require_unfinished()
         asked = self.stopping.ask(reason, worker)
+        if self.halting.wanted is not None and not self.switching.is_of_before(self.deployment.generation):
+            asked += self.halting.give_up()  # it ends as it is
         stop = self.stopping.stop
         assert stop is not None
         by = "a person" if worker is None else f"worker {worker}"
@@ -364,9 +372,9 @@ class Job:
         return self._read_steps()
 
     def _read_steps(self) -> list[Effect]:
-        """Before it is settled where the job stops: nobody goes on, and the servers know how far those came who are
-        gone."""
-        if self._reads_steps or not self._may_settle_stop:
+        """Before it is settled where the job stops, or goes over to another mode: nobody goes on, and the servers know
+        how far those came who are gone."""
+        if self._reads_steps or not self._may_settle:
             return []
         assert self.ranks is not None
         assert self.deployment.map is not None
@@ -374,13 +382,19 @@ class Job:
         return [ReadSteps(self.id, self.deployment.map, tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all))]
 
     @property
-    def _may_settle_stop(self) -> bool:
-        return self.stopping.is_due(self.workers) and not self.fencing and self._is_whole
+    def _may_settle(self) -> bool:
+        due = self.stopping.is_due(self.workers) or self.halting.is_due(self.workers)
+        return due and not self.fencing and self._is_whole
 
-    def settle_stop(self, generation: Generation, step: int) -> list[Effect]:
+    def settle(self, generation: Generation, step: int) -> list[Effect]:
+        """`step`: the first of which no partition has any part."""
         self._reads_steps = False
-        if self.state.ended or not self._may_settle_stop or generation != self.deployment.generation:
+        if self.state.ended or not self._may_settle or generation != self.deployment.generation:
             return []
+        if self.halting.is_due(self.workers):
+            halted = self._records(self.halting.settle(step))
+            told = f"{self.title} goes over to {self.halting.wanted} before step {self.halting.step or 0:,}"
+            return [*halted, Tell(told)]
         settled = self.stopping.settle(step)
         assert self.stopping.stop is not None
         return [*self._records(settled), Tell(f"{self.title} stops before step {self.stopping.stop.step:,}")]
@@ -402,6 +416,12 @@ class Job:
         self.require_unfinished()
         self.require_joinable()
         settings = switched(self.settings, mode, staleness)
+        if settings.consistency.mode.updates is not self.settings.consistency.mode.updates:
+            return self._halt(settings)
+        if self.halting.wanted is not None and not self.switching.is_of_before(self.deployment.generation):
+            given_up = self._records(self.halting.give_up())
+            told = Tell(f"{self.title} stays {settings.consistency.mode.value}, as it was told")
+            return [*given_up, told, Reply(SwitchTaken(self.id, self.settings.name, self.switching.latest, first=True))]
         asked = self.switching.ask(settings)
         latest = self.switching.latest
         reply = Reply(SwitchTaken(self.id, self.settings.name, latest, first=bool(asked)))
@@ -410,6 +430,107 @@ class Job:
         self._go_by_latest()
         told = Tell(f"{self.title} goes over to {latest}, as it was told")
         return [*self._records(asked), told, *self._pace(now_ms), reply]
+
+    def _halt(self, settings: JobSettings) -> list[Effect]:
+        """It is to go over to asynchronous updates. Raises InvalidRequest, NotReady, ConfigurationError, TooLarge."""
+        wanted, before = self.switching.following(settings), self.halting.wanted
+        if before is not None:
+            if (before.mode, before.bound) == (wanted.mode, wanted.bound):
+                return [Reply(SwitchTaken(self.id, self.settings.name, before, first=False))]
+            raise errors.NotReady(
+                f"job {self.settings.name!r} is going over to {before}",
+                why="one switch at a time",
+                todo=f"see `shardyard status`; or take it back: shardyard set {SETTING}=sync",
+            )
+        self._check_halt(settings)
+        told = Tell(f"{self.title} goes over to {wanted}, as it was told, when its workers have said how far they are")
+        asked = self._records(self.halting.ask(wanted))
+        return [*asked, told, Reply(SwitchTaken(self.id, self.settings.name, wanted, first=True))]
+
+    def _check_halt(self, settings: JobSettings) -> None:
+        layout, wanted = self.deployment.layout, settings.consistency.mode.value
+        if self.state is not JobState.RUNNING or layout is None or not len(self.feeds):
+            raise errors.NotReady(
+                f"{self.title} has not begun job.batches",
+                why="who goes over to data shards must know what was counted as steps",
+                todo="switch it while it goes through job.batches; steps without it cannot be switched",
+            )
+        refusals = {
+            "keeps logs (job.durability wal)": self.settings.durability is Durability.WAL,
+            "is not written down (job.checkpoint.url)": self.keeping.book.url is None,
+            "remembers what compression has not sent (error feedback)": self.keeping.keeps_feedback,
+            "is told to stop": self.stopping.stop is not None,
+            "has gone through its data": self.feeds.finished,
+        }
+        found = next((what for what, refused in refusals.items() if refused), None)
+        if found is not None:
+            raise errors.InvalidRequest(
+                f"{self.title} {found}, and cannot go over to {wanted} while it runs",
+                why="it goes over by way of a checkpoint, between two steps",
+                todo=f"stop it, and start a job in mode {wanted} with its model (`shardyard checkpoint export`)",
+            )
+        tables.check_settings(layout.tables, settings)
+
+    def hear_of_halt(self, worker: Incarnation, halted: tuple[int, int] | None) -> list[Effect]:
+        """A worker has heard of a halt: its number, and the first step to which the worker has not contributed."""
+        if self.state.ended or halted is None:
+            return []
+        self.halting.hear(worker, *halted)
+        return self._read_steps()
+
+    def _go_over(self, now_ms: int) -> list[Effect]:
+        """Once all steps before the one that was settled are in a checkpoint, the job is asynchronous: from this
+        record on, whoever dies."""
+        step, wanted, committed = self.halting.step, self.halting.wanted, self.keeping.book.committed
+        if step is None or wanted is None or self.ranks is None or not self._may_go_over:
+            return []
+        if committed is None or committed.step != step or committed.url:
+            if self._step >= step:
+                self.keeping.book.want()
+            return []
+        assert self.deployment.map is not None
+        generation = self.deployment.map.generation
+        gone: Entry = (
+            "job_went_over",
+            {"step": step, "left": generation, "number": wanted.number, **consistency_body(wanted)},
+        )
+        feeds, begun = self._lease_data(wanted, generation, step)
+        told = f"{self.title} is {wanted} from step {step:,} on: partitions go on from checkpoint {committed.number}"
+        return [*self._records([gone, *self.keeping.go_over(feeds, begun, now_ms)]), Tell(told)]
+
+    @property
+    def _may_go_over(self) -> bool:
+        running = self.state is JobState.RUNNING and self._is_whole and not self.fencing
+        return running and not self.keeping.book.is_writing and self.stopping.stop is None
+
+    def _lease_data(
+        self, consistency: Consistency, generation: Generation, step: int
+    ) -> tuple[DataLedger, list[tuple[DataShardSource, int]]]:
+        """From synchronous partitions, whose last map is of that generation and which stand before `step`."""
+        assert isinstance(self.feeds, StepLedger)
+        self.switching.go_over(consistency, generation)
+        self._go_by_latest()
+        feeds = self._make_data_ledger()
+        begun = feeds.take_over(self.feeds, step)
+        self.feeds, self.ranks = feeds, None
+        self.suspects = Suspects(self.settings.data.poison_deaths)
+        self.stopping = Stopping(by_steps=False)
+        self.departed = Departed() if self._goes_back_in_part else None
+        self._step_seen = max(self._step_seen, step)
+        return feeds, begun
+
+    def _make_data_ledger(self) -> DataLedger:
+        batches = self.settings.data.batches_per_data_shard
+        return DataLedger(
+            batches_per_data_shard=None if batches == "auto" else batches,
+            workers_expected=self.settings.workers_expected,
+            next_token=self.tokens.next,
+        )
+
+    def _end_halt(self) -> None:
+        """The partitions have another map."""
+        if self.ranks is None and not self.switching.is_of_before(self.deployment.generation):
+            self.halting.end()
 
     def end_pacing(self, generation: Generation, number: int) -> list[Effect]:
         """The servers of that map go by the switch of that number."""
@@ -457,6 +578,7 @@ class Job:
         attempt, is_same_run = self.keeping.recovery.attempt, self.keeping.origin is None
         committed = self.keeping.goes_back_with(generation)
         effects = self.keeping.end_recovery(generation, now_ms)
+        self._end_halt()
         if effects and attempt is not None and self.departed is not None and is_same_run:
             self.departed.restored(attempt.partitions)
         if committed is not None:
@@ -635,6 +757,11 @@ class Job:
         """Replies, or creates partitions: then ask again."""
         worker, variables, optimizer = registered.caller.incarnation, registered.variables, registered.optimizer
         tables.check_settings(registered.tables, self.settings)
+        if self.switching.is_of_before(self.deployment.generation):
+            raise errors.NotReady(
+                f"{self.title} goes over to {self.switching.latest}: its partitions are being restored",
+                why=self.keeping.recovery.waits_for or "that takes a moment",
+            )
         effects: list[Effect] = []
         if self.keeping.origin is not None:
             self.keeping.check_fits(variables, optimizer, registered.tables)
@@ -649,7 +776,12 @@ class Job:
         effects += self._records(self.deployment.admit(worker))
         if self.deployment.stage is not Stage.CREATING:
             placed = self.deployment.placed(worker)
-            handed = replace(placed, feedback=self.handed_to(worker), gone_back=self.handovers.generation)
+            handed = replace(
+                placed,
+                feedback=self.handed_to(worker),
+                gone_back=self.handovers.generation,
+                consistency=self.consistency,
+            )
             effects.append(Reply(handed))
         return effects
 
@@ -804,10 +936,16 @@ class Job:
         """Raises StaleToken, NotFound or InvalidRequest unless the worker has this to compute."""
         source, worker, token = begun.source, begun.caller.incarnation, begun.token
         if isinstance(self.feeds, DataLedger):
+            self._check_former(source)
             self.feeds.check_begin(source, worker, token, begun.sequence)
             return
         self.feeds.check_begin(source, begun.sequence)
         self._check_rank(source, worker, token)
+
+    def _check_former(self, source: Source) -> None:
+        """Raises StaleToken for a logical rank of a job that has none any more."""
+        if isinstance(source, RankSource) and self.switching.has_gone_over:
+            raise errors.StaleToken(f"{source} of {self.title}, which has gone over to {self.switching.latest}")
 
     def _check_rank(self, source: LeasedSource, worker: Incarnation, token: Token) -> None:
         """Raises StaleToken unless the logical rank is the worker's."""
@@ -870,6 +1008,7 @@ class Job:
         """The source, where its work is that of a data set. Raises StaleToken, NotFound or InvalidRequest unless the
         worker has it to compute."""
         source, worker = said.source, said.caller.incarnation
+        self._check_former(source)
         if isinstance(self.feeds, DataLedger) and not isinstance(source, WorkerSource):
             self.feeds.check_begin(source, worker, said.token, said.last)
             return source
@@ -886,6 +1025,8 @@ class Job:
 
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
+        if returned.data_shard is None and self.switching.has_gone_over:
+            return [Reply(LeaseClosed(done=False))]  # of somebody who does not know yet that there are no steps
         if self._is_closed(returned):
             return [Reply(LeaseClosed(done=self.keeping.has_all_steps_of(returned.feed)))]
         if self.deployment.map is None or self.deployment.stage is not Stage.OPEN:
@@ -900,7 +1041,8 @@ class Job:
 
     def close_lease(self, returned: LeaseReturned, next_sequence: int, generation: Generation) -> list[Effect]:
         """Replies; asks again where partitions have gone back since the ledgers were read."""
-        if generation != self.deployment.generation:
+        gone_over = returned.data_shard is None and self.switching.has_gone_over
+        if generation != self.deployment.generation or gone_over:
             return self.return_lease(returned)
         source, worker = returned.data_shard, returned.caller.incarnation
         if isinstance(self.feeds, StepLedger):
@@ -1090,6 +1232,7 @@ class Job:
             stop=self.stopping.stop,
             checkpoint=self.keeping.book.committed,
             consistency=self.consistency,
+            halt=self.halting.halt,
         )
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
@@ -1130,6 +1273,7 @@ class Job:
             *(("worker_joined", {"worker": worker}) for worker in self.workers),
             *([gone] if self._last_lost else []),
             *self.switching.entries(),
+            *self.halting.entries(),
             *self.deployment.entries(),
             *([] if self.ranks is None else self.ranks.entries()),
             *self.feeds.entries(),
@@ -1205,6 +1349,7 @@ class Job:
             ):
                 is_first = self.keeping.origin is not None
                 self.keeping.restore(kind, body, now_ms)
+                self._end_halt()
                 if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
                     self.state = JobState.RUNNING
                 elif self.deployment.stage is Stage.LOST:
@@ -1217,6 +1362,10 @@ class Job:
                 self.lost.restore(kind, body)
             case "stop_asked" | "stop_settled":
                 self.stopping.restore(kind, body)
+            case "halt_asked" | "halt_settled" | "halt_given_up" | "halts_before":
+                self.halting.restore(kind, body)
+            case "job_went_over":
+                self._restore_going_over(body)
             case "consistency_switched" | "worker_gone_over":
                 self.switching.restore(kind, body)
                 self._go_by_latest()
@@ -1231,6 +1380,17 @@ class Job:
                 self._restore_end(body)
             case _:
                 raise DamagedRecord("its kind is unknown to this release")
+
+    def _restore_going_over(self, body: Body) -> None:
+        require(
+            isinstance(self.feeds, StepLedger) and self.deployment.map is not None, "a job goes over that has no steps"
+        )
+        consistency = consistency_of(body, body.number("number", least=self.switching.latest.number + 1))
+        require(consistency.mode.updates is UpdateMode.ASYNC, f"a job goes over to {consistency}")
+        left = Generation(body.number("left", least=1))
+        require(left == self.deployment.generation, f"partitions of generation {left} are left")
+        feeds, _ = self._lease_data(consistency, left, body.number("step", most=limits.SEQUENCE_MAX))
+        self.keeping.deal(feeds)
 
     def _restore_workers(self, kind: str, body: Body, now_ms: int) -> None:
         if kind == "workers_gone":

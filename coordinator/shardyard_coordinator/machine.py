@@ -203,7 +203,7 @@ class Machine:
             case events.DepartedUnread(job) if job in self._jobs:
                 return self._jobs[job].fail_departed(now_ms)
             case events.StepsRead(job, generation, step) if job in self._jobs:
-                return self._jobs[job].settle_stop(generation, step)
+                return self._jobs[job].settle(generation, step)
             case events.StepsUnread(job) if job in self._jobs:
                 self._jobs[job].forget_steps()
                 return []
@@ -249,8 +249,9 @@ class Machine:
             return [Reply(Standing())]
         job.report(member.incarnation, event.report, now_ms)
         stopped = job.hear_of_stop(member.incarnation, event.report.reached)
+        halted = job.hear_of_halt(member.incarnation, event.report.halted)
         gone_over = job.hear_of_switch(member.incarnation, event.report.switches)
-        return [*stopped, *gone_over, Reply(job.standing(member.incarnation))]
+        return [*stopped, *halted, *gone_over, Reply(job.standing(member.incarnation))]
 
     def _leave(self, event: events.MemberLeft, now_ms: int) -> list[Effect]:
         member = self._members.require(event.incarnation)
@@ -411,6 +412,7 @@ class Machine:
             stop=job.stopping.stop,
             checkpoint=job.keeping.book.committed,
             consistency=job.consistency,
+            halt=job.halting.halt,
         )
 
     def _require_job(self, caller: Caller) -> Job:

@@ -22,7 +22,8 @@ class Report:
     """What a worker says of itself with a heartbeat. `samples`: pushed by it in all; `residual_norm`: the 2-norm of
     what its compression has not sent yet, as of some pushes ago; `pushed`: its acknowledged pushes without leased
     data; `reached`: it was told of a stop, and contributes to no step from this one on until that is settled;
-    `switches`: the number of the job's switch that it goes by."""
+    `switches`: the number of the job's switch that it goes by; `halted`: the number of the halt that it was told of,
+    and as `reached`."""
 
     step: int = 0
     samples: int = 0
@@ -32,6 +33,7 @@ class Report:
     pushed: int = 0
     reached: int | None = None
     switches: int = 0
+    halted: tuple[int, int] | None = None
 
 
 class Progress:

@@ -36,6 +36,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Job.readers": "readers say it again every second",
     "Job._kept_for_readers": "servers are told again to drop a job that has ended",
     "Stopping._reached": "workers say it again with each heartbeat",
+    "Halting._reached": "as those of a stop",
     "Switching._told": "servers are told again; until they have answered workers are told what was before",
     "Switching._asking": "servers are asked again",
     "Switching._retry_at_ms": "at once",

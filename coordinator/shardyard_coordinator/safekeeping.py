@@ -148,6 +148,12 @@ class Safekeeping:
         assert deployed.layout is not None
         if self.trails is not None:
             raise errors.InvalidRequest(f"{self._title} keeps logs, and goes back by none of them", todo=todo)
+        if origin.mode is not self._settings.consistency.mode.updates:
+            raise errors.InvalidRequest(
+                f"{self._title} is {self._settings.consistency.mode.value}, and {origin} is {origin.mode.value}",
+                why="the job was switched since",
+                todo=todo,
+            )
         if origin.job != self._job or origin.layout != deployed.layout:
             raise errors.InvalidRequest(f"{origin} is of another run than {self._title}", why="", todo=todo)
         finished = self._feeds.loses_finished(origin.data_ledger)
@@ -166,6 +172,24 @@ class Safekeeping:
             *self._records(record, lost),
             Tell(f"{self._title} goes back to {origin}, as it was told", warning=True),
         ]
+
+    def go_over(self, feeds: DataLedger, begun: Sequence[tuple[DataShardSource, int]], now_ms: int) -> list[Entry]:
+        """The job goes on from its newest checkpoint, which has all of it, in another mode: its partitions are
+        restored in that, and nothing is computed again. `feeds`: by which data is dealt from now on; `begun`: data
+        shards of which the checkpoint has batches as steps."""
+        assert self.book.committed is not None
+        assert self._deployment.layout is not None
+        self.deal(feeds)
+        entries = [[kind, body] for kind, body in feeds.copied]
+        listed = [[source.feed, source.epoch, source.index, batch] for source, batch in begun]
+        ledger = {"entries": entries, "closed": feeds.closed, "token": self._tokens.latest, "begun": listed}
+        self.book.want()  # the newest is of the mode before
+        committed = self.book.go_back(replace(self.book.committed, data_ledger=ledger))
+        return [committed, self.recovery.lose([part.partition for part in self._deployment.layout.partitions], now_ms)]
+
+    def deal(self, feeds: DataLedger) -> None:
+        """The job's data is dealt by these from now on."""
+        self._feeds = feeds
 
     def begin(self, servers: Sequence[Server]) -> list[Entry]:
         """The variables have their partitions, on these servers among others."""
@@ -292,13 +316,18 @@ class Safekeeping:
         folders = None
         if self.trails is not None and self.origin is None:
             folders = {partition: self.trails.folder(partition, number) for partition in self.recovery.lost}
-        begun = self.recovery.begin(deployed.map, sizes, servers, whole=self._is_whole, now_ms=now_ms, folders=folders)
-        if begun is None:
+        started = self.recovery.begin(
+            deployed.map, sizes, servers, whole=self._is_whole, now_ms=now_ms, folders=folders
+        )
+        if started is None:
             return []
-        attempt, record = begun
+        attempt, record = started
         bases = self._bases(attempt.partitions)
         working = tuple(sorted(self._feeds.working & workers)) if isinstance(self._feeds, DataLedger) else ()
-        restore = RestorePartitions(self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working)
+        begun = data_ledger.begun_in(self.book.committed.data_ledger)
+        restore = RestorePartitions(
+            self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working, begun
+        )
         return [*self._records(record), restore]
 
     def _place_again(

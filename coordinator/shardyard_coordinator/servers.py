@@ -17,6 +17,7 @@ from shardyard.ground.errors import NotFound, NotReady, Refused, ServerUnavailab
 from shardyard.ground.types import (
     Caller,
     Clipping,
+    DataShardSource,
     Durability,
     Generation,
     Incarnation,
@@ -106,6 +107,7 @@ class Servers:
         base: effects.Base,
         restored: Sequence[PartitionEntry],
         wrote: JobId,
+        begun: Sequence[tuple[DataShardSource, int]] = (),
     ) -> None:
         """Partitions under a map, some of them with what a checkpoint in `folder`, and logs, have of them."""
         request = wire.CreatePartitionsRequest(
@@ -129,6 +131,10 @@ class Servers:
                 job=wrote,
                 partitions=[entry_to_wire(entry, base.logs.get(entry.partition, ())) for entry in restored],
                 number=base.number,
+                begun=[
+                    wire.BegunDataShard(data_shard=convert.source_to_wire(source).data_shard, next=batch)
+                    for source, batch in begun
+                ],
             ),
         )
         lost = _listed([entry.partition for entry in restored])

@@ -598,6 +598,7 @@ class Coordinator:
                     life=wanted.life,
                     partitions=wanted.partitions,
                     working=wanted.working,
+                    begun=wanted.begun,
                 )
         except ShardyardError as error:
             failure = error

@@ -54,11 +54,13 @@ class MemberStanding:
 
 @dataclass(frozen=True, slots=True)
 class SwitchStanding:
-    """What a job was switched to last. `servers`: all of them go by it; `behind`: workers that do not yet."""
+    """What a job was switched to last. `servers`: all of them go by it; `behind`: workers that do not yet; `step`: of
+    one that takes steps until it goes over, the first that it does not take, 0: workers say how far they have come."""
 
     consistency: Consistency
     servers: bool
     behind: tuple[Incarnation, ...]
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,9 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
 
 
 def _switch(job: Job) -> SwitchStanding | None:
-    switching = job.switching
+    switching, halting = job.switching, job.halting
+    if halting.wanted is not None and not job.state.ended:
+        return SwitchStanding(halting.wanted, False, halting.missing(job.workers), halting.step or 0)
     if not switching.latest.number:
         return None
     behind = () if job.state.ended else switching.behind(job.workers)

@@ -34,6 +34,8 @@ class Switching:
         self._told: Generation | None = None
         self._asking = False
         self._retry_at_ms = 0
+        self._left: Generation | None = None
+        """The last map of synchronous partitions, of a job that went over from them."""
         self._gone_over: dict[Incarnation, int] = {}
 
     # ---- what is asked
@@ -50,10 +52,28 @@ class Switching:
                 why="one switch at a time",
                 todo="see `shardyard status`; ask again when they have",
             )
+        self._switch(self.following(settings))
+        return [self._switched]
+
+    def following(self, settings: JobSettings) -> Consistency:
+        """What the job goes by once it goes by these settings. Raises TooLarge."""
         if self.latest.number == SWITCHES_MAX:
             raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
-        self._switch(Consistency(self.latest.number + 1, consistency.mode, consistency.bound))
-        return [self._switched]
+        return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
+
+    def go_over(self, consistency: Consistency, generation: Generation) -> None:
+        """From synchronous partitions, whose last map is of that generation."""
+        self._switch(consistency)
+        self._left = generation
+
+    @property
+    def has_gone_over(self) -> bool:
+        """Whether its partitions were synchronous before."""
+        return self._left is not None
+
+    def is_of_before(self, generation: Generation | None) -> bool:
+        """Whether a map is one of partitions that the job has left for others."""
+        return self._left is not None and generation is not None and generation <= self._left
 
     # ---- how far it is
 
@@ -64,8 +84,10 @@ class Switching:
 
     @property
     def in_force(self) -> Consistency:
-        """What all servers go by, and workers shall."""
-        return self._before if self.is_under_way else self.latest
+        """What all servers go by, and workers shall. Partitions go over from synchronous updates before anybody sees
+        their map."""
+        crosses = self._before.mode.updates is not self.latest.mode.updates
+        return self._before if self.is_under_way and not crosses else self.latest
 
     def begin(self, generation: Generation | None, now_ms: int) -> bool:
         """Whether the servers of the map of that generation are to be told now; then they are being told."""
@@ -114,8 +136,9 @@ class Switching:
     def _switched(self) -> Entry:
         return "consistency_switched", {
             "number": self.latest.number,
-            **_said(self.latest),
-            "before": _said(self._before),
+            **consistency_body(self.latest),
+            "before": consistency_body(self._before),
+            "left": self._left,
         }
 
     def entries(self) -> list[Entry]:
@@ -132,9 +155,11 @@ class Switching:
             self._gone_over[Incarnation(body.number("worker", least=1))] = number
             return
         require(number > self.latest.number, f"switch {number} comes after switch {self.latest.number}")
-        before = _read(body.part("before"), number - 1)
-        self._switch(_read(body, number))
+        before = consistency_of(body.part("before"), number - 1)
+        self._switch(consistency_of(body, number))
         self._before = before
+        if body.has("left") and not body.is_null("left"):
+            self._left = Generation(body.number("left", least=1))
 
 
 def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int | None) -> JobSettings:
@@ -148,13 +173,16 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
             why="the staleness of other modes has no bound",
             todo=f"set {SETTING}=bounded with it",
         )
-    if wanted is not before.mode and UpdateMode.SYNC in (wanted.updates, before.mode.updates):
+    crosses = UpdateMode.SYNC in (wanted.updates, before.mode.updates)
+    begins = before.mode is ConsistencyMode.SYNC and wanted.updates is UpdateMode.ASYNC
+    if wanted is not before.mode and crosses and not begins:
         raise errors.InvalidRequest(
             f"job {settings.name!r} runs in mode {before.mode.value}, and cannot go over to {wanted.value}",
             why="an update means something else there, and so does a piece of work",
-            todo="a job that runs is switched between async and bounded. Else stop it (`shardyard stop`), take its"
-            " model from its last checkpoint (`shardyard checkpoint export`), and start a job with that, whose"
-            f" {SETTING} is {wanted.value}: state of optimizers and the place in the data begin anew",
+            todo="a job that runs is switched from sync to async or bounded, and between these. Else stop it"
+            " (`shardyard stop`), take its model from its last checkpoint (`shardyard checkpoint export`), and start a"
+            f" job with that, whose {SETTING} is {wanted.value}: state of optimizers and the place in the data begin"
+            " anew",
         )
     consistency = before.model_dump(mode="json") | {"mode": wanted.value}
     if staleness is not None:
@@ -175,11 +203,12 @@ def _gone_over(worker: Incarnation, number: int) -> Entry:
     return "worker_gone_over", {"worker": worker, "number": number}
 
 
-def _said(consistency: Consistency) -> dict[str, object]:
+def consistency_body(consistency: Consistency) -> dict[str, object]:
     return {"mode": consistency.mode.value, "staleness": consistency.bound}
 
 
-def _read(body: Body, number: int) -> Consistency:
+def consistency_of(body: Body, number: int) -> Consistency:
+    """Raises DamagedRecord."""
     modes = {mode.value: mode for mode in ConsistencyMode}
     require(body.text("mode") in modes, f"mode {body.text('mode')!r}")
     bound = None if body.is_null("staleness") else body.number("staleness")

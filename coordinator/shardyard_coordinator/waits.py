@@ -87,6 +87,9 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
     unheard = job.stopping.missing(job.workers)
     if unheard:
         yield "stop", f"worker {_named(unheard)} to hear that it shall stop"
+    late = job.halting.missing(job.workers)
+    if late:
+        yield "halt", f"worker {_named(late)} to say how far it has come, to go over to {job.halting.wanted}"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

@@ -37,8 +37,8 @@ def set_(
     config: str | None,
     sets: tuple[str, ...],
 ) -> int:
-    """Have JOB (a name; without one, the job that runs) go on under other settings: consistency.mode (async or
-    bounded), consistency.staleness."""
+    """Have JOB (a name; without one, the job that runs) go on under other settings: consistency.mode (async or bounded;
+    sync takes back what has not gone over yet), consistency.staleness."""
     from shardyard.ground import errors
     from shardyard.runtime.waiting import Vigil
     from shardyard.transport.channel import GrpcNetwork
@@ -104,7 +104,9 @@ def describe_switch(switch: wire.SwitchStatus) -> str:
     from shardyard.ground.types import Incarnation
 
     said = f"to {describe_consistency(switch.consistency)}"
-    if not switch.servers:
+    if switch.step:
+        return f"{said} before step {switch.step:,}; its partitions have not gone over yet"
+    if not switch.servers and not switch.behind:
         return f"{said}; not all servers have gone over yet"
     if not switch.behind:
         return said
@@ -130,6 +132,9 @@ def _await_all(peer: Peer, told: wire.SwitchConsistencyReply) -> int:
                 return 1
             switch = found.consistency
             ahead = switch.consistency.number - number
+            if ahead < 0:
+                click.echo(f"job {told.job_name} stays as it was: somebody has taken that back", err=True)
+                return 1
             if ahead > 0 or (ahead == 0 and switch.servers and not switch.behind):
                 break
             why = f" ({describe_switch(switch)})"

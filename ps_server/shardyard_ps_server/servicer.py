@@ -363,6 +363,15 @@ def _restore(message: wire.Restore) -> Restore:
         raise TooLarge(f"logs of more than {limits.MEMBERS_MAX} servers for a partition")
     entries = tuple(entry_from_wire(entry) for entry in message.partitions)
     logs = {PartitionId(each.partition): tuple(map(Incarnation, each.logs)) for each in message.partitions if each.logs}
+    if len(message.begun) > limits.FEEDS_MAX:
+        raise TooLarge(f"{len(message.begun)} data shards that are begun; at most {limits.FEEDS_MAX} are taken")
+    if any(not 0 < each.next <= limits.SEQUENCE_MAX for each in message.begun):
+        raise InvalidRequest(f"a data shard that is begun, at a batch that is not from 1 to {limits.SEQUENCE_MAX}")
     return Restore(
-        convert.text(message.url, "the URL of checkpoints"), entries, message.number, logs, JobId(message.job)
+        convert.text(message.url, "the URL of checkpoints"),
+        entries,
+        message.number,
+        logs,
+        JobId(message.job),
+        tuple((convert.data_shard_from_wire(each.data_shard), each.next) for each in message.begun),
     )

@@ -71,6 +71,7 @@ from shardyard.ground.types import (
     RankSource,
     RowCode,
     SourceKey,
+    SourceMark,
     StaleRule,
     StepVerdict,
     Term,
@@ -135,6 +136,9 @@ class Restore:
     logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
     job: JobId = JobId(0)
     """Who wrote the checkpoint: incarnations of workers mean nothing in another job."""
+    begun: tuple[tuple[DataShardSource, int], ...] = ()
+    """Data shards of which all partitions have counted the batches before that number, as steps of a job that was
+    synchronous when the checkpoint was written."""
 
     def segment_of(self, job: JobId) -> int:
         """The first of a log that follows. Another job's checkpoint has a number that may be above those to come, which
@@ -143,11 +147,14 @@ class Restore:
 
     def adapted(self, state: PartitionState, job: JobId) -> PartitionState:
         """As `job` begins with it."""
-        if self.job == job:
-            return state
-        return replace(
-            state, marks=tuple([mark for mark in state.marks if not isinstance(mark.key.source, WorkerSource)])
-        )
+        marks = state.marks
+        if self.job != job:
+            marks = tuple([mark for mark in marks if not isinstance(mark.key.source, WorkerSource)])
+        known = {mark.key: mark for mark in marks}
+        for source, batch in self.begun:
+            mark = known.get(SourceKey(source), SourceMark(SourceKey(source), Token(0), 0))
+            known[mark.key] = mark._replace(next=max(mark.next, batch))
+        return replace(state, marks=tuple(known.values()))
 
 
 NO_RESTORE = Restore("", ())
@@ -256,6 +263,22 @@ class HostedJob:
                 raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
         return True
 
+    def goes_over(
+        self, generation: Generation, owned: Collection[PartitionId], mode: UpdateMode, restore: Restore
+    ) -> bool:
+        """Whether the job goes on in another mode, with all that a checkpoint has: nothing of what is here is to stay,
+        and what is under way here counts nowhere. Raises InvalidRequest."""
+        if mode is self.mode or generation < self.generation:
+            return False
+        missing = set(owned) - {entry.partition for entry in restore.entries}
+        if generation == self.generation or missing or self.wal is not None:
+            raise InvalidRequest(
+                f"job {self.job}, which is {self.mode.value} at generation {self.generation}, to be {mode.value} at"
+                f" generation {generation}, with {len(restore.entries)} partitions of a checkpoint",
+                why="a job goes over to another mode under a higher generation, from a checkpoint, without a log",
+            )
+        return True
+
     @property
     def durability(self) -> Durability:
         return Durability.CHECKPOINT if self.wal is None else Durability.WAL
@@ -327,6 +350,12 @@ class HostedJob:
                 )
             )
         return found
+
+    def let_go(self) -> None:
+        """Nothing of it is the job's any more."""
+        for former in self.partitions.values():
+            former.keep_no_more()
+            former.let_go_tables()
 
     def find(self, partition: PartitionId) -> Partition:
         found = self.partitions.get(partition)
@@ -500,7 +529,8 @@ class Store:
         with self._creating:
             with self._lock:
                 hosted = self._jobs.get(job)
-            if hosted is not None:
+            goes_over = hosted is not None and hosted.goes_over(generation, owned, mode, restore)
+            if hosted is not None and not goes_over:
                 rules = (stale, clipping, backup_workers)
                 same = hosted.matches(
                     layout, mode, logical_ranks, durability, staleness, *rules, switches, rows_at_once
@@ -509,8 +539,8 @@ class Store:
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-            loaded = self._load(job, hosted, layout, owned, restore)
-            if hosted is not None and not hosted.begins_anew(generation, restore):
+            loaded = self._load(job, None if goes_over else hosted, layout, owned, restore)
+            if hosted is not None and not goes_over and not hosted.begins_anew(generation, restore):
                 if hosted.pacing is not None:
                     hosted.pacing.switch(staleness, switches)
                     if generation > hosted.generation:  # else it came before
@@ -544,6 +574,9 @@ class Store:
                 self._jobs[job] = hosted
             if before is not None:
                 before.pins.clear()
+                if goes_over:
+                    before.generation = generation  # refused is what was admitted, and comes to its partitions now
+                    before.let_go()
                 before.regions.close()
 
     def _give(

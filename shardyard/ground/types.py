@@ -392,6 +392,16 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Halt:
+    """A synchronous job goes over to another mode before step `step`, once that is `settled`: workers compute the steps
+    before it, and begin none from it on. `number` counts the halts of a job."""
+
+    number: int
+    settled: bool = False
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RankLease:
     """`careful_below`: steps before it are announced to the coordinator before they are computed."""
 

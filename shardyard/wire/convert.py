@@ -29,6 +29,7 @@ from shardyard.ground.types import (
     Durability,
     Gathered,
     Generation,
+    Halt,
     Incarnation,
     JobId,
     JobLayout,
@@ -1012,6 +1013,17 @@ def stop_from_wire(message: coordinator.Stop) -> Stop:
         raise TooLarge(f"a stop at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
     reason = text(message.reason, "the reason of a stop")
     return Stop(reason, Incarnation(message.worker) or None, message.settled, message.step)
+
+
+def halt_to_wire(halt: Halt) -> coordinator.Halt:
+    return coordinator.Halt(number=halt.number, settled=halt.settled, step=halt.step)
+
+
+def halt_from_wire(message: coordinator.Halt) -> Halt:
+    """Raises TooLarge."""
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a halt at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
+    return Halt(message.number, message.settled, message.step)
 
 
 def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:

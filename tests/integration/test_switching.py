@@ -6,116 +6,18 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from switches import ASYNC, BOUNDED, DATA, DEADLINE_S, SAMPLES, Counting, until_told, yard
 
-import shardyard as sy
 from shardyard.ground import errors
-from shardyard.runtime import configuration
-from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-SAMPLES = 160
-DATA = TensorDataset(torch.arange(SAMPLES))
-DEADLINE_S = 60.0
-SETTINGS = {
-    "yard.servers": 2,
-    "job.partitions": 4,
-    "job.block_bytes": 64,
-    "job.data.batches_per_data_shard": 8,
-    "membership.heartbeat_ms": 200,
-    "log.level": "error",
-}
-ASYNC, BOUNDED = wire.CONSISTENCY_MODE_ASYNC, wire.CONSISTENCY_MODE_BOUNDED
-
-
-class Yard:
-    def __init__(self, made: LocalYard, settings: sy.Settings) -> None:
-        self._made = made
-        self._settings = settings
-        self._peer = made.network.connect(COORDINATOR, name="coordinator")
-
-    def connect(self) -> sy.Job:
-        return worker.connect(self._settings, network=self._made.network)
-
-    def switch(self, mode: wire.ConsistencyMode, staleness: int | None = None) -> wire.SwitchConsistencyReply:
-        request = wire.SwitchConsistencyRequest(mode=mode, staleness=staleness)
-        return self._peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=5_000)
-
-    def standing(self) -> wire.JobStatus:
-        (job,) = self._peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).jobs
-        return job
-
-    def go_over(self, mode: wire.ConsistencyMode, staleness: int | None = None) -> None:
-        """Switches, until all servers go by it and the workers have been told."""
-        assert self.switch(mode, staleness).first
-        until = time.monotonic() + DEADLINE_S
-        while not self.standing().consistency.servers:
-            assert time.monotonic() < until, self.standing().consistency
-            time.sleep(0.01)
-
-
-@contextmanager
-def yard(**given: object) -> Iterator[Yard]:
-    settings = configuration.load(None, {}, SETTINGS | given).settings
-    made = LocalYard(settings)
-    try:
-        yield Yard(made, settings.model_copy(update={"coordinator": COORDINATOR}))
-    finally:
-        made.close()
-
-
-class Counting:
-    """A worker whose batches count at the places of their samples, in variables of several partitions; `tables`: in the
-    rows of a table as well."""
-
-    def __init__(self, job: sy.Job, *, tables: bool = False) -> None:
-        self.job = job
-        self.values = torch.nn.ParameterList(torch.zeros(SAMPLES) for _ in range(4))
-        model = torch.nn.ModuleList([self.values])
-        self.rows: sy.Embedding | None = None
-        if tables:
-            optimizer = sy.tables.SGD(lr=1.0)
-            self.rows = sy.Embedding(
-                1, table=sy.tables.Table(1, name="seen", optimizer=optimizer, initial=sy.tables.zeros())
-            )
-            model.append(self.rows)
-        _, self.optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-    def step(self, chosen: torch.Tensor) -> None:
-        self.optimizer.zero_grad()
-        losses = [-values[chosen].sum() for values in self.values]
-        torch.autograd.backward(losses if self.rows is None else [*losses, -self.rows(chosen).sum()])
-        self.optimizer.step()
-
-    @property
-    def counts(self) -> set[float]:
-        found = list(self.job.pull().values())
-        if self.rows is not None:
-            with torch.no_grad():
-                found.append(self.rows(torch.arange(SAMPLES)).flatten())
-        return set(torch.cat(found).tolist())
-
-    def goes_by(self, staleness: int | None) -> bool:
-        strategy = self.job._strategy
-        assert isinstance(strategy, worker.BoundedStrategy)
-        return strategy._bound == staleness
-
-
-def until_told(job: sy.Job, number: int) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while job._session.consistency.number < number:
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 @pytest.mark.long("0-True")
@@ -260,7 +162,7 @@ def test_switch_to_what_the_job_goes_by_already_changes_nothing() -> None:
     [
         ({}, wire.CONSISTENCY_MODE_SYNC, None, "runs in mode async, and cannot go over to sync"),
         ({}, wire.CONSISTENCY_MODE_LOCAL, None, "runs in mode async, and cannot go over to local"),
-        ({"job.consistency.mode": "sync"}, ASYNC, None, "runs in mode sync, and cannot go over to async"),
+        ({"job.consistency.mode": "sync"}, wire.CONSISTENCY_MODE_LOCAL, None, "mode sync, and cannot go over to local"),
         ({"job.consistency.mode": "local"}, BOUNDED, 2, "runs in mode local, and cannot go over to bounded"),
         ({}, wire.CONSISTENCY_MODE_UNSPECIFIED, 2, "a staleness of 2 for job 'default', whose mode is async"),
     ],

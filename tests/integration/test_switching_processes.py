@@ -3,14 +3,13 @@ sample counts once an epoch, and the switch ends."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from yards import ROLE, Probes, RoleYard, finish
+from switches import set_
+from yards import Probes, RoleYard, finish
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
@@ -29,11 +28,6 @@ def yard(tmp_path: Path) -> Iterator[RoleYard]:
 def probes(tmp_path: Path) -> Iterator[Probes]:
     with Probes(tmp_path) as running:
         yield running
-
-
-def set_(yard: RoleYard, *what: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *ROLE, "set", *what, "--coordinator", yard.address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def until_set(yard: RoleYard, *what: str) -> str:

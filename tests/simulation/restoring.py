@@ -78,6 +78,7 @@ def renew(machine: Machine, now_ms: int) -> None:
         job._idle_since_ms = now_ms
         job._finish_at_ms = None if job._finish_at_ms is None else now_ms + LATE_MS
         job.stopping._reached.clear()
+        job.halting._reached.clear()
         job._reads_steps = False
         job.switching._told, job.switching._asking, job.switching._retry_at_ms = None, False, 0
         if isinstance(job.feeds, StepLedger):

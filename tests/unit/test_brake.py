@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardyard.ground.types import Incarnation, Stop
+from shardyard.ground.types import Halt, Incarnation, Stop
 from shardyard_worker.brake import Brake
 
 ASKED = Stop("enough", Incarnation(3))
@@ -56,3 +56,26 @@ def test_worker_that_has_begun_nothing_says_so() -> None:
     brake = Brake()
     brake.take(ASKED)
     assert (brake.heard, brake.permits(0)) == (0, None)
+
+
+def test_without_a_halt_the_steps_go_on_and_with_one_they_wait_where_it_is_settled() -> None:
+    brake = Brake()
+    assert (brake.halted, brake.halts) == (None, False)
+    brake.may_begin(4)
+    brake.take_halt(Halt(2))
+    assert (brake.halted, brake.halts) == ((2, 5), True)
+    assert [brake.permits(step) for step in (3, 4, 5)] == [None] * 3
+    brake.take_halt(Halt(2, True, 6))
+    assert brake.halted is None
+    assert [brake.may_begin(step) for step in (4, 5, 6, 7)] == [True, True, None, None]
+    brake.take_halt(None)
+    assert brake.may_begin(6) is True
+
+
+def test_stop_ends_steps_that_a_halt_would_hold() -> None:
+    brake = Brake()
+    brake.take_halt(Halt(1, True, 6))
+    brake.take(ASKED)
+    assert brake.permits(6) is None
+    brake.take(Stop("enough", Incarnation(3), True, 6))
+    assert [brake.permits(step) for step in (5, 6)] == [True, False]

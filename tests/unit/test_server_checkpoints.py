@@ -26,6 +26,7 @@ from shardyard.ground.errors import (
     StaleIncarnation,
     StaleTerm,
     StaleToken,
+    TooLarge,
 )
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.types import (
@@ -60,11 +61,12 @@ from shardyard.ground.types import (
 )
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.wire import convert, methods
+from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
-from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.servicer import Servicer, _restore
 from shardyard_ps_server.store import Restore, Store
-from shardyard_ps_server.versions import aligned_empty
+from shardyard_ps_server.versions import Bytes, aligned_empty
 
 WORKER = Incarnation(10)
 JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
@@ -123,14 +125,28 @@ def push(
     owned: Sequence[PartitionId] = OWNED,
 ) -> set[Outcome]:
     """A gradient of its own for each sequence; `absent`: blocks of partition 0 without one."""
+    order = pushed(sequence, source, absent=absent, generation=generation, owned=owned)
+    hosted = store.admit_push(order)
+    return {result.outcome for result in store.push(hosted, order, gradient(order))}
+
+
+def pushed(
+    sequence: int,
+    source: Source,
+    *,
+    absent: Sequence[int] = (),
+    generation: Generation = GENERATION,
+    owned: Sequence[PartitionId] = OWNED,
+) -> PushOrder:
     parts = tuple(PushPart(p, 128 - 64 * len(absent) * (p == 0), tuple(absent) if p == 0 else ()) for p in owned)
     name = PushName(SourceKey(source), Token(1), sequence, sequence)
-    caller = Caller(JOB, Incarnation(10))
-    order = PushOrder(caller, HERE, generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
+    return PushOrder(Caller(JOB, Incarnation(10)), HERE, generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
+
+
+def gradient(order: PushOrder) -> Bytes:
     payload = aligned_empty(order.payload_bytes)
-    payload.view(np.float64)[:] = np.random.default_rng(sequence).normal(size=len(payload) // 8)
-    hosted = store.admit_push(order)
-    return {result.outcome for result in store.push(hosted, order, payload)}
+    payload.view(np.float64)[:] = np.random.default_rng(order.name.first).normal(size=len(payload) // 8)
+    return payload
 
 
 def values(
@@ -305,6 +321,68 @@ def test_whole_job_goes_back_in_place(tmp_path: Path) -> None:
         step(2)
     step(1, NEXT)
     assert values(store, generation=NEXT) == later
+
+
+def steps_then_shards(tmp_path: Path) -> tuple[Store, Restore]:
+    """A synchronous job of one step, and how it goes on from there: the first batch of a data shard is in that step."""
+    store = leased(server(UpdateMode.SYNC))
+    for rank in range(2):
+        push(store, 0, source=RankSource(Rank(rank)))
+    saved = save(store, tmp_path, 1, step=1)
+    return store, Restore(str(tmp_path), entries(saved), 1, job=JOB, begun=((SHARD, 1),))
+
+
+def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tmp_path: Path) -> None:
+    store, restore = steps_then_shards(tmp_path)
+    before = values(store)
+    order = pushed(1, RankSource(Rank(0)))
+    admitted = store.admit_push(order)
+    for _ in range(2):  # the same order again does nothing
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, staleness=3, switches=1)
+    with pytest.raises(StaleGeneration):  # what was admitted before
+        store.push(admitted, order, gradient(order))
+    assert values(store, generation=NEXT) == before
+    hosted = store.hosted()[0]
+    assert (hosted.mode, hosted.pacing and hosted.pacing.bound) == (UpdateMode.ASYNC, 3)
+    assert [hosted.partitions[p].describe()[0] for p in OWNED] == [Version(2, 1)] * 2
+    leased(store, NEXT)
+    assert push(store, 0, generation=NEXT) == {Outcome.DUPLICATE}
+    assert push(store, 1, generation=NEXT) == {Outcome.APPLIED}
+    with pytest.raises(InvalidRequest, match="which is async"):
+        store.open_sources(store.hosted()[0], [(SourceKey(RankSource(Rank(0))), Token(5))])
+
+
+def test_mark_that_is_higher_than_what_was_counted_as_steps_stays(tmp_path: Path) -> None:
+    store = leased(server())
+    for sequence in range(3):
+        push(store, sequence)
+    saved = save(store, tmp_path, 1)
+    store.create(
+        JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),))
+    )
+    leased(store, NEXT)
+    assert push(store, 2, generation=NEXT) == {Outcome.DUPLICATE}
+
+
+def test_job_goes_over_with_all_of_its_partitions_under_a_higher_generation_or_not_at_all(tmp_path: Path) -> None:
+    store, restore = steps_then_shards(tmp_path)
+    before = values(store)
+    some = dataclasses.replace(restore, entries=restore.entries[:1])
+    for generation, given in ((GENERATION, restore), (NEXT, some), (NEXT, Restore("", ()))):
+        with pytest.raises(InvalidRequest, match="which is sync at generation 4, to be async"):
+            store.create(JOB, generation, LAYOUT, OWNED, UpdateMode.ASYNC, 2, given)
+    with pytest.raises(StaleGeneration):
+        store.create(JOB, Generation(3), LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore)
+    assert values(store) == before
+    for rank in range(2):
+        push(store, 1, source=RankSource(Rank(rank)))
+
+
+@pytest.mark.parametrize("count", [limits.FEEDS_MAX + 1, 1])
+def test_data_shards_that_are_begun_are_bounded(tmp_path: Path, count: int) -> None:
+    shard = wire.BegunDataShard(data_shard=common.DataShardName(feed=0), next=0 if count == 1 else 1)
+    with pytest.raises((InvalidRequest, TooLarge), match="data shard"):
+        _restore(wire.Restore(url=str(tmp_path), begun=[shard] * count))
 
 
 def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_path: Path) -> None:

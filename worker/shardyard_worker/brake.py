@@ -1,15 +1,16 @@
-"""Where the job ends before its data does, as one worker has heard it (docs/ledger.md, rule B9).
+"""Where the steps of a job end before its data does, as one worker has heard it (docs/ledger.md, rules B8, B9).
 
-Owns: the stop that this worker was told of, and how far it has come in a synchronous job. Invariant: from the moment at
-which it has heard of a stop until that is settled it begins no step, so that what it has said of itself stays true.
-Must not know: who decides, how it is told, what a step does.
+Owns: the stop, and the halt, that this worker was told of, and how far it has come in a synchronous job. Invariant:
+from the moment at which it has heard of one until that is settled it begins no step, so that what it has said of itself
+stays true; behind a halt that is settled it begins none for as long as that lasts. Must not know: who decides, how it
+is told, what a step does.
 """
 
 from __future__ import annotations
 
 import threading
 
-from shardyard.ground.types import Stop
+from shardyard.ground.types import Halt, Stop
 
 
 class Brake:
@@ -19,6 +20,7 @@ class Brake:
         self._taking = threading.Lock()
         self._reached = 0
         self._stop: Stop | None = None
+        self._halt: Halt | None = None
 
     @property
     def stop(self) -> Stop | None:
@@ -37,6 +39,21 @@ class Brake:
         stop = self._stop
         return self._reached if stop is not None and not stop.settled else None
 
+    @property
+    def halted(self) -> tuple[int, int] | None:
+        """As `heard`, of a halt, with its number before."""
+        halt = self._halt
+        return (halt.number, self._reached) if halt is not None and not halt.settled else None
+
+    @property
+    def halts(self) -> bool:
+        """Whether the job goes over to another mode, as far as this worker has heard."""
+        return self._halt is not None
+
+    def take_halt(self, halt: Halt | None) -> None:
+        """The coordinator has said so. None: there is none, or no more."""
+        self._halt = halt
+
     def take(self, stop: Stop) -> None:
         """The coordinator has said so; what is settled stays so."""
         with self._taking:
@@ -45,10 +62,12 @@ class Brake:
 
     def permits(self, step: int) -> bool | None:
         """Whether a step of a synchronous job is computed. None: that is not settled yet."""
-        stop = self._stop
-        if stop is None:
-            return True
-        return step < stop.step if stop.settled else None
+        stop, halt = self._stop, self._halt
+        if stop is not None and not stop.settled:
+            return None
+        if stop is not None and step >= stop.step:
+            return False
+        return True if halt is None or (halt.settled and step < halt.step) else None
 
     def may_begin(self, step: int) -> bool | None:
         """As `permits`, where this worker contributes to the step at once if it is."""

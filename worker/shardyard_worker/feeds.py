@@ -112,7 +112,14 @@ class Feed(ABC):
 
     @abstractmethod
     def batches(self) -> Generator[Any, None, None]:
-        """Yields batches until all samples of all epochs are counted, by this worker or others."""
+        """Yields batches until all samples of all epochs are counted, by this worker or others. Raises WentOver where
+        the job goes on in another mode: `anew` does, with what is left."""
+
+    def anew(self, strategy: Strategy) -> Feed:
+        """The same in the mode that the job goes by now."""
+        made = open_feed(self._training, strategy, self._reader, number=self._number, settings=self._settings)
+        made.look_ahead = self.look_ahead
+        return made
 
     def push(self, sending: Sending | None) -> None:
         """Pushes what was computed on the batch (or batches) since the last push. None: it shall not count."""
@@ -411,6 +418,7 @@ class SyncFeed(Feed):
     def batches(self) -> Generator[Any, None, None]:
         self._warn_of_short_steps()
         while not self._opened.done:
+            self._strategy.check_mode()
             if self._strategy.on_standby:
                 if self._is_done_on_standby():
                     break
@@ -525,6 +533,8 @@ class SyncFeed(Feed):
             while self._strategy.on_standby:
                 if self._close():
                     return True
+                if self._strategy.has_moved():
+                    return False
                 self._training.router.pause(200)
                 self._session.refresh()
         return False

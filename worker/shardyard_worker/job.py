@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +61,7 @@ from shardyard_worker.scaling import SCALER_COUNTS, JobScaler, unscaler
 from shardyard_worker.schedule import JobScheduler
 from shardyard_worker.server_rows import ServerRows
 from shardyard_worker.session import Place, Session
-from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy
+from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy, WentOver
 from shardyard_worker.table import Table, tables_of
 from shardyard_worker.training import BufferPlace, Sending, Training, Variable
 
@@ -473,6 +473,7 @@ class Job:
         reader = Reader(dataset, self._device, collate_fn)
         if epochs == 0:
             return iter(())
+        self._follow_mode()
         settings = FeedSettings(batch_size, epochs, shuffle, drop_last, accumulate)
         with self._session.interrupts:
             feed = open_feed(
@@ -485,9 +486,8 @@ class Job:
                 end_round=self._end_round,
             )
             self._feeds += 1
-        if self._asks_ahead:
-            feed.look_ahead = look_ahead
-        return self._iterate(feed)
+        feed.look_ahead = look_ahead if self._asks_ahead else None
+        return self._iterate(feed, look_ahead)
 
     def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
         """The same batches, a script's own, with `ids_of(batch)` as job.batches' `look_ahead`: they are read a step
@@ -537,8 +537,7 @@ class Job:
         if self._feed is not None:
             raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
 
-    def _iterate(self, feed: Feed) -> Iterator[Any]:
-        self._refuse_nesting()
+    def _enter(self, feed: Feed) -> None:
         if feed.look_ahead is not None:
             training = self._need_training()
             self._refuse_two_look_aheads(training)
@@ -547,8 +546,39 @@ class Job:
             elif isinstance(feed, SyncFeed):
                 training.announced_for = feed.announced_for
         self._feed = feed
+
+    def _go_through(self, feed: Feed, look_ahead: LookAhead | None) -> Generator[Any, None, None]:
+        """All batches, in whatever mode the job goes by."""
+        while True:
+            try:
+                yield from feed.batches()
+            except WentOver:
+                training = self._need_training()
+                training.announced = training.announced_for = None
+                feed = feed.anew(self._follow_mode())
+                feed.look_ahead = look_ahead if self._asks_ahead else None
+                self._enter(feed)
+            else:
+                return
+
+    def _follow_mode(self) -> Strategy:
+        """The strategy of the mode that the job goes by now."""
+        strategy = self._strategy
+        assert strategy is not None
+        if not isinstance(strategy, SyncStrategy) or self.mode is UpdateMode.SYNC:
+            return strategy
+        strategy.close()
+        if self._scaler is not None:
+            self._scaler.step_by_itself()
+        self._strategy = self._make_strategy(self._need_training())
+        self._strategy.begin()
+        return self._strategy
+
+    def _iterate(self, feed: Feed, look_ahead: LookAhead | None) -> Iterator[Any]:
+        self._refuse_nesting()
+        self._enter(feed)
         try:
-            with contextlib.closing(feed.batches()) as batches:
+            with contextlib.closing(self._go_through(feed, look_ahead)) as batches:
                 while True:
                     with self._session.interrupts:
                         batch = next(batches, _END)
@@ -559,7 +589,7 @@ class Job:
             self._feed = None
             if self._training is not None:
                 self._training.accumulates = False
-                if feed.look_ahead is not None:
+                if look_ahead is not None:
                     self._training.announced = self._training.announced_for = None
             if self._local is not None and not self._closed:
                 self._local.abandon()
@@ -625,7 +655,7 @@ class Job:
         training = self._need_training()
         if self.mode is UpdateMode.ASYNC and self._strategy is not None:
             with self._session.interrupts:
-                self._strategy.begin()
+                self._follow_mode().begin()
         chosen = list(self._names) if names is None else list(names)
         for name in chosen:
             if name not in self._names:
@@ -769,6 +799,9 @@ class Job:
         self._session.check()
         sending = replace(sending, bases=self._need_training().bases)
         self._tell_look_ahead()
+        if self._feed is None:
+            with self._session.interrupts:
+                self._follow_mode()
         with self._session.interrupts:
             counted = self._count(sending)
         if counted and (self.mode is UpdateMode.ASYNC or self.step != self._step_told):

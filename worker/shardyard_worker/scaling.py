@@ -182,6 +182,10 @@ class JobScaler(torch.amp.GradScaler):
         self._latest = counts.number
         return torch.tensor(counts.number)
 
+    def step_by_itself(self) -> None:
+        """The job is asynchronous from now on."""
+        self._by_steps = False
+
     def _counts(self) -> Counts:
         """Asynchronous: what another worker has put there may not know of what this one has said."""
         number = int(self.state)

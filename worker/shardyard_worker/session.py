@@ -188,6 +188,20 @@ class Session:
     def mode(self) -> UpdateMode:
         return self.job_settings.consistency.mode.updates
 
+    def follow(self, reply: wire.RegisterVariablesReply) -> None:
+        """The map of the reply is followed from now on, and the mode that its partitions go by."""
+        if not reply.HasField("consistency"):
+            return
+        given = convert.consistency_from_wire(reply.consistency)
+        if given.number > self.consistency.number:
+            self.consistency = given
+        if given.mode.updates is self.mode:
+            return
+        log.info("the job's partitions go over from %s to %s", self.mode.value, given)
+        changed = {"mode": given.mode} | ({} if given.bound is None else {"staleness": given.bound})
+        settings = self.job_settings
+        self.job_settings = settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
+
     def went_over(self, consistency: Consistency) -> None:
         """This worker goes by what its job was switched to, or started with. Returns when the coordinator knows: from
         then on servers that are new to the job expect this worker to say how far it is."""
@@ -310,6 +324,8 @@ class Session:
             self.brake.take(convert.stop_from_wire(reply.stop))
         if reply.HasField("consistency") and reply.consistency.number > self.consistency.number:
             self.consistency = convert.consistency_from_wire(reply.consistency)
+        # behind the number of the map, under which nobody is halted
+        self.brake.take_halt(convert.halt_from_wire(reply.halt) if reply.HasField("halt") else None)
         if reply.HasField("checkpoint"):
             self.checkpoint = CheckpointTaken(reply.checkpoint.number, reply.checkpoint.step)
 
@@ -321,6 +337,9 @@ class Session:
         reached = self.brake.heard
         if reached is not None:
             request.stop_heard.reached = reached
+        halted = self.brake.halted
+        if halted is not None:
+            request.halt_heard.number, request.halt_heard.reached = halted
         # a worker that computes nothing yet goes by what it will begin with
         request.switches = self.consistency.number if self._goes_by is None else self._goes_by
         request.waiting_for = self.vigil.waiting_for

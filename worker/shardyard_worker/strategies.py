@@ -21,7 +21,16 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from shardyard.ground import errors
-from shardyard.ground.types import Outcome, PushName, Rank, RankSource, SourceKey, Token, WorkerSource
+from shardyard.ground.types import (
+    Outcome,
+    PushName,
+    Rank,
+    RankSource,
+    SourceKey,
+    Token,
+    UpdateMode,
+    WorkerSource,
+)
 from shardyard_worker.decisions import Decisions
 from shardyard_worker.router import Answer, MapChanged, Shipment, Wish
 from shardyard_worker.rows_ahead import RowsAhead
@@ -39,6 +48,11 @@ NEWEST = Wish(0, exactly=False, prefetched=True)
 
 class LostWork(Exception):
     """The lease of this work has gone to another worker, or stands elsewhere. The model holds a current version."""
+
+
+class WentOver(LostWork):
+    """The job has gone over to asynchronous updates: work of logical ranks that was not counted as a step is leased as
+    data shards. The targets stay as they are until another strategy begins."""
 
 
 class Strategy(ABC):
@@ -367,6 +381,7 @@ class SyncStrategy(Strategy):
         self._told: list[_Told] = []
         self._rows: RowsAhead | None = None
         """Those that have come with the version that the targets hold."""
+        self._session.went_over(self._session.consistency)
 
     @property
     def step(self) -> int:
@@ -392,13 +407,18 @@ class SyncStrategy(Strategy):
 
     def _ask_again(self) -> None:
         before = self._version
-        self.catch_up(0)
+        try:
+            self.catch_up(0)
+        except WentOver:  # in the midst of a forward, whose work does not count
+            self._training.pull_newest()
+            self._mixed = True
         self._mixed = self._mixed or self._version != before
 
     def _go_over_beside(self) -> None:
         """In the midst of a forward, or between two batches. The targets stay as they are, and may be of a step that is
         to be computed again."""
-        self._go_over()
+        with contextlib.suppress(WentOver):  # told when the work is contributed
+            self._go_over()
         self._mixed = True
 
     def _version_of_rows(self) -> int | None:
@@ -445,12 +465,18 @@ class SyncStrategy(Strategy):
         while True:
             try:
                 self._training.follow_map()
+                self.check_mode()
                 for rank, held in sorted(self._held.items()):
                     self._open(rank, held.token)
                 break
             except MapChanged:
                 continue
         self._version = None
+
+    def check_mode(self) -> None:
+        """Raises WentOver where there are no steps any more."""
+        if self._session.mode is not UpdateMode.SYNC:
+            raise WentOver
 
     def due(self) -> Rank | None:
         """The lowest logical rank of this worker that is to be computed on the version that the targets hold."""
@@ -502,6 +528,7 @@ class SyncStrategy(Strategy):
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
         self._training.complete()
+        self.check_mode()
         if self._mixed:
             log.info("a batch is dropped: it was computed on values, or rows, of different steps")
             self._mixed, self._version = False, None
@@ -596,7 +623,8 @@ class SyncStrategy(Strategy):
         brake = self._session.brake
         if brake.permits(step) is not None:
             return
-        with self._session.vigil.over(lambda: f"other workers to hear that the job stops, before step {step}"):
+        why = "the job goes over to another mode" if brake.halts else "other workers to hear that the job stops"
+        with self._session.vigil.over(lambda: f"{why}, before step {step}"):
             while brake.permits(step) is None:
                 self._session.refresh()
                 if self._training.is_behind:
@@ -824,6 +852,8 @@ class SyncStrategy(Strategy):
             while self.on_standby:
                 self._session.refresh()
                 self._session.check()
+                if self._training.is_behind:
+                    raise MapChanged
                 self._pause()
         self._align()
 

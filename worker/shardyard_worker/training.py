@@ -158,6 +158,7 @@ class Training:
         self.variables = tuple(variables)
         reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         layout, map_ = convert.layout_from_wire(reply.layout), convert.map_from_wire(reply.map)
+        session.follow(reply)
         self._local = session.job_settings.consistency.local_steps is not None
         # local steps are taken in place, and the round's first values are needed at its end
         self._view = session.settings.worker.pull == "view" and not self._local
@@ -233,6 +234,10 @@ class Training:
         reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         map_ = convert.map_from_wire(reply.map)
         log.info("the job's partitions are at generation %d", map_.generation)
+        mode = session.mode
+        session.follow(reply)
+        if session.mode is not mode:
+            self.clipper = self._make_clipper()
         self._gradients.close()
         self.router.close()
         old, current = self.buckets, self.router.current

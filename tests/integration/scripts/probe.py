@@ -1,7 +1,8 @@
 """A training script for tests. Trains, and writes what came out as JSON to the path given.
 
 `model`: a small network with BatchNorm, Dropout and a learning-rate schedule; the digest of all its values is written.
-`count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show.
+`count`: one coordinate for each sample; a sample's gradient adds 1 to its own, so lost and doubled ones show; in a
+    synchronous job with `--ranks`.
 `rows`: an embedding table; a sample's gradient adds 1 to a row of its own, in a synchronous job whatever its share.
 `words`: a network on top of bags of rows, which learns; the digest of all its values, rows among them, is written.
 `own`: four variables, to all of which each push adds 1, without leased data.
@@ -81,7 +82,9 @@ def train_count(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     data, often = TensorDataset(torch.arange(options.samples)), {"accumulate": options.accumulate}
     for (index,) in job.batches(data, batch_size=4, epochs=options.epochs, **often):
         time.sleep(options.pause_ms / 1000)
-        (-counts[index].sum()).backward()
+        # its part in the mean of a step is as much smaller as there are other ranks
+        share = options.ranks if job.mode.value == "sync" else 1
+        (-share * counts[index].sum()).backward()
         if job.step_due:
             optimizer.step()
             optimizer.zero_grad()
@@ -201,6 +204,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--samples", type=int, default=203)
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=1, help="logical ranks, whose shares of each step are equal")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--compile", default="", help="the backend of torch.compile")
     parser.add_argument("--stop-at", type=int, default=0)

@@ -162,7 +162,7 @@ class Plan:
     @property
     def counts(self) -> bool:
         """Whether values say how often each sample of each epoch has counted."""
-        return self.mode == "async" or bool(self.backups)
+        return self.mode == "async" or bool(self.backups) or bool(self.switches)
 
     @property
     def rows_count(self) -> bool:
@@ -217,9 +217,10 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     """`kind`: "async", "bounded", "sync" or "hybrid", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody
     else dies; by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong;
     "rows": the job has a table, as one in hybrid mode always has; "clip", behind "sync": the job clips by norm;
-    "backup": it has backup workers; behind "async" or "bounded", "switch": a person switches the job, and "lag": one
-    worker is far slower than the others, and a server is killed. What it does not say is the seed's, but for tables,
-    switches and laggards, of which it says none."""
+    "backup": it has backup workers; behind a mode, "switch": a person switches the job, one that is "sync" to
+    asynchronous updates first; and, behind "async" or "bounded", "lag": one worker is far slower than the others, and a
+    server is killed. What it does not say is the seed's, but for tables, switches and laggards, of which it says
+    none."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
@@ -290,6 +291,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     if "switch" in words:
         switching = random.Random(f"switch {seed}")
         times = sorted(switching.randrange(plan.calm_at) for _ in range(switching.choice((1, 2, 3, 4))))
+        if sync:
+            plan = replace(plan, optimizer="lion", clipping=NO_CLIPPING, wrong="")
         return replace(plan, switches=tuple((at, switching.choice((None, 0, 1, 3))) for at in times))
     return plan
 
@@ -492,8 +495,8 @@ class Yard:
                 with contextlib.closing(batches):
                     if plan.mode == "async":
                         self._train_async(job, names, size, rows, batches)
-                    elif plan.backups:
-                        self._train_late(job, names, size, rows, batches)
+                    elif plan.counts:
+                        self._train_counting(job, names, size, rows, batches)
                     else:
                         self._train_sync(job, names, rows, batches)
             values = {name: value.numpy().tobytes() for name, value in job.pull().items()}
@@ -597,8 +600,11 @@ class Yard:
         return float(found.sum(dtype=np.float64))
 
     def _planned(self, job: Any, chosen: torch.Tensor) -> torch.Tensor:
-        """The coordinates of a synchronous job's batch, whose samples may be made up for."""
+        """The coordinates of a batch: of a synchronous job, where samples may be made up for, or of one that has gone
+        over from there."""
         feed, name = job._feed, job._feed.work.name
+        if isinstance(name.key.source, DataShardSource):
+            return chosen + self._place(feed._number, name.key.source.epoch)
         planned = feed._make_up.batch(name.key.source.rank, name.first).step
         epoch = (planned - feed._opened.first_step) // feed._opened.units_per_epoch
         return chosen + self._place(feed._number, epoch)
@@ -616,7 +622,8 @@ class Yard:
     def _is_wrong(self, source: DataShardSource, batch: int) -> bool:
         return (source.feed + source.epoch + source.index + batch) % 4 == 1 and batch < self._batches_of(source)
 
-    def _train_late(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
+    def _train_counting(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
+        """Where what a sample adds does not depend on its share of a step."""
         world = self.world
         for (chosen,) in batches:
             coordinates = self._planned(job, chosen)
@@ -660,7 +667,7 @@ class Yard:
                 try:
                     peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=1_000)
                     break
-                except (*EXPECTED, errors.NotFound) as error:
+                except (*EXPECTED, errors.NotFound, errors.InvalidRequest) as error:
                     self.world.say(f"no switch to {bound} now: {error.what}")
                 finally:
                     peer.close()
@@ -756,6 +763,9 @@ class Yard:
         elif kind == "consistency_switched":
             self.paces.switched(JobId(body["job"]), body["number"])
             self.happened.append("switch")
+        elif kind == "job_went_over":
+            self.paces.switched(JobId(body["job"]), body["number"])
+            self.happened.append("went over")
         elif kind == "worker_gone_over":
             self.happened.append("gone over")
         elif kind == "stop_settled":

@@ -1,0 +1,120 @@
+"""That a synchronous job goes over to asynchronous updates between two steps, and which (docs/ledger.md, rule B8).
+
+Owns: what was asked for, how far each worker has come, the step before which the job goes over. Invariants: the step is
+settled once, when every living worker has said how far it has come and stays there until it is, and the servers have
+said what they have of those who are gone; so nobody has contributed to that step, and all steps that anybody has
+contributed to are computed as steps; a worker's word counts for the halt that it is about. Until the partitions go by
+the other mode the halt may be taken back, and the steps go on. Must not know: steps' contents, servers, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+from shardyard.ground import limits
+from shardyard.ground.types import Consistency, Halt, Incarnation
+from shardyard_coordinator.records import Body, Entry, require
+from shardyard_coordinator.switching import consistency_body, consistency_of
+
+HALTS_MAX: Final = (1 << 32) - 1
+
+
+class Halting:
+    """Of one job."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._reached: dict[Incarnation, int] = {}
+        self.halt: Halt | None = None
+        """What workers are told."""
+        self.wanted: Consistency | None = None
+        """What the job goes over to."""
+
+    def ask(self, wanted: Consistency) -> list[Entry]:
+        """Records."""
+        assert self.halt is None
+        self._begin(self._count + 1, wanted)
+        return [self._asked]
+
+    def give_up(self) -> list[Entry]:
+        """The job stays as it is. Records."""
+        self.end()
+        return [("halt_given_up", {})]
+
+    def end(self) -> None:
+        """The job has gone over, or stays as it is."""
+        self.halt = self.wanted = None
+        self._reached.clear()
+
+    def hear(self, worker: Incarnation, number: int, reached: int) -> None:
+        """The worker has contributed to no step from `reached` on, and waits."""
+        if self._is_open and self.halt is not None and number == self.halt.number:
+            self._reached[worker] = max(reached, self._reached.get(worker, 0))
+
+    def is_due(self, workers: Collection[Incarnation]) -> bool:
+        """Whether all of the living have said how far they have come."""
+        return self._is_open and bool(workers) and not self.missing(workers)
+
+    def settle(self, step: int) -> list[Entry]:
+        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
+        Records."""
+        return self._settle(max(step, *self._reached.values()))
+
+    def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
+        """Of the living, those that have not said how far they have come."""
+        if not self._is_open:
+            return ()
+        return tuple(worker for worker in sorted(workers) if worker not in self._reached)
+
+    @property
+    def step(self) -> int | None:
+        """The step before which the job goes over, once that is settled."""
+        return self.halt.step if self.halt is not None and self.halt.settled else None
+
+    @property
+    def _is_open(self) -> bool:
+        return self.halt is not None and not self.halt.settled
+
+    def _begin(self, number: int, wanted: Consistency) -> None:
+        self._count, self.halt, self.wanted = number, Halt(number), wanted
+
+    def _settle(self, step: int) -> list[Entry]:
+        assert self.halt is not None
+        self.halt = replace(self.halt, settled=True, step=step)
+        self._reached.clear()
+        return [self._settled]
+
+    # ---- records
+
+    @property
+    def _asked(self) -> Entry:
+        assert self.wanted is not None
+        return "halt_asked", {"halt": self._count, "number": self.wanted.number, **consistency_body(self.wanted)}
+
+    @property
+    def _settled(self) -> Entry:
+        assert self.halt is not None
+        return "halt_settled", {"step": self.halt.step}
+
+    def entries(self) -> list[Entry]:
+        if self.halt is not None:
+            return [self._asked, *([self._settled] if self.halt.settled else [])]
+        return [("halts_before", {"halt": self._count})] if self._count else []
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Raises DamagedRecord."""
+        match kind:
+            case "halt_asked":
+                require(self.halt is None, "a job that halts is to halt")
+                number = body.number("halt", least=self._count + 1, most=HALTS_MAX)
+                self._begin(number, consistency_of(body, body.number("number", least=1)))
+            case "halt_settled":
+                require(self._is_open, "a halt is settled that is not due")
+                self._settle(body.number("step", most=limits.SEQUENCE_MAX))
+            case "halt_given_up":
+                require(self.halt is not None, "a halt is given up that was not asked for")
+                self.end()
+            case _:
+                self._count = body.number("halt", least=1, most=HALTS_MAX)
