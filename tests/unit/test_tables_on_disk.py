@@ -35,7 +35,7 @@ from shardyard_ps_server.tables.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_sync_rows as steps_of
+import rows_in_steps as steps_of
 
 DIM = 4
 ROW_BYTES = 2 * 4 * DIM
