@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from alone import SYNC, SYNC_2
-from test_evaluator import DEADLINE_S, eventually
+from readers import DEADLINE_S, eventually
 from test_followed_tables import IDS, MODES, Model, Training, partitions_of, slow_values, training, yard
 from yards import Probes, RoleYard
 
