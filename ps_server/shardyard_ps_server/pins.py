@@ -31,7 +31,7 @@ class Pin:
 
 class Pins:
     def __init__(self) -> None:
-        self._taking = threading.Lock()  # held while memory is asked for, which may take long
+        self._taking = threading.Lock()  # held while memory is asked for, and a push under way is waited for
         self._lock = threading.Lock()
         self._pins: dict[bytes, Pin] = {}
 
@@ -53,14 +53,14 @@ class Pins:
         Raises InvalidRequest (facts: newest) where the version has passed, or the name is that of another's pin,
         NotReady, TooLarge."""
         self.expire(now_ms)
+        pin = self._renewed(name, number, now_ms + lease_ms)  # also while another one is taken
+        if pin is not None:
+            return pin
         with self._taking:
+            pin = self._renewed(name, number, now_ms + lease_ms)
+            if pin is not None:
+                return pin
             with self._lock:
-                pin = self._pins.get(name)
-                if pin is not None:
-                    if pin.number != number:
-                        raise InvalidRequest(f"a pin of version {pin.number}, asked for as one of version {number}")
-                    pin.until_ms = now_ms + lease_ms
-                    return pin
                 if len(self._pins) >= limits.PINS_MAX:
                     raise TooLarge(
                         f"{len(self._pins)} versions are pinned; at most {limits.PINS_MAX} are",
@@ -70,6 +70,16 @@ class Pins:
             pin = Pin(number, _want(partitions, number, rows=rows), now_ms + lease_ms)
             with self._lock:
                 self._pins[name] = pin
+            return pin
+
+    def _renewed(self, name: bytes, number: int | None, until_ms: int) -> Pin | None:
+        """The pin of that name, if there is one. Raises InvalidRequest."""
+        with self._lock:
+            pin = self._pins.get(name)
+            if pin is not None:
+                if pin.number != number:
+                    raise InvalidRequest(f"a pin of version {pin.number}, asked for as one of version {number}")
+                pin.until_ms = until_ms
             return pin
 
     def hold(

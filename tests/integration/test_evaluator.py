@@ -5,120 +5,42 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from alone import SYNC, SYNC_2, status
+from alone import SYNC, SYNC_2
+from readers import DEADLINE_S, Course, eventually, yard
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.checkpoints.best import BestFolder
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import errors, limits
-from shardyard.runtime import configuration
-from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import following, held_version, snapshots
-from shardyard_worker import job as worker
-from shardyard_worker.following import Run, Snapshot
+from shardyard_worker import held_version, snapshots
+from shardyard_worker.following import Snapshot
 
 pytestmark = pytest.mark.usefixtures("alone")
 
-DEADLINE_S = 30.0
-GIVEN = {"yard.servers": 2, "job.partitions": 4, "job.block_bytes": 64, "log.level": "error"}
 
-
-class Yard:
-    """`connect` gives jobs, `follow` evaluators; all are left at the end."""
-
-    def __init__(self, **given: object) -> None:
-        settings = configuration.load(None, {}, GIVEN | {"membership.heartbeat_ms": 50} | given).settings
-        self.local = LocalYard(settings)
-        self.network = self.local.network
-        self._inside = settings.model_copy(update={"coordinator": COORDINATOR})
-        self._closing: list[Callable[[], None]] = []
-
-    def connect(self) -> sy.Job:
-        job = worker.connect(self._inside, network=self.network)
-        self._closing.append(job.close)
-        return job
-
-    def follow(self, name: str = "") -> Run:
-        run = following.follow(self._inside, name=name, network=self.network)
-        self._closing.append(run.close)
-        return run
-
-    def status(self) -> wire.JobStatus:
-        return status(self.local)
-
-    def servers(self) -> list[server_wire.DescribeServerReply]:
-        request = server_wire.DescribeServerRequest()
-        peers = [self.network.connect(f"in-process:server-{index}", name="server") for index in range(2)]
-        return [peer.call(methods.DESCRIBE_SERVER, request, timeout_ms=5_000) for peer in peers]
-
-    @property
-    def pins(self) -> int:
-        return sum(server.pins for server in self.servers())
-
-    def close(self) -> None:
-        for close in self._closing:
-            close()
-        self.local.close()
-
-
-@contextmanager
-def yard(**given: object) -> Iterator[Yard]:
-    made = Yard(**given)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until
-        threading.Event().wait(0.01)
-
-
-class Counting:
+class Counting(Course):
     """A job whose every value is how often it was pushed; each push is one step. `begin` has a thread push on."""
 
     def __init__(self, job: sy.Job, *, variables: int = 8, elements: int = 16) -> None:
+        super().__init__()
         self.job = job
         self.names = [f"v{index}" for index in range(variables)]
         job.register({name: torch.zeros(elements) for name in self.names}, optimizer="sgd", lr=1.0)
         self._gradients = {name: -torch.ones(elements) for name in self.names}
-        self._stop = threading.Event()
-        self._failed: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run)
 
     def push(self, times: int = 1) -> None:
         for _ in range(times):
             self.job.push(self._gradients)
 
-    def begin(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        self._stop.set()
-        self._thread.join(DEADLINE_S)
-        assert not self._failed, self._failed
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self.push()
-        except BaseException as error:  # noqa: BLE001 - told by `end`
-            self._failed.append(error)
+    def step(self) -> None:
+        self.push()
 
 
 def values_of(snapshot: Snapshot) -> set[float]:

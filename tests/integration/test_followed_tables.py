@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from alone import SYNC
-from test_evaluator import DEADLINE_S, Yard, eventually
+from readers import Course, Yard, eventually
 from yards import Probes, RoleYard
 
 import shardyard as sy
@@ -57,16 +56,14 @@ class Model(torch.nn.Module):
         return self.words(ids), self.users(ids[:, None]), self.top
 
 
-class Training:
+class Training(Course):
     """A job that trains it, in a thread from `begin` to `end`, or step by step."""
 
     def __init__(self, job: sy.Job) -> None:
+        super().__init__()
         self.job = job
         model = Model()
         self.model, self.optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        self._stop = threading.Event()
-        self._failed: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -74,21 +71,6 @@ class Training:
             with torch.enable_grad():
                 sum(each.sum() for each in self.model()).backward()
             self.optimizer.step()
-
-    def begin(self) -> None:
-        self._thread.start()
-
-    def end(self) -> None:
-        self._stop.set()
-        self._thread.join(DEADLINE_S)
-        assert not self._failed, self._failed
-
-    def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self.step()
-        except BaseException as error:  # noqa: BLE001 - told by `end`
-            self._failed.append(error)
 
 
 @contextmanager

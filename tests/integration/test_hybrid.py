@@ -16,7 +16,7 @@ from alone import SYNC, Connect
 from test_look_ahead import SPREAD, Drawn, Model, optimizer_of
 from test_sync_tables import DEADLINE_S, NEVER, SETTINGS, digest, learn, together
 from torch.utils.data import TensorDataset
-from yards import Probes, RoleYard, finish
+from yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
 import shardyard as sy
 from shardyard.ground import errors
@@ -340,27 +340,12 @@ def yard(tmp_path: Path) -> Iterator[RoleYard]:
 def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(
     tmp_path: Path, yard: RoleYard, died: str, durability: str
 ) -> None:
-    samples, epochs = 203, 3
     settings = {
-        "job__workers_expected": 2,
-        "job__checkpoint__every_steps": 7,
         "job__consistency__mode": "hybrid",
         "job__consistency__logical_ranks": 2,
         "job__durability": durability,
     }
-    options = ("--samples", str(samples), "--epochs", str(epochs), "--pause-ms", "20", "--look-ahead")
-    with Probes(tmp_path) as probes:
-        started = [probes.start("rows", *options, coordinator=yard.address, **settings) for _ in range(2)]
-        yard.coordinator.wait_for("checkpoint 2 of step")
-        if died == "worker":
-            started.pop(0)[0].kill()
-        if died == "server":
-            yard.kill_server(1)
-            yard.restart_server(1)
-        for script, out in started:
-            result = finish(script, out)
-            assert result["totals"] == [float(epochs)] * samples
-            assert result["hits"] > 0.5
+    assert_each_sample_counts_once_in_its_row(tmp_path, yard, died, **settings)
 
 
 def test_threads_that_compute_two_ranks_each_agree() -> None:

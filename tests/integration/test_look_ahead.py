@@ -19,7 +19,7 @@ import pytest
 import torch
 from alone import SYNC, Connect
 from torch.utils.data import Dataset, TensorDataset
-from yards import Probes, RoleYard, finish
+from yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
 import shardyard as sy
 from shardyard.ground import errors
@@ -456,22 +456,8 @@ def test_promise_5_holds_for_rows_that_come_ahead(staleness: int, window: int) -
 @pytest.mark.long("worker")
 @pytest.mark.parametrize("died", ["nobody", "worker", "server"])
 def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(tmp_path: Path, died: str) -> None:
-    samples, epochs = 203, 3
-    settings = {"job__workers_expected": 2, "job__checkpoint__every_steps": 7, "job__data__batches_per_data_shard": 5}
-    options = ("--samples", str(samples), "--epochs", str(epochs), "--pause-ms", "20", "--look-ahead")
     begun = RoleYard(tmp_path)
     try:
-        with Probes(tmp_path) as probes:
-            started = [probes.start("rows", *options, coordinator=begun.address, **settings) for _ in range(2)]
-            begun.coordinator.wait_for("checkpoint 2 of step")
-            if died == "worker":
-                started.pop(0)[0].kill()
-            if died == "server":
-                begun.kill_server(1)
-                begun.restart_server(1)
-            for script, out in started:
-                result = finish(script, out)
-                assert result["totals"] == [float(epochs)] * samples
-                assert result["hits"] > 0.5
+        assert_each_sample_counts_once_in_its_row(tmp_path, begun, died, job__data__batches_per_data_shard=5)
     finally:
         begun.stop()

@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from alone import SYNC, SYNC_2
-from test_evaluator import DEADLINE_S, eventually
+from readers import DEADLINE_S, eventually
 from test_followed_tables import IDS, MODES, Model, Training, partitions_of, slow_values, training, yard
 from yards import Probes, RoleYard
 
@@ -111,6 +111,27 @@ def test_versions_are_let_go_when_nobody_reads_them() -> None:
             eventually(lambda: there.pins <= 4)  # the present one, and one on its way
             assert len(served._models) <= 2
         eventually(lambda: there.pins == 0)
+
+
+def test_copies_of_the_model_are_not_kept_for_as_many_as_read_versions_once() -> None:
+    with yard(**SYNC) as there, training(there), served_by(there, Model()) as served:
+        with ExitStack() as reading:
+            steps: list[int] = []
+            for _ in range(5):
+                eventually(lambda: served.look_up(BOTH).step > max(steps, default=-1))
+                steps.append(reading.enter_context(served.version()).step)
+            assert steps == sorted(set(steps))
+        eventually(lambda: there.pins <= 4)
+        assert len(served._models) <= 2
+
+
+def test_who_has_left_a_job_does_not_serve_it() -> None:
+    with yard() as there:
+        Training(there.connect()).step()
+        run = there.follow()
+        run.close()
+        with pytest.raises(errors.InvalidRequest, match="was closed"):
+            run.serve()
 
 
 def test_ids_of_any_shape_are_looked_up_and_get_no_row() -> None:

@@ -221,3 +221,22 @@ class RoleYard:
 
 def computed(script: Script) -> int:
     return sum(line.startswith("computed ") for line in script.lines)
+
+
+def assert_each_sample_counts_once_in_its_row(tmp_path: Path, yard: RoleYard, died: str, **settings: object) -> None:
+    """Two scripts whose rows come ahead; a worker dies, or a server, or nobody, after the second checkpoint."""
+    samples, epochs = 203, 3
+    settings = {"job__workers_expected": 2, "job__checkpoint__every_steps": 7} | settings
+    options = ("--samples", str(samples), "--epochs", str(epochs), "--pause-ms", "20", "--look-ahead")
+    with Probes(tmp_path) as probes:
+        started = [probes.start("rows", *options, coordinator=yard.address, **settings) for _ in range(2)]
+        yard.coordinator.wait_for("checkpoint 2 of step")
+        if died == "worker":
+            started.pop(0)[0].kill()
+        if died == "server":
+            yard.kill_server(1)
+            yard.restart_server(1)
+        for script, out in started:
+            result = finish(script, out)
+            assert result["totals"] == [float(epochs)] * samples
+            assert result["hits"] > 0.5

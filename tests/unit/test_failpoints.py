@@ -28,8 +28,8 @@ from shardyard_launcher.yard_state import STATE_FILE, YardState, read_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import rows_in_pushes as rows
 import test_coordinator_archive as archives
-import test_rows_in_pushes as rows
 import test_server_checkpoints as servers
 import test_wal as logs
 

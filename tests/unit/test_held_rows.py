@@ -40,8 +40,8 @@ from shardyard_ps_server.versions import Wanted
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_sync_rows as steps_of
-from test_rows_in_pushes import (
+import rows_in_steps as steps_of
+from rows_in_pushes import (
     DENSE,
     GENERATION,
     HERE,

@@ -144,6 +144,15 @@ def test_leases_of_others_are_renewed_whatever_a_server_says_of_one(
     leases.close()
 
 
+def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+    servers = two()
+    held, leases = made(servers, pool, vigil), Leases()
+    leases.close()
+    leases.keep(held)
+    assert held.is_lost
+    assert [server.asked for server in servers] == [[methods.UNPIN]] * 2
+
+
 def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
     pool: ThreadPoolExecutor, vigil: Vigil
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from shardyard.ground.types import (
     NO_CLIPPING,
     Caller,
     Clipping,
-    Generation,
     JobId,
     Outcome,
     PushName,
@@ -39,11 +37,11 @@ from shardyard_ps_server import row_sums
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.store import NO_RESTORE, Restore, Store
+from shardyard_ps_server.store import Restore, Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_sync_rows import (
+from rows_in_steps import (
     EMPTY,
     EXPIRING,
     GENERATION,
@@ -54,17 +52,27 @@ from test_sync_rows import (
     PARTITION,
     RATE,
     WIDE,
+    closed,
     full,
+    made,
     moved,
+    only,
     partition_of,
     push,
     read,
     work,
 )
+from rows_in_steps import server as server_of
+
+__all__ = ["closed"]
 
 
 def hybrid(ranks: int = 2, layout: Any = LAYOUT, **more: Any) -> Partition:
     return partition_of(ranks, layout, rows_at_once=True, **more)
+
+
+def server(*given: Any, **more: Any) -> Store:
+    return server_of(*given, **({"rows_at_once": True} | more))
 
 
 def dense(partition: Partition) -> float:
@@ -202,32 +210,6 @@ def test_rows_that_are_torn_are_not_part_of_a_contribution() -> None:
         push(partition, 0, 0, work({0: 1.0}))
 
 
-def server(restore: Restore = NO_RESTORE, *, rows_at_once: bool = True, generation: Generation = GENERATION) -> Store:
-    store = Store(shareable=False)
-    STORES.append(store)
-    store.become(HERE, Term(1))
-    store.create(JOB, generation, LAYOUT, [PARTITION], UpdateMode.SYNC, 2, restore, rows_at_once=rows_at_once)
-    if restore is NO_RESTORE:
-        store.open(JOB, generation)
-    leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(2)]
-    store.open_sources(store.hosted()[0], leased)
-    return store
-
-
-STORES: list[Store] = []
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while STORES:
-        STORES.pop().close()
-
-
-def only(store: Store) -> Partition:
-    return store.hosted()[0].partitions[PARTITION]
-
-
 # ---- the lane of rows
 
 
@@ -333,9 +315,7 @@ def test_a_synchronous_job_has_no_lane_of_rows() -> None:
 def test_what_rows_that_are_updated_early_cannot_be_part_of_is_refused(
     mode: UpdateMode, given: dict[str, Any], text: str
 ) -> None:
-    store = Store(shareable=False)
-    STORES.append(store)
-    store.become(HERE, Term(1))
+    store = made()
     with pytest.raises(InvalidRequest, match=text):
         store.create(JOB, GENERATION, LAYOUT, [PARTITION], mode, 2, rows_at_once=True, **given)
     assert not store.hosted()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +43,7 @@ from shardyard_ps_server import pins, store
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.pins import Pins
 from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import KEPT, Versions
+from shardyard_ps_server.versions import KEPT, Versions, Wanted
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -48,6 +51,7 @@ from test_store import GENERATION, HERE, JOB, LAYOUT, OWNED, order, payload, ser
 
 READER = Caller(JOB, Incarnation(0), Term(0))
 PIN = bytes(range(16))
+DEADLINE_S = 30.0
 
 
 def wish(pin: bytes = PIN, number: int | None = None, **changed: object) -> PinWish:
@@ -168,6 +172,30 @@ def test_same_pin_again_renews_its_lease(clock: Clock) -> None:
     assert pull(found)
     with pytest.raises(InvalidRequest, match="asked for as one of version 3"):
         pins_of(found).take(PIN, [], 3, now_ms=clock.now_ms, lease_ms=1)
+
+
+def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = server()
+    found.pin(wish())
+    asked, given = threading.Event(), threading.Event()
+    real = Partition.want
+
+    def slow(self: Partition, *wanted: Any, **more: Any) -> Wanted:
+        asked.set()
+        assert given.wait(DEADLINE_S)
+        return real(self, *wanted, **more)
+
+    monkeypatch.setattr(Partition, "want", slow)
+    with ThreadPoolExecutor(2) as readers:
+        try:
+            other = readers.submit(found.pin, wish(bytes(16)))
+            assert asked.wait(DEADLINE_S)
+            parts, _ = readers.submit(found.pin, wish()).result(5)
+            assert [part.partition for part in parts] == OWNED
+            assert not other.done()
+        finally:
+            given.set()
+    assert len(pins_of(found)) == 2
 
 
 def test_lease_that_runs_out_takes_nothing_from_a_pull_under_way(clock: Clock) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,42 +36,28 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import armed
 from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.optimizers import make_group
 from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_values import initial_rows, row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     NO_NAME,
-    Block,
     Caller,
-    DType,
     Generation,
     Incarnation,
     JobId,
-    JobLayout,
     LookUp,
-    OptimizerSpec,
     Outcome,
     PartitionId,
-    PartitionLayout,
     PushedRows,
     PushKind,
-    PushName,
     PushOrder,
     PushPart,
-    SourceKey,
     StaleRule,
-    Term,
-    Token,
     UpdateMode,
-    VariableSpec,
     Version,
     WantedRows,
-    WorkerSource,
 )
-from shardyard.transport.peers import Context
 from shardyard.transport.same_host import Shared
-from shardyard.wire import convert, frames, methods, tables
+from shardyard.wire import convert, frames, tables
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
@@ -77,138 +65,38 @@ from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.exchanges import Exchanges
 from shardyard_ps_server.partition_tables import PartitionTables, Rows
 from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
 from shardyard_ps_server.tables.table import Table
 
-JOB, HERE, GENERATION, WORKER = JobId(1), Incarnation(3), Generation(4), Incarnation(10)
-RATE = make_group("sgd", {"lr": 1.0})
-PARTS = (PartitionId(0), PartitionId(1))
-WIDE, NARROW = (
-    TableSettings("wide", 3, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12),
-    TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12),
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rows_in_pushes import (
+    CONTEXT,
+    DENSE,
+    GENERATION,
+    GOOD,
+    GOOD_DATA,
+    HERE,
+    IDS,
+    INITIAL,
+    JOB,
+    LAYOUT,
+    NARROW,
+    OWNER,
+    PARTS,
+    RATE,
+    WIDE,
+    closed,
+    coded,
+    look_up,
+    made,
+    ones,
+    push,
+    push_order,
+    server,
+    state,
 )
-LAYOUT = JobLayout(
-    (VariableSpec("a", DType.FLOAT32, (16,)), VariableSpec("b", DType.FLOAT32, (16,))),
-    OptimizerSpec("sgd", (RATE,)),
-    tuple(PartitionLayout(p, 64, (Block(p, 0, 16, 0),)) for p in PARTS),
-    (WIDE, NARROW),
-)
-IDS = np.array([-(2**63), -77, -1, 0, 1, 5, 1_000_003, 2**63 - 1], np.int64)
-OWNER = partition_of(IDS, 2)
-CONTEXT = Context(peer="", is_active=lambda: True)
 
-
-_STORES: list[Store] = []
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    while _STORES:
-        _STORES.pop().close()
-
-
-def server(layout: JobLayout = LAYOUT, *, opened: bool = True, stale: StaleRule | None = None, **more: Any) -> Store:
-    store = Store(shareable=False, **more)
-    _STORES.append(store)
-    store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, layout, list(PARTS), UpdateMode.ASYNC, 1, stale=stale)
-    if opened:
-        store.open(JOB, GENERATION)
-    return store
-
-
-Entry = tuple[int, int, np.ndarray, np.ndarray]
-"""Table, partition, ids, gradients."""
-
-
-def ones(table: int = 0, scale: float = 1.0) -> list[Entry]:
-    """Gradients for all ids."""
-    dim = LAYOUT.tables[table].dim
-    return [(table, p, IDS[p == OWNER], np.full(((p == OWNER).sum(), dim), scale, np.float32)) for p in PARTS]
-
-
-def coded(
-    entries: Sequence[Entry], counts: Sequence[Sequence[int]] | None = None
-) -> tuple[tuple[PushedRows, ...], bytes]:
-    said, data = [], b""
-    for table in dict.fromkeys(entry[0] for entry in entries):
-        mine = [entry for entry in entries if entry[0] == table]
-        codes = [(bytes(encode_ids(e[2])), bytes(encode_rows(e[3], RowCode.FLOAT32))) for e in mine]
-        for at, (ids, rows) in enumerate(codes):
-            data += ids + (b"" if counts is None else np.array(counts[at], "<u2").tobytes()) + rows
-        said.append(
-            PushedRows(
-                table,
-                tuple(PartitionId(e[1]) for e in mine),
-                tuple(e[2].size for e in mine),
-                tuple(len(ids) for ids, _ in codes),
-                tuple(len(rows) for _, rows in codes),
-                counts is not None,
-            )
-        )
-    return tuple(said), data
-
-
-def push_order(sequence: int, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushOrder:
-    name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), sequence, sequence)
-    parts = tuple(PushPart(p, 64) for p in PARTS)
-    order = PushOrder(
-        Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.GRADIENT, parts, 1.0, (RATE,), rows=rows,
-        table_groups=(RATE, RATE) if rows else (),
-    )  # fmt: skip
-    return dataclasses.replace(order, **more)
-
-
-DENSE = np.ones(32, np.float32).tobytes()
-
-
-def push(store: Store, order: PushOrder, data: bytes, *, frame_bytes: int = 50) -> wire.PushReply:
-    header = convert.push_to_wire(order).SerializeToString()
-    stream = (frames.decode(frames.encode(each)) for each in frames.cut(header, [data], frame_bytes))
-    return Servicer(store).push(stream, CONTEXT)
-
-
-def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) -> np.ndarray:
-    """In the order of `ids`, which ascend."""
-    owners = partition_of(ids, 2)
-    present = [p for p in PARTS if (owners == p).any()]
-    codes = [bytes(encode_ids(ids[owners == p])) for p in present]
-    wanted = WantedRows(
-        table, tuple(present), tuple(int((owners == p).sum()) for p in present), tuple(len(code) for code in codes)
-    )
-    asked = LookUp(Caller(JOB), HERE, GENERATION, (wanted,))
-    asked = dataclasses.replace(asked, **more)
-    frame = Frame(tables.look_up_to_header(asked), 0, b"".join(codes))
-    method = methods.LOOK_UP
-    answer = method.response.decode(
-        method.response.encode(Servicer(store).look_up(method.request.decode(method.request.encode(frame)), CONTEXT))
-    )
-    dim = LAYOUT.tables[table].dim
-    found = np.frombuffer(bytes(answer.data), np.float32).reshape(-1, dim)
-    rows = np.empty((ids.size, dim), np.float32)
-    rows[np.argsort(owners, kind="stable")] = found
-    return rows
-
-
-def state(store: Store) -> object:
-    """All that a refused request must not have changed."""
-    found = []
-    for hosted in store.hosted():
-        for number, partition in sorted(hosted.partitions.items()):
-            version, sources = partition.describe()
-            rows = {
-                (name, int(i)): (record.tobytes(), int(f), int(s))
-                for name, table in partition.tables.items()
-                for chunk in table.items()
-                for i, record, f, s in zip(chunk.ids, chunk.records, chunk.frequencies, chunk.steps, strict=False)
-            }
-            found.append((number, version, sources, partition._versions.values.tobytes(), rows))
-    return found
-
-
-INITIAL = initial_rows(IDS, 3, WIDE.initial, row_key(5, "wide"))
-
+__all__ = ["closed"]
 
 # ---- pushed and looked up
 
@@ -380,8 +268,6 @@ def test_first_rows_are_given_before_a_job_is_open_and_may_come_again() -> None:
 
 
 # ---- refused, and nothing changed
-
-GOOD, GOOD_DATA = coded([*ones(), *ones(1)])
 
 
 def swapped() -> tuple[tuple[PushedRows, ...], bytes]:
@@ -655,9 +541,7 @@ FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, opt
     ],
 )
 def test_jobs_of_which_rows_are_no_part_are_refused(more: dict[str, Any], text: str) -> None:
-    store = Store(shareable=False)
-    _STORES.append(store)
-    store.become(HERE, Term(1))
+    store = made()
     given = {"mode": UpdateMode.ASYNC, "logical_ranks": 1} | more
     with pytest.raises(InvalidRequest, match=text):
         store.create(JOB, GENERATION, given.pop("layout", LAYOUT), list(PARTS), **given)

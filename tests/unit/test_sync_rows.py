@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,25 +28,14 @@ from shardyard.ground.errors import (
     TooLarge,
 )
 from shardyard.ground.failpoints import armed
-from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.optimizers import make_group
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
-    NO_CLIPPING,
-    Block,
     Caller,
     Clipping,
-    DType,
     Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
     LookUp,
-    OptimizerSpec,
     Outcome,
-    PartitionId,
-    PartitionLayout,
     PushKind,
     PushName,
     PushOrder,
@@ -56,94 +46,51 @@ from shardyard.ground.types import (
     Term,
     Token,
     UpdateMode,
-    VariableSpec,
     Version,
 )
 from shardyard.runtime import configuration
 from shardyard.wire import tables as wire_tables
 from shardyard_coordinator.tables import check_settings
 from shardyard_ps_server import partition_tables, row_sums
-from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.former_rows import FormerRows
-from shardyard_ps_server.partition import Asked, Partition
+from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.partition_tables import PartitionTables, Rows
 from shardyard_ps_server.row_sums import Given, Mean
-from shardyard_ps_server.store import NO_RESTORE, Restore, Store
-from shardyard_ps_server.versions import aligned_empty
+from shardyard_ps_server.store import Restore
 
-HERE, JOB, GENERATION, WORKER = Incarnation(3), JobId(1), Generation(4), Incarnation(10)
-RATE = make_group("sgd", {"lr": 1.0})
-HALF = (0.5, *RATE[1:])
-WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
-NARROW = TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12)
-EXPIRING = dataclasses.replace(NARROW, expiry=ExpirySettings(age_steps=5))
-PARTITION = PartitionId(0)
-LAYOUT = JobLayout(
-    (VariableSpec("a", DType.FLOAT32, (16,)),),
-    OptimizerSpec("sgd", (RATE,)),
-    (PartitionLayout(PARTITION, 64, (Block(0, 0, 16, 0),)),),
-    (WIDE, NARROW),
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rows_in_steps import (
+    EMPTY,
+    EXPIRING,
+    GENERATION,
+    HALF,
+    HERE,
+    IDS,
+    INITIAL,
+    JOB,
+    LAYOUT,
+    NARROW,
+    PARTITION,
+    RATE,
+    WIDE,
+    WORKER,
+    asked,
+    closed,
+    current,
+    full,
+    made,
+    moved,
+    only,
+    partition_of,
+    push,
+    read,
+    server,
+    work,
 )
-IDS = np.arange(-4, 12, dtype=np.int64) * 1_000_003
-INITIAL = initial_rows(IDS, 2, WIDE.initial, row_key(5, "wide"))
 
-
-def current() -> None:
-    """The generation has not changed."""
-
-
-def partition_of(ranks: int, layout: JobLayout = LAYOUT, **more: Any) -> Partition:
-    """All ranks are open."""
-    made = Partition(layout, PARTITION, UpdateMode.SYNC, ranks, **more)
-    for rank in range(ranks):
-        made.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
-    made.open()
-    return made
-
-
-def work(
-    given: Mapping[int, float] | None = None,
-    *,
-    weight: float = 1.0,
-    table: int = 0,
-    dense: float = 0.0,
-    groups: tuple[tuple[float, ...], ...] = (RATE, RATE),
-) -> Contribution:
-    """Of each of these, by its place in IDS, a gradient of equal elements."""
-    payload = aligned_empty(64)
-    payload.view(np.float32)[:] = dense
-    if not given:
-        return Contribution(weight, (RATE,), payload, (True,))
-    places = sorted(given)
-    dim = LAYOUT.tables[table].dim
-    values = np.array([[given[place]] * dim for place in places], np.float32)
-    return Contribution(
-        weight, (RATE,), payload, (True,), rows=(Rows(table, IDS[places], values),), table_groups=groups
-    )
-
-
-EMPTY = Contribution(0.0, None, aligned_empty(0), (False,))
-
-
-def push(partition: Partition, rank: int, step: int, contribution: Contribution) -> Outcome:
-    name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
-    partition.check_push(name, contribution)
-    return partition.push(name, contribution, current).outcome
-
-
-def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
-    """Rows of all IDS."""
-    out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
-    partition.look_up([Asked(table, IDS, out)], number, time.monotonic() + wait_s)
-    return out
-
-
-def moved(partition: Partition, number: int | None = None) -> dict[int, float]:
-    """What the rows of "wide" have moved by, where they have."""
-    by = (read(partition, number) - INITIAL)[:, 0]
-    return {place: float(by[place]) for place in np.flatnonzero(by).tolist()}
-
+__all__ = ["closed"]
 
 # ---- sums
 
@@ -250,10 +197,6 @@ def test_rows_of_a_step_may_be_more_than_one_push_can_have(monkeypatch: pytest.M
 
 
 # ---- room
-
-
-def full(rows: int) -> JobLayout:
-    return dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, rows_max=rows), NARROW))
 
 
 def test_room_is_made_sure_of_when_rows_are_recorded_not_when_the_step_is_taken() -> None:
@@ -525,35 +468,6 @@ def test_a_step_that_a_verdict_tears_stops_the_server() -> None:
 # ---- checkpoints
 
 
-def server(
-    restore: Restore | None = None, ranks: int = 2, on_failure: Any = None, clipping: Clipping = NO_CLIPPING
-) -> Store:
-    store = Store(shareable=False, on_failure=on_failure)
-    store.become(HERE, Term(1))
-    begin = NO_RESTORE if restore is None else restore
-    store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateMode.SYNC, ranks, begin, clipping=clipping)
-    if restore is None:
-        store.open(JOB, GENERATION)
-    STORES.append(store)
-    leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]
-    store.open_sources(store.hosted()[0], leased)
-    return store
-
-
-STORES: list[Store] = []
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while STORES:
-        STORES.pop().close()
-
-
-def only(store: Store) -> Partition:
-    return store.hosted()[0].partitions[PARTITION]
-
-
 def steps(partition: Partition, begin: int, end: int) -> None:
     for step in range(begin, end):
         for rank in range(2):
@@ -609,10 +523,6 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
 # ---- asked over the wire
 
 
-def asked(**more: Any) -> LookUp:
-    return dataclasses.replace(LookUp(Caller(JOB), HERE, GENERATION, ()), **more)
-
-
 @pytest.mark.parametrize("given", [asked(), asked(number=0), asked(number=7, wait_ms=1_000)])
 def test_a_look_up_says_its_version_on_the_wire(given: LookUp) -> None:
     assert wire_tables.look_up_from_header(wire_tables.look_up_to_header(given)) == given
@@ -624,9 +534,7 @@ def test_a_look_up_that_waits_too_long_is_refused() -> None:
 
 
 def test_rows_that_expire_are_refused_in_a_synchronous_job() -> None:
-    store = Store(shareable=False)
-    STORES.append(store)
-    store.become(HERE, Term(1))
+    store = made()
     layout = dataclasses.replace(LAYOUT, tables=(WIDE, EXPIRING))
     with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire"):
         store.create(JOB, GENERATION, layout, [PARTITION], UpdateMode.SYNC, 2)

@@ -35,7 +35,7 @@ from shardyard_ps_server.tables.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import test_sync_rows as steps_of
+import rows_in_steps as steps_of
 
 DIM = 4
 ROW_BYTES = 2 * 4 * DIM
@@ -539,6 +539,27 @@ time.sleep(600)
         process.wait(60)
     assert int(found) > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_without_memory_to_move_rows_leaves_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = steps_of.partition_of(1, budget=Budget(1, in_memory))
+    monkeypatch.setattr(tier, "ROWS_LEAST", 2)
+    everything = steps_of.work(dict.fromkeys(range(steps_of.IDS.size), 1.0))
+    steps_of.push(partition, 0, 0, everything)
+    table = partition.tables["wide"]
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(cold.ColdFile, "write", none_left)
+        for step in range(1, 5):
+            steps_of.push(partition, 0, step, everything)
+    assert partition.torn is None
+    assert (table.cold_rows, slots_in_use(table)) == (0, 0)
+    steps_of.push(partition, 0, 5, steps_of.work({0: 1.0}))
+    assert table.cold_rows == slots_in_use(table) > 0
+    assert partition.describe()[0].number == 6
 
 
 # ---- the budget

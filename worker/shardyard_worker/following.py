@@ -404,6 +404,10 @@ class Run:
         (serving.wait_ms); `cached_rows`: so many rows of each table, those asked for most, stay in this process for as
         long as their version is read (serving.cached_rows). It ends with the run. Raises InvalidRequest.
         """
+        if self._closed:
+            raise errors.InvalidRequest(
+                f"to serve job {self.name}, which is not followed any more", why="it was closed"
+            )
         settings = self._settings.serving
         given = {"staleness_ms": staleness_ms, "wait_ms": wait_ms, "cached_rows": cached_rows}
         changed = {name: value for name, value in given.items() if value is not None}

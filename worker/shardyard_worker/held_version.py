@@ -246,11 +246,16 @@ class Leases:
         self._thread: threading.Thread | None = None
 
     def keep(self, held: HeldVersion) -> None:
+        """After `close`, releases it at once."""
         with self._lock:
-            self._held.append(held)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
-                self._thread.start()
+            is_closed = self._stop.is_set()
+            if not is_closed:
+                self._held.append(held)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+                    self._thread.start()
+        if is_closed:
+            held.release()
 
     def release(self, held: HeldVersion) -> None:
         """The second time does nothing."""
@@ -262,7 +267,8 @@ class Leases:
 
     def close(self) -> None:
         """Releases all."""
-        self._stop.set()
+        with self._lock:
+            self._stop.set()
         if self._thread is not None:
             self._thread.join(CALL_TIMEOUT_MS / 1000 + 1)
         with self._lock:

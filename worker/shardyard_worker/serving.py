@@ -49,6 +49,8 @@ REFRESH_SHARE: Final = 2
 TRY_AGAIN_MS: Final = 100
 SLICE_MS: Final = 200
 CLOSE_MS: Final = 4_000
+SPARE_MODELS_MAX: Final = 2
+"""Copies of the model that nobody reads are kept for the versions to come."""
 
 Load = Callable[[torch.nn.Module, Sequence[str], Sequence[npt.NDArray[Any]]], None]
 """Gives a model's parameters and buffers values, by name."""
@@ -427,7 +429,8 @@ class Served:
         """Nobody reads it any more."""
         if version._model is not None:
             with self._changed:
-                self._models.append(version._model)
+                if len(self._models) < SPARE_MODELS_MAX:
+                    self._models.append(version._model)
         self._leases.release(version.held)
 
     def _tell(self, why: str) -> None:

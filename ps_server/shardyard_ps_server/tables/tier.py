@@ -3,13 +3,15 @@
 Owns: when rows leave memory. Before rows are pushed or loaded, their pages of the file are read, and as many other rows
 leave as these will need: of a few hundred neighbours in the order of hashes, which is as good as chance, the quarter
 that was pushed longest ago, of those the least often. Rows come back when they are pushed. Invariants: a disk is waited
-for here, by who pushes, while no lock of a stripe is held and the table's gate is open; where the disk refuses, rows
-stay; nobody waits for another one who waits for the disk. Must not know: gradients, cuts, settings.
+for here, by who pushes, while no lock of a stripe is held and the table's gate is open; where the disk refuses, or
+memory to move them, rows stay; nobody waits for another one who waits for the disk. Must not know: gradients, cuts,
+settings.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Final
 
 import numpy as np
@@ -98,7 +100,8 @@ class Tier:
         try:
             limited = self._set_limit(needed) != UNLIMITED
             if limited:
-                self._come_down(needed)
+                with suppress(MemoryError):  # they stay, and the next push tries again
+                    self._come_down(needed)
             return limited
         finally:
             self._moving.release()
@@ -168,15 +171,22 @@ class Tier:
         slots = self._file.take(ids.size)
         if not slots.size:
             return 0
-        # a row may change while it is copied: then it is not the same, and stays
-        records = self._memory.slab[rows[: slots.size]]
-        written = self._file.write(slots, records)
         moved = np.zeros(slots.size, np.bool_)
-        with self._gate.together():
-            moves.settle(
-                self._memory, ids[:written], rows[:written], slots[:written], records.view(np.int32), moved[:written]
-            )
-        self._file.give_back(slots[~moved])
+        try:
+            # a row may change while it is copied: then it is not the same, and stays
+            records = self._memory.slab[rows[: slots.size]]
+            written = self._file.write(slots, records)
+            with self._gate.together():
+                moves.settle(
+                    self._memory,
+                    ids[:written],
+                    rows[:written],
+                    slots[:written],
+                    records.view(np.int32),
+                    moved[:written],
+                )
+        finally:
+            self._file.give_back(slots[~moved])
         return int(moved.sum())
 
     def _shrink(self) -> None:

@@ -1,0 +1,163 @@
+"""A partition of a synchronous or hybrid job with two tables, and a server that has it alone: what tests of rows in
+steps share. The fixture `closed` goes with `server`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.ground.initial_values import InitialKind, InitialValues
+from shardyard.ground.optimizers import make_group
+from shardyard.ground.row_values import initial_rows, row_key
+from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.ground.types import (
+    Block,
+    Caller,
+    DType,
+    Generation,
+    Incarnation,
+    JobId,
+    JobLayout,
+    LookUp,
+    OptimizerSpec,
+    Outcome,
+    PartitionId,
+    PartitionLayout,
+    PushName,
+    Rank,
+    RankSource,
+    SourceKey,
+    Term,
+    Token,
+    UpdateMode,
+    VariableSpec,
+)
+from shardyard_ps_server.blocks import Contribution
+from shardyard_ps_server.partition import Asked, Partition
+from shardyard_ps_server.partition_tables import Rows
+from shardyard_ps_server.store import NO_RESTORE, Restore, Store
+from shardyard_ps_server.versions import aligned_empty
+
+HERE, JOB, GENERATION, WORKER = Incarnation(3), JobId(1), Generation(4), Incarnation(10)
+RATE = make_group("sgd", {"lr": 1.0})
+HALF = (0.5, *RATE[1:])
+WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
+NARROW = TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12)
+EXPIRING = dataclasses.replace(NARROW, expiry=ExpirySettings(age_steps=5))
+PARTITION = PartitionId(0)
+LAYOUT = JobLayout(
+    (VariableSpec("a", DType.FLOAT32, (16,)),),
+    OptimizerSpec("sgd", (RATE,)),
+    (PartitionLayout(PARTITION, 64, (Block(0, 0, 16, 0),)),),
+    (WIDE, NARROW),
+)
+IDS = np.arange(-4, 12, dtype=np.int64) * 1_000_003
+INITIAL = initial_rows(IDS, 2, WIDE.initial, row_key(5, "wide"))
+
+
+def current() -> None:
+    """The generation has not changed."""
+
+
+def partition_of(ranks: int, layout: JobLayout = LAYOUT, **more: Any) -> Partition:
+    """All ranks are open."""
+    made = Partition(layout, PARTITION, UpdateMode.SYNC, ranks, **more)
+    for rank in range(ranks):
+        made.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
+    made.open()
+    return made
+
+
+def work(
+    given: Mapping[int, float] | None = None,
+    *,
+    weight: float = 1.0,
+    table: int = 0,
+    dense: float = 0.0,
+    groups: tuple[tuple[float, ...], ...] = (RATE, RATE),
+) -> Contribution:
+    """Of each of these, by its place in IDS, a gradient of equal elements."""
+    payload = aligned_empty(64)
+    payload.view(np.float32)[:] = dense
+    if not given:
+        return Contribution(weight, (RATE,), payload, (True,))
+    places = sorted(given)
+    dim = LAYOUT.tables[table].dim
+    values = np.array([[given[place]] * dim for place in places], np.float32)
+    return Contribution(
+        weight, (RATE,), payload, (True,), rows=(Rows(table, IDS[places], values),), table_groups=groups
+    )
+
+
+EMPTY = Contribution(0.0, None, aligned_empty(0), (False,))
+
+
+def push(partition: Partition, rank: int, step: int, contribution: Contribution) -> Outcome:
+    name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
+    partition.check_push(name, contribution)
+    return partition.push(name, contribution, current).outcome
+
+
+def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
+    """Rows of all IDS."""
+    out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
+    partition.look_up([Asked(table, IDS, out)], number, time.monotonic() + wait_s)
+    return out
+
+
+def moved(partition: Partition, number: int | None = None) -> dict[int, float]:
+    """What the rows of "wide" have moved by, where they have."""
+    by = (read(partition, number) - INITIAL)[:, 0]
+    return {place: float(by[place]) for place in np.flatnonzero(by).tolist()}
+
+
+def full(rows: int) -> JobLayout:
+    return dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, rows_max=rows), NARROW))
+
+
+def made(**more: Any) -> Store:
+    """A server without a job."""
+    store = Store(shareable=False, **more)
+    _STORES.append(store)
+    store.become(HERE, Term(1))
+    return store
+
+
+def server(
+    restore: Restore = NO_RESTORE,
+    ranks: int = 2,
+    *,
+    on_failure: Any = None,
+    generation: Generation = GENERATION,
+    **rules: Any,
+) -> Store:
+    store = made(on_failure=on_failure)
+    store.create(JOB, generation, LAYOUT, [PARTITION], UpdateMode.SYNC, ranks, restore, **rules)
+    if restore is NO_RESTORE:
+        store.open(JOB, generation)
+    leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]
+    store.open_sources(store.hosted()[0], leased)
+    return store
+
+
+_STORES: list[Store] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _STORES:
+        _STORES.pop().close()
+
+
+def only(store: Store) -> Partition:
+    return store.hosted()[0].partitions[PARTITION]
+
+
+def asked(**more: Any) -> LookUp:
+    return dataclasses.replace(LookUp(Caller(JOB), HERE, GENERATION, ()), **more)
