@@ -61,7 +61,7 @@ test: $(STAMP) $(NODE_STAMP) ## unit, property, simulation and integration tests
 	@# kernels are compiled once, here, and not by each of the processes of the first tests
 	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
-	@$(BIN)/python -c "from shardyard_ps_server.partition_tables import warm; warm()"
+	@$(BIN)/python -m shardyard_ps_server.table_loops
 	@# what takes longest comes first, so that no process of the tests waits long for another at the end
 	@$(BIN)/python -m pytest $(LONGEST) $(TESTS) \
 		--numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder

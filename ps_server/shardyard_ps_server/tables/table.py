@@ -602,8 +602,8 @@ def _no_log(stride: int) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with
-    tables."""
+    """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with tables
+    (shardyard_ps_server.table_loops)."""
     budget = Budget(1, lambda: os.memfd_create("rows"))  # so rows go to a file, and come back
     for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):
         table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission), budget)
