@@ -501,10 +501,8 @@ class Table:
     def _push_all(self, ids: Ids, pushed: loops.Pushed, entrance: loops.Entrance) -> None:
         memory, stripes, dim = self._memory, self._stripes.count, self.settings.dim
         room = self._batches.room(ids.size)
-        full = int(loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()))
-        if full >= 0:
+        if loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()) >= 0:
             batch = batch_in(room, ids.size, stripes)
-            self._stripes.make_room(full)
             self._repeat(lambda: int(loops.push(memory, batch, dim, pushed, entrance, self._turn())))
 
     def _repeat(self, once: Callable[[], int]) -> None:
