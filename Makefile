@@ -60,7 +60,7 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
 	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
-	@$(BIN)/python -c "from shardyard_ps_server.partition_tables import warm; warm()"
+	@$(BIN)/python -m shardyard_ps_server.table_loops
 
 # what takes longest comes first, so that no process of the tests waits long for another at the end
 PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder

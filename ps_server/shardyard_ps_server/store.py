@@ -97,7 +97,6 @@ from shardyard_ps_server.partition_tables import (
     read_all_ids,
     table_at,
     unpack_pushed,
-    warm,
 )
 from shardyard_ps_server.pins import Pins, await_pin
 from shardyard_ps_server.recorded_rows import said_of
@@ -112,6 +111,7 @@ from shardyard_ps_server.replay import (
     replay,
     verdict_head,
 )
+from shardyard_ps_server.table_loops import TableLoops
 from shardyard_ps_server.table_states import Tables, read_tables
 from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -410,9 +410,11 @@ class Store:
         self.counters = Counters()
         self.vigil = Vigil(logger=log)
         """Whatever this server waits for is said here: in its log, and to the coordinator."""
+        self._loops = TableLoops(self.vigil)
 
     def close(self) -> None:
-        """Forgets all jobs. No thread is left."""
+        """Forgets all jobs. No thread is left, and no process."""
+        self._loops.close()
         self._crew.close()
         self.vigil.close()
         with self._lock:
@@ -518,8 +520,7 @@ class Store:
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
             _check_tables(job, layout, mode, durability, stale, clipping, rows_at_once=rows_at_once)
-            with self.vigil.over(lambda: f"loops for the tables of job {job} to be compiled"):
-                warm()
+            self._loops.load(f"the tables of job {job}")
         logs = self._logs
         if durability is Durability.WAL and logs is None:
             raise InvalidRequest(

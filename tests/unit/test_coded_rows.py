@@ -117,6 +117,25 @@ def test_answers_are_put_in_their_places(code: RowCode) -> None:
             assert (np.abs(asked[mine] - given[mine]) <= limit).all()
 
 
+def test_a_question_names_the_ids_whose_rows_it_has_places_for() -> None:
+    wanted = [(4, distinct(IDS, 3), DIM), (7, distinct(IDS[:9], 3), 2)]
+    asked: list[list[int]] = [[], []]
+    for question in questions(wanted, [PartitionId(0), PartitionId(2)], 1_500):
+        codes, answers = iter(question.codes), iter(question.answers)
+        for said in question.wanted:
+            for partition, n, nbytes in zip(said.partitions, said.rows, said.id_bytes, strict=True):
+                code, (look_up, begin, end) = next(codes), next(answers)
+                _, found, _ = wanted[look_up]
+                assert (said.table, n, nbytes) == (wanted[look_up][0], end - begin, len(code))
+                assert found.starts[partition] <= begin < end <= found.starts[partition + 1]
+                np.testing.assert_array_equal(decode_ids(code, n), found.ids[begin:end])
+                asked[look_up] += range(begin, end)
+        assert next(codes, None) is next(answers, None) is None
+    for (_, found, _), places in zip(wanted, asked, strict=True):
+        (a, b), (_, _), (e, f) = pairwise(found.starts.tolist())
+        assert sorted(places) == [*range(a, b), *range(e, f)]
+
+
 def test_a_question_has_room_for_its_answer_in_any_code() -> None:
     """A row that a code cannot say comes as it is, with the code's head."""
     found = distinct(IDS, 3)

@@ -87,6 +87,8 @@ ALLOWED: Final[dict[str, str]] = {
     "ps_server/partition.py:Partition.named_cut:wait": OUTSIDE,
     "ps_server/process.py:serve:wait": ENDS_WITH_IT,
     "ps_server/store.py:Store.hold:sleep": "50 ms",
+    "ps_server/table_loops.py:TableLoops._compile:communicate": OUTSIDE,
+    "ps_server/table_loops.py:main:flock": "TableLoops.load, of the server that started it, says so",
     "ps_server/tables/gate.py:Gate.alone:wait": COUNTED,
     "ps_server/tables/gate.py:Gate.together:wait": COUNTED,
     "ps_server/wal.py:Wal._begin:fsync": OUTSIDE,

@@ -506,10 +506,8 @@ class Table:
     def _push_all(self, ids: Ids, pushed: loops.Pushed, entrance: loops.Entrance) -> None:
         memory, stripes, dim = self._memory, self._stripes.count, self.settings.dim
         room = self._batches.room(ids.size)
-        full = int(loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()))
-        if full >= 0:
+        if loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()) >= 0:
             batch = batch_in(room, ids.size, stripes)
-            self._stripes.make_room(full)
             self._repeat(lambda: int(loops.push(memory, batch, dim, pushed, entrance, self._turn())))
 
     def _repeat(self, once: Callable[[], int]) -> None:
@@ -607,8 +605,8 @@ def _no_log(stride: int) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with
-    tables."""
+    """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with tables
+    (shardyard_ps_server.table_loops)."""
     budget = Budget(1, lambda: os.memfd_create("rows"))  # so rows go to a file, and come back
     for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):
         table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission), budget)
