@@ -81,7 +81,7 @@ test-simulation: $(STAMP) ## a thousand seeds of a simulated yard under faults, 
 	@$(BIN)/python -m pytest tests/simulation
 
 soak: $(STAMP) ## 20,000 seeds of the simulated yard (SEEDS=A:B for others)
-	@PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(or $(SEEDS),0:20000) --jobs 0
+	@PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(or $(SEEDS),0:20000) --mixed --jobs 0
 
 test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
 	@$(BIN)/python -m pytest tests/containers -m containers

@@ -52,7 +52,7 @@ def job_settings(plan: Plan) -> dict[str, object]:
         "job.durability": "wal" if plan.wal else "checkpoint",
         "job.partitions": plan.partitions,
         "job.block_bytes": BLOCK_BYTES,
-        "job.consistency.mode": "sync" if plan.sync else "async",
+        "job.consistency.mode": "hybrid" if plan.hybrid else "sync" if plan.sync else "async",
         "job.consistency.logical_ranks": plan.logical_ranks,
         "job.data.batches_per_data_shard": plan.batches_per_data_shard,
         "job.checkpoint.every_steps": plan.every_steps,
@@ -64,6 +64,7 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     parts = plan.logical_ranks if plan.sync else 1
     numbers = {"samples": SAMPLES, "batch-size": BATCH, "epochs": EPOCHS, "parts": parts}
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
+    options += [f"--{name}" for name, chosen in (("tables", plan.tables), ("look-ahead", plan.looks_ahead)) if chosen]
     return [str(SCRIPTS / "digits.py"), str(out), *options]
 
 

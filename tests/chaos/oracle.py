@@ -27,6 +27,9 @@ from shardyard.ground.types import DataShardSource, PartitionId, RankSource, Sou
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
 COUNTS = "counts"
+ROWS = "rows"
+SEEN = "seen"
+"""The table that has a row for each sample."""
 ALONE_S_MAX = 120
 BATCHES_PER_EPOCH = SAMPLES // BATCH
 
@@ -46,24 +49,27 @@ off for longer than its patience; a server, since its log's disk was full."""
 
 def check(plan: Plan, outcome: Outcome, undisturbed: str | None) -> None:
     """Raises AssertionError. `undisturbed`: the digest of a synchronous job's end, where nothing went wrong."""
-    check_scripts(outcome)
+    check_scripts(plan, outcome)
     check_processes(outcome)
     library = CheckpointLibrary(open_storage(outcome.checkpoints))
     findings = library.verify(JOB)
     assert not findings, findings
     manifest = library.load(JOB)
-    check_counts(library, manifest)
+    check_counts(plan, library, manifest)
     check_ledgers(plan, library, manifest)
     if plan.sync:
         assert manifest.step == BATCHES // plan.logical_ranks, manifest.step
+    if plan.has_bits:
         assert digest(library, manifest) == undisturbed, "other bits than those of the undisturbed run"
 
 
-def check_scripts(outcome: Outcome) -> None:
-    """What the workers say: each sample's coordinate, and that each was computed at least once an epoch."""
+def check_scripts(plan: Plan, outcome: Outcome) -> None:
+    """What the workers say: each sample's coordinate and row, and that each was computed at least once an epoch."""
     assert outcome.results, "no worker has come to the end"
     for result in outcome.results:
         assert wrong(result[COUNTS]) == {}, "coordinates of samples, as a worker has them"
+        if plan.tables:
+            assert wrong(result[ROWS]) == {}, "rows of samples, as a worker has looked them up"
     missing = {sample: outcome.computed[sample] for sample in range(SAMPLES) if outcome.computed[sample] < EPOCHS}
     assert missing == {}, "samples that were computed less than once an epoch"
 
@@ -77,10 +83,13 @@ def check_processes(outcome: Outcome) -> None:
     assert not strange, strange
 
 
-def check_counts(library: CheckpointLibrary, manifest: Manifest) -> None:
-    """Each sample's coordinate, as the last checkpoint has it."""
-    (counts,) = (values for name, values in library.export_state(manifest) if name == COUNTS)
-    assert wrong(counts.tolist()) == {}, "coordinates of samples, in the last checkpoint"
+def check_counts(plan: Plan, library: CheckpointLibrary, manifest: Manifest) -> None:
+    """Each sample's coordinate and row, as the last checkpoint has them."""
+    state = dict(library.export_state(manifest))
+    assert wrong(state[COUNTS].tolist()) == {}, "coordinates of samples, in the last checkpoint"
+    assert plan.tables == (f"{SEEN}.rows" in state)
+    if plan.tables:
+        assert wrong(state[f"{SEEN}.rows"].flatten().tolist()) == {}, "rows of samples, in the last checkpoint"
 
 
 def check_ledgers(plan: Plan, library: CheckpointLibrary, manifest: Manifest) -> None:
@@ -99,7 +108,9 @@ def check_ledgers(plan: Plan, library: CheckpointLibrary, manifest: Manifest) ->
 def wanted_marks(plan: Plan) -> Iterator[tuple[SourceKey, int]]:
     """Every source, and its next sequence at the end."""
     if plan.sync:
-        yield from ((SourceKey(RankSource(rank)), BATCHES // plan.logical_ranks) for rank in range(plan.logical_ranks))
+        keys = [SourceKey(RankSource(rank)) for rank in range(plan.logical_ranks)]
+        keys += [key.of_rows for key in keys if plan.hybrid]
+        yield from ((key, BATCHES // plan.logical_ranks) for key in keys)
         return
     per_shard = plan.batches_per_data_shard
     for epoch in range(EPOCHS):
@@ -115,13 +126,16 @@ def wrong(counts: object) -> Mapping[int, float]:
 
 
 def digest(library: CheckpointLibrary, manifest: Manifest) -> str:
-    """SHA-256 of all values and all optimizer state, with the number of updates of each block."""
+    """SHA-256 of all values and all optimizer state, with the number of updates of each block, and of all rows."""
     found = hashlib.sha256()
     for partition in range(len(manifest.layout.partitions)):
         for block in library.load_partition(manifest, PartitionId(partition)).blocks:
             found.update(f"{partition} {block.index} {block.count}".encode())
             for name, values in sorted({"values": block.values, **block.slots}.items()):
                 found.update(name.encode() + np.ascontiguousarray(values).tobytes())
+    for table in range(len(manifest.layout.tables)):
+        for name, rows in library.export_table(manifest, table).items():
+            found.update(name.encode() + rows.tobytes())
     return found.hexdigest()
 
 
@@ -130,15 +144,15 @@ class Undisturbed:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._digests: dict[tuple[int, int], str] = {}
+        self._digests: dict[tuple[int, int, bool], str] = {}
 
     def digest(self, plan: Plan) -> str:
-        key = plan.logical_ranks, plan.partitions
+        key = plan.logical_ranks, plan.partitions, plan.tables
         if key not in self._digests:
-            url = self.run(plan, self._folder / f"{plan.logical_ranks}-{plan.partitions}")
+            url = self.run(plan, self._folder / "-".join(map(str, key)))
             library = CheckpointLibrary(open_storage(url))
             manifest = library.load(JOB)
-            check_counts(library, manifest)
+            check_counts(plan, library, manifest)
             self._digests[key] = digest(library, manifest)
         return self._digests[key]
 

@@ -229,4 +229,7 @@ def last_error(text: str) -> str:
     lines = [line for line in every if not line.startswith((" ", "\t"))]
     if not lines:
         return ""
-    return f"{lines[-1]} {every[-1].strip()}" if lines[-1].endswith(":") else lines[-1]
+    if not lines[-1].endswith(":"):
+        return lines[-1]
+    begin = len(every) - every[::-1].index(lines[-1])
+    return " ".join([lines[-1], *[line.strip() for line in every[begin:]]])

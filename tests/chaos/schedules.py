@@ -40,6 +40,8 @@ COMMIT_PLACES = (
 )
 RESUME_PLACES = ("journal.in_replace", "journal.before_append")
 FAULTS = 3
+TABLES_SHARE = 0.6
+"""Of the jobs."""
 LEASE_S = 1.5
 """What members' leases are set to."""
 
@@ -147,7 +149,8 @@ class Timed:
 @dataclass(frozen=True)
 class Plan:
     """The job and its yard. `wal`: job.durability. `workers` are started by hand, one more by the agent. `jumping`:
-    whose wall clocks jump."""
+    whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
+    updates as they come; `looks_ahead`: the script says which rows it will look up."""
 
     sync: bool
     wal: bool
@@ -161,6 +164,14 @@ class Plan:
     window: int
     overlap: bool
     jumping: tuple[str, ...]
+    tables: bool = False
+    hybrid: bool = False
+    looks_ahead: bool = False
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether the bits at the end are those of the same job, run undisturbed."""
+        return self.sync and not self.hybrid
 
     @property
     def server_names(self) -> tuple[str, ...]:
@@ -177,7 +188,7 @@ class Plan:
 
     def __str__(self) -> str:
         how = (
-            f"sync, {self.logical_ranks} ranks"
+            f"{'hybrid' if self.hybrid else 'sync'}, {self.logical_ranks} ranks"
             if self.sync
             else f"async, {self.batches_per_data_shard} batches a shard"
         )
@@ -188,6 +199,8 @@ class Plan:
                 ("shared memory", self.same_host),
                 ("window", self.window > 0),
                 ("overlap", self.overlap),
+                ("tables", self.tables),
+                ("look-ahead", self.looks_ahead),
                 (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
             )
             if chosen
@@ -315,10 +328,16 @@ def _plan(seed: int) -> Plan:
         overlap=False,
         jumping=(),
     )
+    model = random.Random(f"{seed} model")
+    tables = model.random() < TABLES_SHARE
+    hybrid = tables and sync and model.random() < 0.5
     return Plan(
         **{
             **vars(plan),
             "overlap": not plan.window and chance.random() < 0.3,
             "jumping": tuple(sorted(chance.sample((COORDINATOR, *plan.members), 2))) if chance.random() < 0.5 else (),
+            "tables": tables,
+            "hybrid": hybrid,
+            "looks_ahead": tables and (hybrid or not sync) and model.random() < 0.5,
         }
     )

@@ -47,7 +47,7 @@ def test_books_balance_under_fire(
             print(line, flush=True)
 
     tell(f"\n{schedule}")
-    expected = undisturbed.digest(schedule.plan) if schedule.plan.sync else None
+    expected = undisturbed.digest(schedule.plan) if schedule.plan.has_bits else None
     outcome = play(schedule, tmp_path, tell=lambda line: tell(f"    {line}"))
     for ending in outcome.endings:
         tell(f"    {ending}")
@@ -66,6 +66,10 @@ def test_the_first_seeds_have_every_kind_of_fault_in_both_modes_of_training() ->
     assert {kind for seed in range(FEW) for kind in dealt(seed)} == {name for name, _ in DECK}
     plans = [draw(seed).plan for seed in range(FEW)]
     assert {(plan.sync, plan.wal) for plan in plans} == {(sync, wal) for sync in (True, False) for wal in (True, False)}
+    modes = {(plan.sync, plan.hybrid, plan.wal) for plan in plans if plan.tables}
+    assert modes >= {(False, False, True), (False, False, False), (True, False, False), (True, True, False)}
+    assert {plan.sync for plan in plans if not plan.tables} == {True, False}
+    assert any(plan.looks_ahead for plan in plans)
     inflicted = [timed.fault for seed in range(FEW) for timed in draw(seed).faults]
     assert {type(fault) for fault in inflicted} == {Kill, Stop, Crash, Cut, Hold, Slow, Full}
     for kind in (Kill, Stop):

@@ -93,7 +93,7 @@ class Checkpoint(Artifact):
     """All files of a job's checkpoints; a server that begins from the newest reads those that it names."""
 
     def __init__(self, folder: Path, _: Path) -> None:
-        plan = next(draw(seed).plan for seed in range(100) if draw(seed).plan.sync)
+        plan = next(plan for seed in range(100) if (plan := draw(seed).plan).sync and not plan.tables)
         self._url = oracle.Undisturbed.run(plan, folder / "job")
         self._library = CheckpointLibrary(open_storage(self._url))
         newest = self._library.load(JOB)
@@ -241,7 +241,7 @@ def _standing(partition: Partition) -> object:
 def fight(folder: Path, memory: Path) -> tuple[Path, LogFiles]:
     """Where the checkpoints are of a job that keeps logs, and, in `memory`, the log of a server of its that died at
     TORN_AT."""
-    plan = next(plan for seed in range(100) if (plan := draw(seed).plan).wal and not plan.sync)
+    plan = next(plan for seed in range(100) if (plan := draw(seed).plan).wal and not (plan.sync or plan.tables))
     plan = replace(plan, jumping=(), every_steps=10)
     with battlefield(plan, folder / "fight") as field:
         victim = field.places[VICTIM]

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from simulator.mutations import MUTATIONS, Mutation
-from simulator.parallel import run_seeds
+from simulator.parallel import KINDS_OF_TEN, mixed, run_seeds
 from simulator.yard import make_plan, run_plan, simulation, warm_up
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "1000"))
@@ -65,6 +65,18 @@ def test_job_with_a_table_keeps_its_promises_under_every_seed(kind: str) -> None
         met.update([found["mode"]])
     if SEEDS >= 200:
         assert min(met.values()) >= 2, met
+
+
+def test_a_soak_has_each_seed_once_and_jobs_with_a_table_of_each_mode() -> None:
+    found = mixed(range(40))
+    assert sorted(seed for mine in found.values() for seed in mine) == list(range(40))
+    assert {kind: len(mine) for kind, mine in found.items()} == {"": 28} | dict.fromkeys(KINDS_OF_TEN.values(), 4)
+    plans = [make_plan(mine[0], kind) for kind, mine in found.items() if kind]
+    assert {(plan.mode, plan.flight is not None) for plan in plans if plan.rows} == {
+        ("async", False),
+        ("sync", False),
+        ("sync", True),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""The job under fire: the digits, and beside them a count, where a sample's gradient adds 1 to its own coordinate.
+"""The job under fire: the digits, and beside them a count, where a sample's gradient adds 1 to its own coordinate. With
+tables: also to a row of its own, and what the digits' pixels say is looked up in rows that are learned.
 
 So a push that was lost or counted twice shows as a whole number that is wrong. What a batch was computed on goes into
 the file OUT/computed, one line a batch, before it is pushed; when the script ends well, OUT/PID.json has what came out.
@@ -18,9 +19,13 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 
+FAR = 1_000_003
+"""Between the ids of two samples' rows."""
+SHADES = 17
+
 
 class Net(torch.nn.Module):
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, *, tables: bool) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Conv2d(1, 8, kernel_size=3, padding=1),
@@ -32,6 +37,36 @@ class Net(torch.nn.Module):
             torch.nn.Linear(128, 10),
         )
         self.counts = torch.nn.Parameter(torch.zeros(samples, dtype=torch.float64))
+        self.tables: torch.nn.ModuleDict | None = None
+        if tables:
+            seen = sy.tables.Table(1, name="seen", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+            pixels = sy.tables.Table(10, name="pixels", optimizer=sy.tables.Adagrad(lr=0.01))
+            self.tables = torch.nn.ModuleDict(
+                {"seen": sy.Embedding(1, table=seen), "pixels": sy.EmbeddingBag(10, "sum", table=pixels)}
+            )
+
+    def look_ups(self, images: torch.Tensor, index: torch.Tensor) -> dict[torch.nn.Module, torch.Tensor]:
+        """What modules of tables will be given for a batch."""
+        if self.tables is None:
+            return {}
+        shades = (images.flatten(1) * 16).round().long()
+        pixels = torch.arange(shades.shape[1]) * SHADES + shades
+        return {self.tables["seen"]: (index - 7) * FAR, self.tables["pixels"]: pixels}
+
+    def forward(self, images: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the sum of the counts of these samples."""
+        logits, counts = self.layers(images), self.counts[index].sum()
+        if self.tables is not None:
+            seen, pixels = (module(ids) for module, ids in self.look_ups(images, index).items())
+            logits, counts = logits + pixels, counts + seen.double().sum()
+        return logits, counts
+
+    def rows_seen(self, samples: int) -> list[float]:
+        """Of each sample."""
+        if self.tables is None:
+            return []
+        with torch.no_grad():
+            return self.tables["seen"]((torch.arange(samples) - 7) * FAR).flatten().tolist()
 
 
 def read_digits(samples: int) -> TensorDataset:
@@ -47,6 +82,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--parts", type=int, required=True, help="of a step, whose mean is taken; 1: there is none")
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--look-ahead", action="store_true", help="say which rows will be looked up")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--gate", type=Path, help="wait until this file is there before the job is joined")
     options = parser.parse_args()
@@ -59,22 +96,26 @@ def main() -> None:
     computed = os.open(options.out / "computed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with sy.connect() as job:
         torch.manual_seed(job.seed)
-        model = Net(options.samples)
+        model = Net(options.samples, tables=options.tables)
         learned = [parameter for name, parameter in model.named_parameters() if name != "counts"]
         optimizer = torch.optim.SGD(
             [{"params": learned, "lr": 0.03, "momentum": 0.9}, {"params": [model.counts], "lr": 1.0}], lr=0.03
         )
         model, moved = job.prepare(model, optimizer)
         model.train()
-        for images, labels, index in job.batches(dataset, batch_size=options.batch_size, epochs=options.epochs):
+        ahead = {"look_ahead": lambda batch: model.look_ups(batch[0], batch[2])} if options.look_ahead else {}
+        batches = job.batches(dataset, batch_size=options.batch_size, epochs=options.epochs, **ahead)
+        for images, labels, index in batches:
             time.sleep(options.pause_ms / 1000)
-            loss = F.cross_entropy(model.layers(images), labels)
+            logits, counts = model(images, index)
+            loss = F.cross_entropy(logits, labels)
             moved.zero_grad()
-            (loss - options.parts * model.counts[index].sum()).backward()
+            (loss - options.parts * counts).backward()
             os.write(computed, json.dumps([os.getpid(), index.tolist()]).encode() + b"\n")
             moved.step()
             job.log(loss=loss)
-        result = {"counts": model.counts.detach().tolist(), "step": job.step}
+        counts = model.counts.detach().tolist()
+        result = {"counts": counts, "rows": model.rows_seen(options.samples), "step": job.step}
     os.close(computed)
     part = options.out / f"{os.getpid()}.part"
     part.write_text(json.dumps(result))

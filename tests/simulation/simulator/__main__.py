@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 
-from .parallel import run_seeds
+from .parallel import mixed, run_seeds
 from .yard import make_plan, run_plan, simulation
 
 
@@ -19,7 +19,8 @@ def main() -> int:
     parser.add_argument("--seeds", metavar="A:B", help="all from A to below B")
     parser.add_argument("--list", metavar="-", help="seeds, parted by commas, from the standard input")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 0: one for each core")
-    parser.add_argument("--kind", default="", help="async, bounded, sync, async-wal, sync-checkpoint, coordinator, ...")
+    parser.add_argument("--kind", default="", help="async, bounded, sync, hybrid, async-wal, sync-rows, ...")
+    parser.add_argument("--mixed", action="store_true", help="three of ten seeds have jobs with a table")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -33,11 +34,12 @@ def main() -> int:
     else:
         parser.error("no seed")
     if given.jobs != 1:
-        return _run_many(seeds, given.kind, given.jobs)
+        return _run_many(mixed(seeds) if given.mixed else {given.kind: seeds}, given.jobs)
     red = 0
+    kinds = {seed: kind for kind, mine in mixed(seeds).items() for seed in mine} if given.mixed else {}
     with simulation(logging.INFO if given.trace else logging.ERROR):
         for seed in seeds:
-            found = _run(seed, given.kind, trace=given.trace)
+            found = _run(seed, kinds.get(seed, given.kind), trace=given.trace)
             red += bool(found["violations"])
             print(json.dumps(found) if given.json else _told(found), flush=True)
     return 0 if given.json else min(red, 1)
@@ -48,7 +50,7 @@ def _run(seed: int, kind: str, *, trace: bool) -> dict[str, object]:
     found = run_plan(make_plan(seed, kind), trace=print if trace else None)
     told = dataclasses.asdict(found)
     plan = told.pop("plan")
-    del told["values"], told["versions"]
+    del told["values"], told["versions"], told["pushes"]
     return {
         "seed": seed,
         "kind": kind,
@@ -58,15 +60,18 @@ def _run(seed: int, kind: str, *, trace: bool) -> dict[str, object]:
     }
 
 
-def _run_many(seeds: list[int], kind: str, jobs: int) -> int:
+def _run_many(seeds: dict[str, list[int]], jobs: int) -> int:
+    """By kind."""
     begun, done, red = time.monotonic(), 0, 0
-    for found in run_seeds(seeds, kind=kind, jobs=jobs):
+    number = sum(map(len, seeds.values()))
+    every = (found for kind, mine in seeds.items() if mine for found in run_seeds(mine, kind=kind, jobs=jobs))
+    for found in every:
         done += 1
         if found["violations"]:
             red += 1
             print(_told(found), flush=True)
         if sys.stderr.isatty():
-            print(f"{done} of {len(seeds)} seeds, {red} red", end="\r", file=sys.stderr)
+            print(f"{done} of {number} seeds, {red} red", end="\r", file=sys.stderr)
     print(f"{done} seeds in {time.monotonic() - begun:.0f} s, {red} red")
     return min(red, 1)
 

@@ -35,6 +35,7 @@ from shardyard_ps_server.wal_files import END, LogFiles
 from shardyard_ps_server.wal_records import Mark
 from shardyard_worker import feeds
 from shardyard_worker.finite import Finiteness
+from shardyard_worker.hybrid import HybridStrategy
 from shardyard_worker.strategies import SyncStrategy
 from shardyard_worker.verdicts import Verdicts
 
@@ -499,20 +500,20 @@ def rows_do_not_go_back(patch: Patch) -> None:
     patch.setattr(PartitionTables, "become", become)
 
 
-@mutation("A1", "hybrid-checkpoint", 22)
+@mutation("A1", "hybrid-checkpoint", 22, 42)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 22)
+@mutation("A1", "hybrid-checkpoint", 22, 42)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not say which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != LANE_OF_ROWS))
 
 
-@mutation("A1", "hybrid-checkpoint", 22, 61)
+@mutation("A1", "hybrid-checkpoint", 22, 42)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint says of rows, as of variables, that none of the next step has counted"""
     real = Partition._cut
@@ -526,7 +527,7 @@ def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     patch.setattr(Partition, "_cut", cut)
 
 
-@mutation("A1", "hybrid-checkpoint", 3, 5)
+@mutation("A1", "hybrid-checkpoint", 1, 3)
 def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
     """a checkpoint says that it has all rows of the next step"""
     real = Partition._cut
@@ -538,6 +539,33 @@ def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
         return dataclasses.replace(found, marks=marks)
 
     patch.setattr(Partition, "_cut", cut)
+
+
+@mutation("C3", "hybrid", 1, 2)
+def rows_are_looked_up_too_early(patch: Patch) -> None:
+    """rows of a step are looked up a step earlier than is said"""
+    real = HybridStrategy.__init__
+
+    def init(self: Any, training: Any) -> None:
+        real(self, training)
+        self._depth += bool(self._depth)
+
+    patch.setattr(HybridStrategy, "__init__", init)
+
+
+@mutation("C3", "hybrid", 1, 2)
+def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
+    """rows that came ahead are kept for the steps after theirs"""
+    real = HybridStrategy._load
+
+    def load(self: Any, ahead: Any = None) -> None:
+        before = self._rows
+        real(self, ahead)
+        if before is not None:
+            self._rows = before
+            self._load_again()
+
+    patch.setattr(HybridStrategy, "_load", load)
 
 
 @mutation("B1", "sync-rows", 4, 6)

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent
+KINDS_OF_TEN = {7: "async-rows", 8: "sync-rows", 9: "hybrid"}
+"""What `mixed` makes of seeds by their last figure."""
 SHM = Path("/dev/shm")
 
 
@@ -25,6 +27,14 @@ def folder_name(pid: int) -> str:
 
 def folders_of(pid: int) -> Iterator[Path]:
     return (SHM if SHM.is_dir() else Path(tempfile.gettempdir())).glob(f"{folder_name(pid)}*")
+
+
+def mixed(seeds: Sequence[int]) -> dict[str, list[int]]:
+    """Seeds by kind, such that three of ten have jobs with a table, which seeds by themselves do not draw."""
+    found: dict[str, list[int]] = {"": []}
+    for seed in seeds:
+        found.setdefault(KINDS_OF_TEN.get(seed % 10, ""), []).append(seed)
+    return found
 
 
 def _lines_of(children: Sequence[subprocess.Popen[str]]) -> Iterator[str]:

@@ -53,9 +53,10 @@ def ids_of(coordinates: int, partitions: int) -> Ids:
 
 @functools.cache
 def has_row(coordinates: int, partitions: int) -> Bools:
-    """Shape (coordinates, partitions): some have rows in some partitions, and some in none."""
+    """Shape (coordinates, partitions): some have rows in some partitions, some in none, the last in all."""
     coordinate, partition = np.indices((coordinates, partitions))
     found: Bools = (coordinate % 3 != 0) & ((coordinate + partition) % 4 != 0)
+    found[-1] = True
     return found
 
 
@@ -78,13 +79,19 @@ def spread(ids: Ids, rows: npt.NDArray[np.float32], coordinates: int, partitions
 
 
 class Rows:
-    """One worker's end of the table. `coordinates`: how many there are."""
+    """One worker's end of the table. `coordinates`: how many there are, with one more at the end for what each push may
+    count in."""
 
     def __init__(self, optimizer: str, coordinates: int, partitions: int) -> None:
         zeros = InitialValues(InitialKind.ZEROS)
         self.table = Table(DIM, name=NAME, initial=zeros, optimizer=OPTIMIZERS[optimizer], seed=7)
         self.tables = JobTables({NAME: self.table}, [{"params": [self.table.weight], "lr": 1.0}])
         self._coordinates, self._partitions = coordinates, partitions
+
+    @property
+    def last(self) -> Ids:
+        """Of the rows that the last coordinate has, one in each partition."""
+        return self.ids([self._coordinates - 1])
 
     def ids(self, coordinates: npt.ArrayLike) -> Ids:
         """Of the rows that these have."""
@@ -93,18 +100,19 @@ class Rows:
         return ids_of(*shape)[chosen][has_row(*shape)[chosen]]
 
     def look_up(self, ids: Ids) -> npt.NDArray[np.float32]:
-        """As a forward does: in the order in which `push` takes gradients."""
+        """As a forward does. Shape (n, DIM)."""
         source = self.table.source
-        (found,) = source.fetch([Wanted(self.table, source.once(self.table, ids))])
-        return np.asarray(found)
+        once = source.once(self.table, ids)
+        (found,) = source.fetch([Wanted(self.table, once)])
+        return np.asarray(found)[once.places]
 
     def add(self, ids: Ids, gradients: npt.NDArray[np.float32] | float) -> None:
-        """As a backward does."""
+        """As a backward does. `ids`: each once; `gradients`: shape (n, DIM), or the same for all."""
         if ids.size:
-            found = self.table.source.once(self.table, ids)
-            sums = np.empty((found.ids.size, DIM), np.float32)
-            sums[:] = gradients
-            self.table.gradients.add(found, sums)
+            once = self.table.source.once(self.table, ids)
+            sums = np.empty((ids.size, DIM), np.float32)
+            sums[once.places] = gradients
+            self.table.gradients.add(once, sums)
 
     def take(self) -> Any:
         return self.tables.take()

@@ -175,6 +175,11 @@ class Plan:
         return self.samples * self.epochs * self.feeds
 
     @property
+    def row_coordinates(self) -> int:
+        """Those that have rows. The last is for all pushes of a hybrid job, which are counted there."""
+        return self.coordinates + 1
+
+    @property
     def undisturbed(self) -> Plan:
         """The same work by nobody but one, in a quiet place."""
         return replace(
@@ -335,6 +340,8 @@ class Ending:
     values: dict[str, bytes] = field(default_factory=dict)
     versions: dict[int, dict[str, bytes]] = field(default_factory=dict)
     """Of a synchronous job: the values at each step that was computed."""
+    pushes: dict[int, int] = field(default_factory=dict)
+    """Yard.pushes."""
     standing: str = ""
     happened: list[str] = field(default_factory=list)
 
@@ -362,6 +369,10 @@ class Yard:
         self.jobs_finished = 0
         self._goodbyes = 0
         self.versions: dict[int, dict[str, bytes]] = {}
+        self.pushes: dict[int, int] = {}
+        """Of a hybrid job, by step: so many pushes at least were in the rows that it was computed on."""
+        self.pushes_before: dict[int, int] = {}
+        """By step: how many there are of the steps before."""
         self.left_out: dict[object, set[int]] = {}
         """By run of the job: the coordinates whose batches do not count, by the coordinator's word."""
         self.stops: dict[object, int | None] = {}
@@ -483,7 +494,7 @@ class Yard:
         size = plan.coordinates if plan.counts else SYNC_ELEMENTS
         with worker_job.connect(self.settings) as job:
             firsts = torch.zeros(size, dtype=torch.float64)
-            rows = Rows(plan.rows, plan.coordinates, plan.partitions) if plan.rows else None
+            rows = Rows(plan.rows, plan.row_coordinates, plan.partitions) if plan.rows else None
             if rows is not None:  # as job.prepare does, which a model's parameters come with
                 job._register = functools.partial(job._register, tables=rows.tables)  # type: ignore[method-assign]
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
@@ -521,13 +532,29 @@ class Yard:
         """Of a batch that is to come, whose epoch nobody says: those of all."""
         (chosen,), plan = batch, self.plan
         places = torch.arange(0, plan.coordinates, plan.samples)
-        return rows.announced(rows.ids((chosen[:, None] + places).flatten()))
+        ids = rows.ids((chosen[:, None] + places).flatten())
+        return rows.announced(ids if plan.flight is None else np.concatenate([ids, rows.last]))
 
     def _look_up(self, rows: Rows, coordinates: torch.Tensor) -> None:
+        self._check_counts(rows.look_up(rows.ids(coordinates)))
+
+    def _check_counts(self, found: Any) -> None:
         """Of rows that count: none has counted twice."""
-        found = rows.look_up(rows.ids(coordinates))
         if not np.isin(found, (0.0, 1.0)).all():
             self.world.violations.append(f"{current().process} has looked up {found.tolist()}")
+
+    def _look_at_pushes(self, step: int, pushes: int) -> None:
+        """Of a hybrid job: how many pushes are in the rows that a step is computed on, in the partition that has
+        least. They lack so many steps at most, of whichever rank."""
+        plan = self.plan
+        self.pushes[step] = min(pushes, self.pushes.get(step, pushes))
+        assert plan.flight is not None
+        lacking = plan.flight if plan.looks_ahead else 0
+        least = self.pushes_before.get(step - lacking, 0)
+        if pushes < least:
+            self.world.violations.append(
+                f"{current().process} computes step {step} on rows with {pushes} pushes, and not {least}"
+            )
 
     def _train_async(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
         plan, world = self.plan, self.world
@@ -576,7 +603,7 @@ class Yard:
             self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
             if rows is not None:
-                total += self._look_at_rows(rows, coordinates, total)
+                total += self._look_at_rows(rows, coordinates, job._feed.work.name.first, total)
             sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
@@ -586,13 +613,16 @@ class Yard:
             self._push(job, sent, rows, overflow=wrong == "overflow")
             self._stop_by_chance(job)
 
-    def _look_at_rows(self, rows: Rows, coordinates: torch.Tensor, total: float) -> float:
+    def _look_at_rows(self, rows: Rows, coordinates: torch.Tensor, step: int, total: float) -> float:
         """Looks up, and gives gradients. What variables' gradients depend on: nothing, where rows are updated as they
         come."""
         rows.clear()
-        if self.plan.rows_count:
-            self._look_up(rows, coordinates)
-            rows.add(rows.ids(coordinates), float(-self.plan.ranks))
+        if self.plan.flight is not None:
+            ids = np.concatenate([rows.ids(coordinates), rows.last])
+            found = rows.look_up(ids)
+            self._look_at_pushes(step, int(found[-self.plan.partitions :].min()))
+            self._check_counts(found[: -self.plan.partitions])
+            rows.add(ids, float(-self.plan.ranks))
             return 0.0
         ids = rows.ids(coordinates % SHARED)
         found = rows.look_up(ids)
@@ -800,6 +830,7 @@ class Yard:
             self.starts,
             next(iter(self.finished.values()), {}),
             self.versions,
+            self.pushes,
             standing,
             self.happened,
         )
@@ -828,7 +859,7 @@ class Yard:
         saved = {name: np.asarray(array).tobytes() for name, array in state.items()}
         if self.plan.rows:
             ids, rows = (np.asarray(state[f"{ROWS}.{what}"]) for what in ("ids", "rows"))
-            saved[ROWS] = spread(ids, rows, self.plan.coordinates, self.plan.partitions)
+            saved[ROWS] = spread(ids, rows, self.plan.row_coordinates, self.plan.partitions)
         self._compare(f"checkpoint {manifest.number}", saved, wanted)
 
     def _compare(self, whose: str, values: dict[str, bytes], wanted: dict[str, bytes]) -> None:
@@ -851,8 +882,9 @@ class Yard:
         ends = []
         for left_out in self.left_out.values():
             arrays = {name: np.frombuffer(array, np.float64).copy() for name, array in wanted.items()}
-            for array in arrays.values():
-                array.reshape(self.plan.coordinates, -1)[sorted(left_out)] = 0.0
+            for name, array in arrays.items():
+                size = self.plan.row_coordinates if name == ROWS else self.plan.coordinates
+                array.reshape(size, -1)[sorted(left_out)] = 0.0
             ends.append({name: array.tobytes() for name, array in arrays.items()})
         return values if values in ends else ends[-1]
 
@@ -885,7 +917,8 @@ class Yard:
             undisturbed = _undisturbed(plan.undisturbed).values
             if not plan.rows_count or plan.wrong:
                 return undisturbed
-            return undisturbed | {ROWS: counted(np.ones(plan.coordinates), plan.partitions)}
+            pushes = np.frombuffer(undisturbed[ROWS], np.float64)[-1]
+            return undisturbed | {ROWS: counted(np.append(np.ones(plan.coordinates), pushes), plan.partitions)}
         counts = np.ones(plan.coordinates)
         for feed, epoch in itertools.product(range(plan.feeds), range(plan.epochs)):
             for shard in range(-(-plan.samples // (plan.batch * plan.per_shard))):
@@ -896,7 +929,7 @@ class Yard:
                     if self._is_wrong(source, batch):
                         counts[self._coordinates(source, batch)] = 0.0
         wanted = {f"v{p}": counts.tobytes() for p in range(plan.partitions)}
-        return wanted | ({ROWS: counted(counts, plan.partitions)} if plan.rows else {})
+        return wanted | ({ROWS: counted(np.append(counts, 0.0), plan.partitions)} if plan.rows else {})
 
 
 @functools.cache
@@ -1116,6 +1149,8 @@ def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: 
     was = gc.isenabled()
     gc.disable()  # what it finds ends in whichever task has the baton
     yard = Yard(plan, folder, trace)
+    if judged and plan.flight is not None:
+        yard.pushes_before = _undisturbed(plan.undisturbed).pushes
     _running.append(yard)
     former, os_.disk = os_.disk, yard.disk
     try:
