@@ -106,7 +106,9 @@ def describe_switch(switch: wire.SwitchStatus) -> str:
     said = f"to {describe_consistency(switch.consistency)}"
     if switch.step:
         return f"{said} before step {switch.step:,}; its partitions have not gone over yet"
-    if not switch.servers and not switch.behind:
+    if switch.HasField("step"):
+        return f"{said}; {len(switch.behind)} workers have not said yet how far they have come"
+    if not switch.servers:
         return f"{said}; not all servers have gone over yet"
     if not switch.behind:
         return said
@@ -117,12 +119,12 @@ def describe_switch(switch: wire.SwitchStatus) -> str:
 
 
 def _await_all(peer: Peer, told: wire.SwitchConsistencyReply) -> int:
-    """0 once all go by it, or by a later switch; 1 where the job has ended, or was forgotten."""
+    """0 once all go by it, or by a later switch; 1 where the job has ended, was forgotten, or stays as it was."""
     from shardyard.runtime.waiting import ExplainedWait
     from shardyard.wire import methods
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
-    number, why = told.consistency.number, ""
+    number, why, halts = told.consistency.number, "", False
     with ExplainedWait(lambda: f"job {told.job_name} to go over{why}") as explained:
         while number:
             status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
@@ -132,7 +134,8 @@ def _await_all(peer: Peer, told: wire.SwitchConsistencyReply) -> int:
                 return 1
             switch = found.consistency
             ahead = switch.consistency.number - number
-            if ahead < 0:
+            halts = halts or (ahead == 0 and switch.HasField("step"))
+            if ahead < 0 and halts:
                 click.echo(f"job {told.job_name} stays as it was: somebody has taken that back", err=True)
                 return 1
             if ahead > 0 or (ahead == 0 and switch.servers and not switch.behind):

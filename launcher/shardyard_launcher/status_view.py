@@ -273,6 +273,7 @@ def _switch(switch: wire.SwitchStatus) -> dict[str, object]:
         "staleness": said.staleness if said.HasField("staleness") else None,
         "servers": switch.servers,
         "workers_behind": list(switch.behind),
+        "before_step": switch.step or None,
     }
 
 

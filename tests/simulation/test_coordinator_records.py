@@ -18,6 +18,7 @@ from shardyard.ground.types import (
     DType,
     Durability,
     Generation,
+    Halt,
     Incarnation,
     JobId,
     LeasedSource,
@@ -35,6 +36,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
 from shardyard_coordinator.data_ledger import FeedSpec, StepLedger
+from shardyard_coordinator.deployment import Stage
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
@@ -413,9 +415,21 @@ BEGINNING_KINDS = {
 }
 
 
+CALLS = (
+    effects.CreatePartitions,
+    effects.OpenPartitions,
+    effects.RestorePartitions,
+    effects.TakeCheckpoint,
+    effects.ReadSteps,
+    effects.PaceServers,
+)
+
+
 class Beginning:
     """One job whose servers come and go before, and after, its first checkpoint is written, and whose coordinator may
     die. It begins with a checkpoint of another run where `seed` is odd."""
+
+    settings = LOGS
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(f"beginning {seed}")
@@ -428,7 +442,7 @@ class Beginning:
         if seed % 2:
             self.handle(events.RestoreOrdered(ORDER))
         self.register_server()
-        answer = self.handle(events.JobJoined(self.register(MemberRole.WORKER, ""), "w", LOGS))
+        answer = self.handle(events.JobJoined(self.register(MemberRole.WORKER, ""), "w", self.settings))
         assert isinstance(answer, effects.Joined)
         self.caller = Caller(answer.job, self.worker)
 
@@ -438,8 +452,7 @@ class Beginning:
         except ShardyardError as error:
             return error
         self.kinds |= {effect.kind for effect in found if isinstance(effect, effects.Persist)}
-        calls = (effects.CreatePartitions, effects.OpenPartitions, effects.RestorePartitions, effects.TakeCheckpoint)
-        self.under_way += [effect for effect in found if isinstance(effect, calls)]
+        self.under_way += [effect for effect in found if isinstance(effect, CALLS)]
         return next((effect.answer for effect in found if isinstance(effect, effects.Reply)), None)
 
     def register(self, role: MemberRole, address: str) -> Incarnation:
@@ -486,6 +499,8 @@ class Beginning:
                 self.handle(events.PartitionsRestored(subject.job, map_.generation))
             case effects.TakeCheckpoint(subject, _, draft):
                 self.handle(events.CheckpointTaken(subject.job, draft.number, draft.number + 20, draft.step))
+            case effects.PaceServers(job, map_, consistency):
+                self.handle(events.ServersPaced(job, map_.generation, consistency.number))
 
     def go_on(self) -> None:
         """The worker registers its variables, and commits first values; whichever it is let do."""
@@ -523,3 +538,125 @@ def test_beginnings_by_chance_write_records_of_every_kind() -> None:
         through.append(bool(beginning.passed))
     assert written >= BEGINNING_KINDS
     assert sum(through) > len(BEGINNINGS) // 2
+
+
+# ---- a synchronous job that goes over to asynchronous updates
+
+CROSSINGS = range(24)
+CROSSING_EVENTS = 250
+CROSSING_KINDS = {"halt_asked", "halt_settled", "halt_given_up", "job_went_over", "consistency_switched"}
+
+
+class Crossing(Beginning):
+    """One job that takes steps, and is told to go over, or to stay, while servers come and go, and its coordinator may
+    die. `stands`: before which step its partitions do."""
+
+    settings = JobSettings(
+        name="w",
+        partitions=3,
+        workers_expected=2,
+        idle_ms=60_000,
+        consistency=ConsistencySettings(mode=ConsistencyMode.SYNC, logical_ranks=2),
+        data=DataSettings(batches_per_data_shard=2),
+        checkpoint=CheckpointSettings(url="/own", every_s=1, keep=2),
+    )
+
+    def __init__(self, seed: int) -> None:
+        self.stands = self.reached = 0
+        self.halt: Halt | None = None
+        self.left = Generation(0)
+        self.told: set[str] = set()
+        super().__init__(2 * seed)
+        self.random = random.Random(f"crossing {seed}")
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.machines.machine.jobs[-1].ranks is not None
+
+    def step(self) -> None:
+        job = self.machines.machine.jobs[-1]
+        chance = self.random.random()
+        if chance < 0.04:
+            modes = (ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED, ConsistencyMode.SYNC)
+            self.handle(events.SwitchAsked("w", self.random.choice(modes), None))
+        elif chance < 0.30 and job.deployment.stage is Stage.OPEN and self.is_synchronous:
+            self.handle(events.FeedOpened(self.caller, 0, FEEDS[1]))
+            self._take_a_step()
+        elif chance < 0.36 and not self.is_synchronous:
+            lease = self.handle(events.LeaseRequested(self.caller, 0))
+            if isinstance(lease, DataLease):
+                returned = events.LeaseReturned(self.caller, 0, lease.source, lease.token)
+                self.handle(events.LedgerRead(returned, 2, job.deployment.generation or Generation(1)))
+        elif chance < 0.46:
+            number = self.halt.number if self.halt is not None else 0
+            halted = (self.random.choice((number, number, 1)), self.reached) if number else None
+            standing = self.handle(
+                events.HeartbeatReceived(self.worker, Report(self.stands, halted=halted, switches=number))
+            )
+            assert isinstance(standing, effects.Standing)
+            self.halt = standing.halt
+        else:
+            super().step()
+
+    def go_on(self) -> None:
+        placed = self.handle(events.VariablesRegistered(self.caller, VARIABLES, SGD))
+        generation = self.machines.machine.jobs[-1].deployment.generation or Generation(1)
+        self.handle(events.VariablesCommitted(self.caller, generation))
+        if isinstance(placed, effects.Placed) and not self.is_synchronous:
+            assert placed.map.generation > self.left, "a map of partitions that the job has left"
+
+    def _take_a_step(self) -> None:
+        halt = self.halt
+        if self.machines.machine.jobs[-1].keeping.recovery.needed:
+            return
+        if halt is None or (halt.settled and self.stands < halt.step):
+            self.stands += 1
+            self.reached = max(self.reached, self.stands)
+
+    def end(self, call: effects.Effect) -> None:
+        match call:
+            case effects.ReadSteps(job, map_):
+                lost = self.random.random() < 0.2
+                self.handle(events.StepsUnread(job) if lost else events.StepsRead(job, map_.generation, self.stands))
+            case effects.TakeCheckpoint(subject, _, draft) if self.is_synchronous:
+                self.handle(events.CheckpointTaken(subject.job, draft.number, draft.number + 20, self.stands))
+            case effects.RestorePartitions() if self.is_synchronous:
+                super().end(call)
+                committed = self.machines.machine.jobs[-1].keeping.book.committed
+                assert committed is not None
+                self.stands = committed.step
+            case _:
+                super().end(call)
+
+    def run(self) -> None:
+        for _ in range(CROSSING_EVENTS):
+            was = self.is_synchronous
+            self.step()
+            self.machines.check(self.now_ms)
+            job = self.machines.machine.jobs[-1]
+            assert was or not self.is_synchronous, "it went back"
+            if was and not self.is_synchronous:
+                committed = job.keeping.book.committed
+                assert committed is not None
+                assert committed.step == self.stands, "it went over from another step"
+                self.left = job.deployment.generation or Generation(0)
+                self.told.add("went over")
+            if job.state.ended:  # a server was gone before there was a checkpoint
+                return
+
+
+@pytest.mark.parametrize("seed", CROSSINGS)
+def test_job_that_goes_over_is_in_one_mode_whoever_dies(seed: int) -> None:
+    Crossing(seed).run()
+
+
+def test_crossings_by_chance_write_records_of_every_kind() -> None:
+    written: set[str] = set()
+    over = 0
+    for seed in CROSSINGS:
+        crossing = Crossing(seed)
+        crossing.run()
+        written |= crossing.kinds | {each.kind for each in crossing.machines.persisted}
+        over += bool(crossing.told)
+    assert written >= CROSSING_KINDS
+    assert over >= 4

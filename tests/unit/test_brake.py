@@ -63,10 +63,10 @@ def test_without_a_halt_the_steps_go_on_and_with_one_they_wait_where_it_is_settl
     assert (brake.halted, brake.halts) == (None, False)
     brake.may_begin(4)
     brake.take_halt(Halt(2))
-    assert (brake.halted, brake.halts) == ((2, 5), True)
+    assert (brake.halted, brake.halts) == ((2, 5), False)
     assert [brake.permits(step) for step in (3, 4, 5)] == [None] * 3
     brake.take_halt(Halt(2, True, 6))
-    assert brake.halted is None
+    assert (brake.halted, brake.halts) == (None, True)
     assert [brake.may_begin(step) for step in (4, 5, 6, 7)] == [True, True, None, None]
     brake.take_halt(None)
     assert brake.may_begin(6) is True

@@ -283,6 +283,29 @@ def test_stop_of_what_does_not_run_is_refused(coordinator: str, capsys: pytest.C
 BOUNDED = wire.Consistency(number=2, mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=3)
 
 
+def test_set_waits_no_longer_for_what_somebody_has_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
+    standings = [wire.SwitchStatus(consistency=BOUNDED, step=0), wire.SwitchStatus()]
+
+    def switch(_: wire.SwitchConsistencyRequest, __: Context) -> wire.SwitchConsistencyReply:
+        return wire.SwitchConsistencyReply(job_name="digits", job=7, consistency=BOUNDED, first=True)
+
+    def status(_: wire.StatusRequest, __: Context) -> wire.StatusReply:
+        job = wire.JobStatus(job=7, name="digits", state=wire.JOB_STATE_RUNNING, consistency=standings.pop(0))
+        return wire.StatusReply(jobs=[job])
+
+    service = Service("Coordinator")
+    service.on(methods.SWITCH_CONSISTENCY, switch)
+    service.on(methods.STATUS, status)
+    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener.start()
+    try:
+        code = main(["set", "consistency.mode=bounded", "--wait", "--coordinator", listener.address])
+    finally:
+        listener.stop()
+    assert (code, standings) == (1, [])
+    assert "somebody has taken that back" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_set_waits_until_all_servers_and_workers_go_by_it(ends: bool, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[wire.SwitchConsistencyRequest] = []
@@ -758,7 +781,22 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
             "staleness": 3,
             "servers": servers,
             "workers_behind": behind,
+            "before_step": None,
         }
+
+
+def test_status_says_before_which_step_a_synchronous_job_goes_over() -> None:
+    found = report()
+    for step, said in (
+        (0, "switched to bounded, 3 steps; 2 workers have not said yet how far they have come\n"),
+        (1_210, "switched to bounded, 3 steps before step 1,210; its partitions have not gone over yet\n"),
+    ):
+        switch = wire.SwitchStatus(consistency=BOUNDED, behind=[4, 5], step=step)
+        found.status.jobs[1].consistency.CopyFrom(switch)
+        shown = io.StringIO()
+        status_view.show(found, Console(file=shown, width=200))
+        assert said in re.sub(r" +\n", "\n", shown.getvalue())
+        assert json.loads(status_view.to_json(found))["jobs"][1]["switch"]["before_step"] == (step or None)
 
 
 def test_status_says_how_old_rows_of_a_hybrid_job_may_be() -> None:

@@ -474,7 +474,7 @@ def test_documentation_names_every_variable() -> None:
 
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
-EXAMPLES += ["mixed-precision", "recommender", "hybrid"]
+EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

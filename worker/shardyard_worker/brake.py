@@ -47,8 +47,8 @@ class Brake:
 
     @property
     def halts(self) -> bool:
-        """Whether the job goes over to another mode, as far as this worker has heard."""
-        return self._halt is not None
+        """Whether it is settled before which step the job goes over to another mode, which then takes a checkpoint."""
+        return self._halt is not None and self._halt.settled
 
     def take_halt(self, halt: Halt | None) -> None:
         """The coordinator has said so. None: there is none, or no more."""

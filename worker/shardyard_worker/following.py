@@ -124,7 +124,7 @@ class Run:
         self._held: HeldVersion | None = None
         """Of the newest snapshot, where its rows are looked up."""
         self._rows: FollowedRows | None = None
-        self._rows_of: JobLayout | None = None
+        self._rows_of: tuple[JobLayout, UpdateMode] | None = None
         self._renewing = threading.Lock()
         self._is_given_up = False
         self._snapshot: Snapshot | None = None
@@ -241,9 +241,10 @@ class Run:
         tables = tables_of(model)
         if tables and self._held is not None:
             view = self._held.view
-            if self._rows is None or self._rows_of is not view.layout:
+            of = self._rows_of
+            if self._rows is None or of is None or of[0] is not view.layout or of[1] is not view.mode:
                 # rows of a step belong to its parameters; of versions that are nobody's together any newer one will do
-                self._rows_of = view.layout
+                self._rows_of = view.layout, view.mode
                 self._rows = FollowedRows(view.layout, None if view.mode is UpdateMode.SYNC else self._newer)
             self._rows.show(self._held.look_up)
             bind(tables, view.layout, self._rows)

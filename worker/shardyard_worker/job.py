@@ -473,12 +473,11 @@ class Job:
         reader = Reader(dataset, self._device, collate_fn)
         if epochs == 0:
             return iter(())
-        self._follow_mode()
         settings = FeedSettings(batch_size, epochs, shuffle, drop_last, accumulate)
         with self._session.interrupts:
             feed = open_feed(
                 self._training,
-                self._strategy,
+                self._follow_mode(),
                 reader,
                 number=self._feeds,
                 settings=settings,
@@ -568,8 +567,6 @@ class Job:
         if not isinstance(strategy, SyncStrategy) or self.mode is UpdateMode.SYNC:
             return strategy
         strategy.close()
-        if self._scaler is not None:
-            self._scaler.step_by_itself()
         self._strategy = self._make_strategy(self._need_training())
         self._strategy.begin()
         return self._strategy
@@ -793,6 +790,8 @@ class Job:
         if self._session.mode is UpdateMode.SYNC:
             hybrid = self._session.job_settings.consistency.rows_at_once
             return HybridStrategy(training) if hybrid else SyncStrategy(training)
+        if self._scaler is not None:
+            self._scaler.step_by_itself()
         return BoundedStrategy(training)
 
     def _contribute(self, sending: Sending) -> None:

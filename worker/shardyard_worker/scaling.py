@@ -183,7 +183,7 @@ class JobScaler(torch.amp.GradScaler):
         return torch.tensor(counts.number)
 
     def step_by_itself(self) -> None:
-        """The job is asynchronous from now on."""
+        """The job is asynchronous, whatever it was."""
         self._by_steps = False
 
     def _counts(self) -> Counts:

@@ -623,13 +623,18 @@ class SyncStrategy(Strategy):
         brake = self._session.brake
         if brake.permits(step) is not None:
             return
-        why = "the job goes over to another mode" if brake.halts else "other workers to hear that the job stops"
-        with self._session.vigil.over(lambda: f"{why}, before step {step}"):
+
+        def waiting_for() -> str:
+            if brake.halts:
+                return f"partitions in the mode that the job goes over to, before step {step}"
+            return f"other workers to hear that the job {'stops' if brake.stop else 'goes over'}, before step {step}"
+
+        with self._session.vigil.over(waiting_for):
             while brake.permits(step) is None:
                 self._session.refresh()
                 if self._training.is_behind:
                     raise MapChanged
-                self._training.router.pause(STOP_SLICE_MS)
+                self._training.router.pause(SLICE_MS if brake.halts else STOP_SLICE_MS)
 
     # ---- versions
 
