@@ -50,6 +50,7 @@ def end_some_of_all(yard: RoleYard, victim: Script) -> None:
     yard.restart_server(1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_promises_1_and_2_hold_for_a_job_whose_processes_die_while_it_goes_over(
     yard: RoleYard, probes: Probes, when: str

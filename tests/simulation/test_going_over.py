@@ -28,6 +28,7 @@ SEEDS_FOR_A_MUTATION = 60
 KIND = "sync-switch-checkpoint"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1_200)
 def test_yard_that_goes_over_counts_each_sample_once_under_every_seed() -> None:
     met: Counter[str] = Counter()

@@ -56,6 +56,7 @@ def test_job_that_is_switched_keeps_its_promises_under_every_seed(kind: str) -> 
     assert met["gone over"] >= SEEDS // 20
 
 
+@pytest.mark.long("hybrid")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["async-rows", "sync-rows", "hybrid"])
 def test_job_with_a_table_keeps_its_promises_under_every_seed(kind: str) -> None:
