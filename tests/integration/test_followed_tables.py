@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from yards import Probes, RoleYard
 import shardyard as sy
 from shardyard.ground import errors
 from shardyard.ground.row_ids import partition_of
+from shardyard.ground.types import UpdateMode
 from shardyard_ps_server import partition as partitions
 from shardyard_worker import held_version
 from shardyard_worker.snapshots import Snapshots
@@ -268,13 +270,13 @@ def test_leases_are_renewed_for_as_long_as_a_snapshot_is_evaluated(monkeypatch: 
 
 def slow_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer to come than a lease lasts."""
-    monkeypatch.setattr(held_version, "LEASE_MS", 300)
-    monkeypatch.setattr(held_version, "RENEW_MS", 30)
+    monkeypatch.setattr(held_version, "LEASE_MS", 1_000)
+    monkeypatch.setattr(held_version, "RENEW_MS", 100)
     real = Snapshots._pull
 
     def slow(self: Snapshots, *given: Any) -> None:
         real(self, *given)
-        time.sleep(0.8)
+        time.sleep(2.0)
 
     monkeypatch.setattr(Snapshots, "_pull", slow)
 
@@ -302,6 +304,21 @@ def test_a_lease_that_has_run_out_is_not_mistaken_for_the_version(monkeypatch: p
             assert held.is_lost
             assert there.pins == 0
             break
+
+
+@pytest.mark.parametrize("mode", [SYNC, {}], ids=["sync", "async"])
+def test_who_does_not_know_yet_how_a_job_takes_pushes_asks_again(mode: dict[str, object]) -> None:
+    """As a reader that was told so a moment before: nothing is read as if it were of the other kind."""
+    with yard(**mode) as there:
+        Training(there.connect()).step()
+        run = there.follow()
+        view = run._follower.heard.view
+        assert view is not None
+        other = UpdateMode.ASYNC if view.mode is UpdateMode.SYNC else UpdateMode.SYNC
+        with pytest.raises(errors.NotReady, match="takes pushes in another way"):
+            run._snapshots.hold(dataclasses.replace(view, mode=other))
+        assert there.pins == 0
+        run._snapshots.hold(view).release()
 
 
 # ---- over gRPC

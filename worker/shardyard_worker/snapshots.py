@@ -118,13 +118,22 @@ class Snapshots:
         """A pin, what it holds, and a moment at which that was the newest, or was not yet."""
         if view.mode is UpdateMode.ASYNC:
             pin, as_of = Pin(secrets.token_bytes(16), None, rows), time.monotonic()
-            return pin, self._complete(view, servers, pin, step_wait_ms), as_of
+            try:
+                return pin, self._complete(view, servers, pin, step_wait_ms), as_of
+            except errors.InvalidRequest as refused:
+                if "newest" not in refused.facts:
+                    raise
+                raise _of_another_kind(view) from None
         number: int | None = None  # servers answer with where they stand
         ahead = STEPS_AHEAD
         for _ in range(TRIES):
             pin, as_of = Pin(secrets.token_bytes(16), number, rows), time.monotonic()
             try:
-                return pin, self._complete(view, servers, pin, step_wait_ms), as_of
+                versions = self._complete(view, servers, pin, step_wait_ms)
+                if number is None:  # no server of a synchronous job gives that
+                    release(view, servers, pin, self._everywhere, self._vigil)
+                    raise _of_another_kind(view)
+                return pin, versions, as_of
             except _NotReached as standing:  # training stands, or its steps are long
                 number = standing.step
             except errors.InvalidRequest as passed:
@@ -216,6 +225,10 @@ class Snapshots:
         if failed:
             raise max(failed, key=_newest)
         return [call.result() for call in calls]
+
+
+def _of_another_kind(view: View) -> errors.NotReady:
+    return errors.NotReady(f"a version of job {view.job}, which takes pushes in another way by now")
 
 
 class _NotReached(Exception):
