@@ -63,7 +63,7 @@ from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.exchanges import Exchanges
-from shardyard_ps_server.partition_tables import PartitionTables, Rows
+from shardyard_ps_server.partition_tables import PartitionTables, Rows, unpack_pushed
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.tables.table import Table
 
@@ -671,3 +671,51 @@ def test_outcomes_are_those_of_the_push() -> None:
     for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
         results = convert.results_from_wire(push(store, order, DENSE + GOOD_DATA), PARTS)
         assert {result.outcome for result in results} == {expected}
+
+
+# ---- all parts of a table at once
+
+
+def unpacked(said: tuple[PushedRows, ...], data: bytes, among: set[int] | None = None) -> dict[tuple[int, int], Rows]:
+    chosen = None if among is None else {PartitionId(number) for number in among}
+    found = unpack_pushed(LAYOUT, said, np.frombuffer(data, np.uint8), chosen)
+    return {(rows.table, partition): rows for partition, rows in found}
+
+
+def test_parts_of_several_tables_are_read_at_once_each_with_its_own() -> None:
+    entries = ones(0, 2.0) + ones(1, 3.0)
+    counts = [np.arange(1, ids.size + 1).tolist() for _, _, ids, _ in ones(0)]
+    said, data = coded(entries, counts)
+    found = unpacked(said, data)
+    assert found.keys() == {(table, partition) for table, partition, _, _ in entries}
+    for table, partition, ids, values in entries:
+        rows = found[table, partition]
+        np.testing.assert_array_equal(rows.ids, ids)
+        np.testing.assert_array_equal(rows.values, values)
+        np.testing.assert_array_equal(rows.counts, np.arange(1, ids.size + 1))
+
+
+def test_one_part_in_another_code_is_read_beside_the_others() -> None:
+    entries = ones(0, 2.0)
+    ids, codes = [bytes(encode_ids(each[2])) for each in entries], [RowCode.FLOAT32, RowCode.BF16]
+    values = [bytes(encode_rows(each[3], code)) for each, code in zip(entries, codes, strict=True)]
+    sizes = tuple(each[2].size for each in entries)
+    said = (PushedRows(0, PARTS, sizes, tuple(map(len, ids)), tuple(map(len, values))),)
+    found = unpacked(said, ids[0] + values[0] + ids[1] + values[1])
+    for table, partition, numbers, gradients in entries:
+        np.testing.assert_array_equal(found[table, partition].ids, numbers)
+        np.testing.assert_array_equal(found[table, partition].values, gradients)
+
+
+def test_parts_of_other_partitions_are_passed_over_whatever_they_are() -> None:
+    said, data = coded(ones(0, 2.0) + ones(1, 3.0))
+    for here in PARTS:
+        spoilt, at = bytearray(data), 0
+        for each in said:
+            for partition, id_bytes, row_bytes in zip(each.partitions, each.id_bytes, each.row_bytes, strict=True):
+                if partition != here:
+                    spoilt[at : at + id_bytes + row_bytes] = b"\xff" * (id_bytes + row_bytes)
+                at += id_bytes + row_bytes
+        found = unpacked(said, bytes(spoilt), {here})
+        assert found.keys() == {(0, here), (1, here)}
+        np.testing.assert_array_equal(found[1, here].ids, IDS[here == OWNER])
