@@ -233,8 +233,9 @@ def ranks_are_counted_by_their_worker(patch: Patch) -> None:
     """which samples a rank has depends on which ranks its worker has beside it"""
     real = feeds.SyncFeed._samples
 
-    def samples(self: Any, rank: Rank, step: int) -> Any:
-        return real(self, Rank(rank - min(self._strategy._held, default=rank)), step)
+    def samples(self: Any, batch: Any) -> Any:
+        first = min(self._strategy._held, default=batch.rank)
+        return real(self, batch._replace(rank=Rank(batch.rank - first)))
 
     patch.setattr(feeds.SyncFeed, "_samples", samples)
 
@@ -402,11 +403,11 @@ def an_overflow_is_not_in_the_log(patch: Patch) -> None:
     patch.setattr(store, "push_head", lambda order: real(dataclasses.replace(order, overflow=False)))
 
 
-@mutation("C1", "async-wal", 16)
+@mutation("C1", "async-wal", 14, 16)
 def acknowledged_before_durable(patch: Patch) -> None:
     """a push is acknowledged before it is in the log"""
 
-    def append(self: Any, kind: Any, head: bytes, payload: Any) -> int:
+    def append(self: Any, kind: Any, head: bytes, *pieces: Any) -> int:
         with self._changed:
             self._check()
             self._appended += 1
