@@ -240,7 +240,7 @@ def test_another_order_for_a_job_that_is_here_is_refused(
 ) -> None:
     here = server(UpdateMode.SYNC, ranks=2)
     with pytest.raises(
-        InvalidRequest, match=r"with another layout, mode, number of ranks|without (partition 2|values)"
+        InvalidRequest, match=r"with another layout, mode, number of ranks|to be async at|without (partition 2|values)"
     ):
         here.create(JOB, GENERATION, LAYOUT, owned, mode, ranks)
     assert here.hosted()[0].mode is UpdateMode.SYNC
