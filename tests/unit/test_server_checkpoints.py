@@ -341,6 +341,8 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
         store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, staleness=3, switches=1)
     with pytest.raises(StaleGeneration):  # what was admitted before
         store.push(admitted, order, gradient(order))
+    with pytest.raises(StaleGeneration):  # and so reads are that were under way
+        admitted.check_generation(GENERATION)
     assert values(store, generation=NEXT) == before
     hosted = store.hosted()[0]
     assert (hosted.mode, hosted.pacing and hosted.pacing.bound) == (UpdateMode.ASYNC, 3)
