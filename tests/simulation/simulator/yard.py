@@ -406,7 +406,7 @@ class Yard:
                     logical_ranks=plan.ranks if sync else "auto",
                     staleness=plan.staleness or 0,
                     backup_workers=plan.backups,
-                    rows_in_flight=plan.flight or 0,
+                    rows_in_flight=1 if plan.flight is None else plan.flight,
                 ),
                 clip=ClipSettings(norm=plan.clipping.norm, value=plan.clipping.value),
                 workers_expected=plan.workers,
