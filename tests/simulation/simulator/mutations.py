@@ -202,7 +202,7 @@ def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     patch.setattr(safekeeping.Safekeeping, "has_all_data", property(lambda self: True))
 
 
-@mutation("A12", "async", 81, 131)
+@mutation("A12", "async", 252)
 def a_straddling_range_counts(patch: Patch) -> None:
     """a range counts of which a part was counted"""
     _instead_of(patch, StraddlingRange)

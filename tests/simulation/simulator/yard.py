@@ -1109,7 +1109,6 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
         id(optimizers.warm): lambda dtypes: None,
-        id(partition_tables.warm): lambda: None,
     }
     watch, root = _Watch(level), logging.getLogger("shardyard")
     former, propagates = root.level, root.propagate
