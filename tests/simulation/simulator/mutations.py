@@ -217,17 +217,6 @@ def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
 # ---- B: synchronous steps
 
 
-@mutation("B1", "sync", 4, 6)
-def ranks_are_alike(patch: Patch) -> None:
-    """the mean of a step is not weighted by samples"""
-
-    def verdict(contributions: Any) -> Any:
-        members, shares = gate.verdict(contributions)
-        return gate.Verdict(members, tuple(1.0 / len(shares) for _ in shares))
-
-    patch.setattr(partition, "verdict", verdict)
-
-
 @mutation("B1", "sync", 0, 1)
 def ranks_are_counted_by_their_worker(patch: Patch) -> None:
     """which samples a rank has depends on which ranks its worker has beside it"""
@@ -567,17 +556,6 @@ def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
             self._load_again()
 
     patch.setattr(HybridStrategy, "_load", load)
-
-
-@mutation("B1", "sync-rows", 4, 6)
-def ranks_are_alike_in_rows(patch: Patch) -> None:
-    """the mean of a step's rows is not weighted by samples"""
-    real = PartitionTables.mean
-
-    def mean(self: Any, given: Any, shares: Any, limit: float) -> Any:
-        return real(self, given, [1.0 / len(shares) for _ in shares], limit)
-
-    patch.setattr(PartitionTables, "mean", mean)
 
 
 @mutation("B3", "sync-rows", 40)
