@@ -15,6 +15,7 @@ from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.types import Consistency, Halt, Incarnation
+from shardyard_coordinator.reached import Reached
 from shardyard_coordinator.records import Body, Entry, require
 from shardyard_coordinator.switching import consistency_body, consistency_of
 
@@ -26,7 +27,7 @@ class Halting:
 
     def __init__(self) -> None:
         self._count = 0
-        self._reached: dict[Incarnation, int] = {}
+        self._reached = Reached()
         self.halt: Halt | None = None
         """What workers are told."""
         self.wanted: Consistency | None = None
@@ -51,22 +52,20 @@ class Halting:
     def hear(self, worker: Incarnation, number: int, reached: int) -> None:
         """The worker has contributed to no step from `reached` on, and waits."""
         if self._is_open and self.halt is not None and number == self.halt.number:
-            self._reached[worker] = max(reached, self._reached.get(worker, 0))
+            self._reached.hear(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
         """Whether all of the living have said how far they have come."""
-        return self._is_open and bool(workers) and not self.missing(workers)
+        return self._is_open and self._reached.has_all(workers)
 
     def settle(self, step: int) -> list[Entry]:
         """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
         Records."""
-        return self._settle(max(step, *self._reached.values()))
+        return self._settle(self._reached.settled(step))
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """Of the living, those that have not said how far they have come."""
-        if not self._is_open:
-            return ()
-        return tuple(worker for worker in sorted(workers) if worker not in self._reached)
+        return self._reached.missing(workers) if self._is_open else ()
 
     @property
     def step(self) -> int | None:

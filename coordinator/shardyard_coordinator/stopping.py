@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from shardyard.ground import limits
 from shardyard.ground.types import Incarnation, Stop
+from shardyard_coordinator.reached import Reached
 from shardyard_coordinator.records import Body, Entry, require
 
 
@@ -22,7 +23,7 @@ class Stopping:
 
     def __init__(self, *, by_steps: bool) -> None:
         self._by_steps = by_steps
-        self._reached: dict[Incarnation, int] = {}
+        self._reached = Reached()
         self.stop: Stop | None = None
 
     def ask(self, reason: str, worker: Incarnation | None) -> list[Entry]:
@@ -35,20 +36,20 @@ class Stopping:
     def hear(self, worker: Incarnation, reached: int) -> None:
         """The worker has contributed to no step from `reached` on, and waits."""
         if self._is_open:
-            self._reached[worker] = max(reached, self._reached.get(worker, 0))
+            self._reached.hear(worker, reached)
 
     def is_due(self, workers: Collection[Incarnation]) -> bool:
         """Whether all of the living have said how far they have come."""
-        return self._is_open and bool(workers) and not self.missing(workers)
+        return self._is_open and self._reached.has_all(workers)
 
     def settle(self, step: int) -> list[Entry]:
         """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
         Records."""
-        return self._settle(max(step, *self._reached.values()))
+        return self._settle(self._reached.settled(step))
 
-    def missing(self, workers: Collection[Incarnation]) -> list[Incarnation]:
+    def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """Of the living, those that have not said how far they have come."""
-        return [worker for worker in sorted(workers) if worker not in self._reached] if self._is_open else []
+        return self._reached.missing(workers) if self._is_open else ()
 
     def is_over(self, step: int) -> bool:
         """Whether a synchronous job that stands at `step` has no more of them."""

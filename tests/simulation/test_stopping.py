@@ -48,7 +48,7 @@ def goes_on_before_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settles_with_the_first_that_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stopping, "is_due", lambda self, workers: self._is_open and bool(self._reached))
+    monkeypatch.setattr(Stopping, "is_due", lambda self, workers: self._is_open and bool(self._reached._steps))
 
 
 @pytest.mark.timeout(600)

@@ -388,7 +388,7 @@ def test_what_was_said_before_the_stop_is_no_answer_to_it() -> None:
     stopping = Stopping(by_steps=True)
     stopping.hear(Incarnation(3), 9)
     stopping.ask("", None)
-    assert stopping.missing([Incarnation(3)]) == [3]
+    assert stopping.missing([Incarnation(3)]) == (3,)
 
 
 def test_an_asynchronous_job_settles_nothing() -> None:
@@ -396,5 +396,5 @@ def test_an_asynchronous_job_settles_nothing() -> None:
     stopping.ask("", None)
     stopping.hear(Incarnation(3), 9)
     assert not stopping.is_due([Incarnation(3)])
-    assert stopping.missing([Incarnation(3)]) == []
+    assert stopping.missing([Incarnation(3)]) == ()
     assert not stopping.is_over(0)
