@@ -17,7 +17,7 @@ from shardyard_worker import gradients
 sys.path.insert(0, str(Path(__file__).parent))
 from alone import Connect
 from preloaded import Preloaded
-from yards import Script
+from yards import Probes, RoleYard, Script
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,3 +50,16 @@ def connect(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     yield start
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[RoleYard]:
+    begun = RoleYard(tmp_path)
+    yield begun
+    begun.stop()
+
+
+@pytest.fixture
+def probes(tmp_path: Path) -> Iterator[Probes]:
+    with Probes(tmp_path) as running:
+        yield running

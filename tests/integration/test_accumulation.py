@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,19 +148,6 @@ def test_nothing_is_accumulated_less_than_once(connect: Connect) -> None:
 
 
 # ---- real processes
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def expected_counts(mode: str) -> list[float]:

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -161,19 +161,6 @@ def test_rule_b5_a_batch_that_is_made_up_for_is_the_same_batch() -> None:
 PROBE: Any = importlib.import_module("scripts.probe")
 MODEL = {"job.partitions": 4, "job.block_bytes": configuration.load(None, {}, {}).settings.job.block_bytes}
 Verdicts = dict[int, tuple[int, ...]]
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def begin(yard: RoleYard, probes: Probes, computed: int = 2, **settings: Any) -> list[tuple[Script, Path]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,6 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 
 SELDOM = {"job__checkpoint__every_s": 0}
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def shardyard(*arguments: str) -> Script:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -271,19 +271,6 @@ def test_promise_7_who_waits_for_a_verdict_says_whose_square_norms_are_missing(c
 
 
 # ---- real processes
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def begin(yard: RoleYard, probes: Probes, **settings: Any) -> list[tuple[Script, Path]]:

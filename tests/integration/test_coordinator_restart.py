@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +12,6 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 SERVERS = 2
 EPOCHS = 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def train(yard: RoleYard, probes: Probes, mode: str, *, kills: int, **settings: Any) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from shardyard.ground.types import JobId
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
 
 
 class Training:

@@ -28,12 +28,6 @@ def yard(tmp_path: Path) -> Iterator[LocalCluster]:
         yield cluster
 
 
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
-
-
 def pid_of(yard: LocalCluster, role: str) -> int:
     return next(process.pid for process in yard.state.processes if process.name.startswith(role))
 

@@ -30,12 +30,6 @@ SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
 
 
 @pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
 def yard(tmp_path: Path) -> Iterator[RoleYard]:
     begun = RoleYard(tmp_path, servers=1)
     yield begun

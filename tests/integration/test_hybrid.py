@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -325,13 +324,6 @@ def test_a_script_that_stops_in_the_midst_leaves_no_thread(connect: Connect) -> 
 
 
 # ---- processes
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
 
 
 @pytest.mark.long("server-wal", "nobody-checkpoint")

@@ -352,12 +352,6 @@ EXPECTED = EPOCHS * whole_numbers(SAMPLES).sum(0).numpy()
 
 
 @pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
 def roles(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RoleYard]:
     """`request.param`: the lease in ms, where a test says it."""
     begun = RoleYard(tmp_path, servers=1, lease_ms=getattr(request, "param", 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -498,19 +498,6 @@ def test_a_checkpoint_in_the_midst_of_a_round_has_the_rounds_before(connect: Con
 
 
 # ---- real processes
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 SHELL_LOCAL = {"job__consistency__mode": "local", "job__consistency__logical_ranks": 2, "job__rank_grace_ms": 100}

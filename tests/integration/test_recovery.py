@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,6 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 
 EPOCHS = 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def begin(yard: RoleYard, probes: Probes, mode: str, **settings: Any) -> list[tuple[Script, Path]]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,12 +176,6 @@ def test_first_reason_stands_and_a_long_one_is_refused(connect: Connect) -> None
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with running_yard(tmp_path_factory.mktemp("yard"), settings={"membership.heartbeat_ms": 100}) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ it goes over and right after: each sample counts once an epoch."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from switches import set_
@@ -16,19 +15,6 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 
 EPOCHS, SAMPLES, RANKS = 3, 160, 2
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def until(yard: RoleYard, is_so: Callable[[wire.JobStatus], bool]) -> None:

@@ -4,8 +4,6 @@ sample counts once an epoch, and the switch ends."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from switches import set_
@@ -15,19 +13,6 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 
 EPOCHS = 3
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def until_set(yard: RoleYard, *what: str) -> str:

@@ -3,7 +3,6 @@ the bits of one to which nothing happens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,6 @@ SAMPLES, EPOCHS = 203, 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
 HYBRID = SYNC | {"job__consistency__mode": "hybrid"}
 MODES = pytest.mark.parametrize("mode", [{}, SYNC, HYBRID], ids=["async", "sync", "hybrid"])
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[RoleYard]:
-    begun = RoleYard(tmp_path)
-    yield begun
-    begun.stop()
-
-
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
 
 
 def begin(

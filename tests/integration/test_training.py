@@ -24,12 +24,6 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         yield cluster
 
 
-@pytest.fixture
-def probes(tmp_path: Path) -> Iterator[Probes]:
-    with Probes(tmp_path) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a synchronous run in one process with one server."""
