@@ -15,8 +15,11 @@ from shardyard.ground.errors import NotReady, TableError
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard_ps_server.tables import stripes
 from shardyard_ps_server.tables.gate import Gate
+from shardyard_ps_server.tables.layout import BOUND, ENTRIES, FIELDS
 from shardyard_ps_server.tables.retirement import Retirement
+from shardyard_ps_server.tables.stripes import PARALLEL_STRIPES
 from shardyard_ps_server.tables.table import Table
 
 DIM = 8
@@ -238,7 +241,26 @@ def test_two_threads_lose_nothing_and_readers_see_whole_rows() -> None:
             thread.join(60)
     counts = dict(zip(*np.unique(np.concatenate([*batches[0], *batches[1]]), return_counts=True), strict=True))
     assert contents(table.items()) == {int(number): float(count) for number, count in counts.items()}
-    assert table.stripes >= 16
+    assert table.stripes >= PARALLEL_STRIPES
+
+
+def test_who_finds_a_stripe_in_which_another_has_made_room_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads find it full; while the second one took memory, the first one would fill it again, and it would be
+    doubled where it should split."""
+    table = make()
+    push(table, IDS, 1)
+    fields = table._memory.stripes.reshape(-1, FIELDS)[: table.stripes]
+    with_room = np.flatnonzero(fields[:, ENTRIES] < fields[:, BOUND])
+    assert with_room.size > PARALLEL_STRIPES // 2
+    before = table.homes, table.stripes
+
+    def no_room(homes: int) -> object:
+        raise AssertionError(f"memory for {homes} homes")
+
+    monkeypatch.setattr(stripes, "_room", no_room)
+    for stripe in with_room.tolist():
+        table._stripes.make_room(stripe)
+    assert (table.homes, table.stripes) == before
 
 
 def test_threads_that_remove_and_make_rows_share_no_row() -> None:

@@ -31,6 +31,7 @@ from shardyard_ps_server.tables.layout import (
     S32,
     SLOT_BITS,
     SLOT_SHIFT,
+    TAIL_WORD,
     WINDOW_UNITS,
     Batch,
     Memory,
@@ -262,7 +263,7 @@ def grow(memory: Memory, stripe: int, room: Words, homes: int, bound: int) -> in
     stripes, at = memory.stripes, stripe * FIELDS
     lock(stripes, stripe)
     buckets, length = buckets_of(stripes, stripe), room.size // 2
-    if stripes[at + ENTRIES] < stripes[at + BOUND] and buckets[buckets.size - 3] == EMPTY:
+    if stripes[at + ENTRIES] < stripes[at + BOUND] and buckets[TAIL_WORD] == EMPTY:
         let_go(stripes, stripe)
         return 0
     first, second = memory.seeds[0], memory.seeds[1]

@@ -61,6 +61,9 @@ HIGH: Final = 12
 BASE: Final = 13
 FIELDS: Final = 16
 
+TAIL_WORD: Final = -3
+"""Among a stripe's words, the last one that an entry can have: when it is taken, its tail is full."""
+
 # words that all stripes share
 HEAP_LOCK: Final = 0
 NEXT_ROW: Final = 8

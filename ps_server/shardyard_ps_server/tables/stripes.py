@@ -16,12 +16,14 @@ import numpy as np
 from shardyard_ps_server.tables import index
 from shardyard_ps_server.tables.layout import (
     BOUND,
+    EMPTY,
     ENTRIES,
     FIELDS,
     HIGH,
     HOMES,
     LOW,
     SLOTS,
+    TAIL_WORD,
     Memory,
     Words,
 )
@@ -76,6 +78,10 @@ class Stripes:
         with self._growing:
             fields = self._memory.stripes[stripe * FIELDS : (stripe + 1) * FIELDS]
             entries, bound, homes = int(fields[ENTRIES]), int(fields[BOUND]), int(fields[HOMES])
+            if entries < bound and self._rooms[stripe][TAIL_WORD] == EMPTY:
+                # another thread has made it; to look only when new memory is there would double a stripe that the
+                # other one has filled meanwhile, and which should split
+                return
             can_split = int(fields[HIGH] - fields[LOW]) > 1
             too_few = self.count < PARALLEL_STRIPES and entries >= PARALLEL_ENTRIES
             if entries >= bound and can_split and (entries >= ENTRIES_MAX or too_few):
