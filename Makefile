@@ -12,6 +12,9 @@ TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/
 NODE   := tests/integration/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
+# hundreds of processes are started here: each would compile torch anew where the environment forbids to keep bytecode
+export PYTHONDONTWRITEBYTECODE =
+
 .DEFAULT_GOAL := help
 .PHONY: help setup node-client kernels up down status protos protos-check check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
 
