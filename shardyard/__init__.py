@@ -154,7 +154,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        return version("shardyard")
+        found = globals()["__version__"] = version("shardyard")  # from a file, which is read once
+        return found
     raise AttributeError(f"module 'shardyard' has no attribute {name!r}")
 
 
