@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -70,6 +71,24 @@ class Belongings:
         ]
 
 
+def descendants() -> frozenset[int]:
+    """Processes that this one has started, and those that they have. Where the kernel tells, not by a look at all
+    processes there are, which every test would take twice."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return frozenset(child.pid for child in psutil.Process().children(recursive=True))
+    found: set[int] = set()
+    unasked = [os.getpid()]
+    while unasked:
+        # one that has ended meanwhile has none
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for task in list(Path(f"/proc/{unasked.pop()}/task").iterdir()):
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    children = [int(word) for word in (task / "children").read_text().split()]
+                    unasked += children
+                    found.update(children)
+    return frozenset(found)
+
+
 def names_in_shared_memory() -> frozenset[str]:
     """In /dev/shm, but for what carries the number of a living process that is none of ours: of tests that run at the
     same time, as torch and the simulator name them."""
@@ -79,7 +98,7 @@ def names_in_shared_memory() -> frozenset[str]:
     found_there = os.listdir(folder)
     if not found_there:
         return frozenset()
-    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    ours = {os.getpid(), *descendants()}
     names = ((name, NUMBER.search(name)) for name in found_there)
     return frozenset(
         name for name, found in names if not found or int(found[0]) in ours or not psutil.pid_exists(int(found[0]))
@@ -96,7 +115,7 @@ def look() -> Belongings:
     sockets = myself.net_connections("inet")
     return Belongings(
         frozenset(t for t in threading.enumerate() if t.is_alive() and not any(name in t.name for name in NOT_OURS)),
-        frozenset(child.pid for child in myself.children(recursive=True)),
+        descendants(),
         frozenset(each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN),
         sum(each.status == psutil.CONN_ESTABLISHED for each in sockets),
         frozenset(each.path for each in myself.open_files()),
