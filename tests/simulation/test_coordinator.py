@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from restoring import Lockstep
 
-SEEDS = range(60)
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 60))]
 FAULT_ACTIONS = 400
 HEAL_ROUNDS_MAX = 3_000
 WORKERS_MAX = 4

@@ -517,6 +517,7 @@ def spoilt(values: dict[str, object]) -> Iterator[dict[str, object]]:
                 yield values | {key: [[*value[0][:at], other, *value[0][at + 1 :]], *value[1:]]}
 
 
+@pytest.mark.long("True")
 @pytest.mark.parametrize("short", [False, True])
 def test_record_that_cannot_be_read_is_refused_with_its_number(short: bool) -> None:
     yard = busy_yard()
