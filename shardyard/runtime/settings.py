@@ -8,10 +8,12 @@ Must not know: where values come from (shardyard.runtime.configuration does), to
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 import annotated_types
@@ -760,11 +762,13 @@ class Catalogue:
     sections: tuple[str, ...]
 
 
+@functools.cache
 def catalogue() -> Catalogue:
+    """Made once in a process: nothing that reads a configuration takes longer."""
     settings: dict[str, Setting] = {}
     sections: list[str] = []
     _collect(Settings, "", settings, sections)
-    return Catalogue(settings, tuple(sections))
+    return Catalogue(MappingProxyType(settings), tuple(sections))
 
 
 def _collect(model: type[BaseModel], prefix: str, settings: dict[str, Setting], sections: list[str]) -> None:
