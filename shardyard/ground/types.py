@@ -551,7 +551,7 @@ class Stride(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How far a worker is. `turn`: how often it has joined before; `clock`: the steps that it has taken, the push of
-    this exchange included. `ahead`: so many steps later the values are used that it asks for."""
+    this exchange included. `ahead`: so many steps later the values are used that it asks for, or rows that it keeps."""
 
     stride: Stride
     turn: int = 0
