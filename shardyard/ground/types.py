@@ -446,7 +446,7 @@ class WantedRows:
 @dataclass(frozen=True, slots=True)
 class PushedRows:
     """What a push has of one table: as WantedRows. `row_bytes`: the lengths of the gradients' codes. `counted`: it is
-    said how often each id occurred."""
+    said how often each id occurred. `now_ms`: as a log has it, the table's clock in each partition, if it has one."""
 
     table: int
     partitions: tuple[PartitionId, ...]
@@ -454,6 +454,7 @@ class PushedRows:
     id_bytes: tuple[int, ...]
     row_bytes: tuple[int, ...]
     counted: bool = False
+    now_ms: tuple[int, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
