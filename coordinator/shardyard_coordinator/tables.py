@@ -15,7 +15,7 @@ from shardyard.ground.errors import ConfigurationError, InvalidRequest, Variable
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import ConsistencyMode, Durability
+from shardyard.ground.types import ConsistencyMode
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.records import (
     Body,
@@ -60,12 +60,6 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
             f"in a job with job.clip.norm {settings.clip.norm:g} and job.consistency.mode hybrid",
             "rows are updated before the gradient of their step, and so its norm, is known",
             "set job.clip.norm to 0, or clip by value; or set job.consistency.mode to sync",
-        ),
-        (
-            settings.durability is Durability.WAL and any(each.expiry.by_time for each in tables),
-            "whose rows' ages are told in seconds, in a job with job.durability wal",
-            "a log says what was pushed, and not when",
-            "tell ages in steps, or set job.durability to checkpoint",
         ),
     ):
         if cannot:

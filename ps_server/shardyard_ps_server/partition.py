@@ -490,13 +490,14 @@ class Partition:
         return self._tables.is_close(contribution.rows)
 
     def await_push(self, contribution: Contribution) -> Contribution:
-        """With what expires, of a push that is about to be recorded, by one thread at a time. `end_push` must follow
-        when it has taken effect, or never will."""
+        """With the time of its rows, and what expires, of a push that is about to be recorded, by one thread at a time.
+        `end_push` must follow when it has taken effect, or never will."""
         if not contribution.rows:
             return contribution
         with self._changed:
             step = self._versions.newest.number + 1
-        return contribution._replace(gone=self._tables.await_push(contribution.rows, step))
+        rows, gone = self._tables.await_push(contribution.rows, step)
+        return contribution._replace(rows=rows, gone=gone)
 
     def end_push(self, contribution: Contribution) -> None:
         if contribution.rows:
@@ -705,7 +706,9 @@ class Partition:
     def _own_rows(self, contribution: Contribution) -> tuple[Rows, ...]:
         """What one rank alone gives to rows that are updated as they come, whatever samples the others will have.
         Raises TooLarge."""
-        return scaled(self._tables.mean([contribution.rows], [1.0], self._clipping.value), 1 / self._ranks)
+        mean = self._tables.mean([contribution.rows], [1.0], self._clipping.value)
+        times = {each.table: each.now_ms for each in contribution.rows}
+        return scaled([each._replace(now_ms=times[each.table]) for each in mean], 1 / self._ranks)
 
     def _complete(
         self,

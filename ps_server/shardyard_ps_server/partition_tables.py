@@ -51,12 +51,14 @@ HOMES_MAX: Final = 1 << 18
 
 class Rows(NamedTuple):
     """Rows of one table for one partition, checked, ids ascending, in memory of their own. `values`: gradients, or
-    first values; `counts` None: each id occurred once."""
+    first values; `counts` None: each id occurred once. `now_ms`: the table's clock when they came, where that is
+    recorded; None: it is as now."""
 
     table: int
     ids: Ids
     values: Floats
     counts: npt.NDArray[np.int64] | None = None
+    now_ms: int | None = None
 
 
 class AskedRows(NamedTuple):
@@ -149,10 +151,9 @@ class PartitionTables:
     ) -> None:
         """Update number `step` of the partition. `hold`: is told what expires before it goes. What raises here has torn
         the tables."""
-        now_ms = self._clock.now_ms()
         for each in rows:
             into = self._of(each)
-            time_ms = now_ms - self._begun_ms[into.settings.name]
+            time_ms = self._time_ms(each)
             for begin in range(0, each.ids.size, ROWS_PER_PART_MAX):  # several ranks may have more together
                 part = slice(begin, begin + ROWS_PER_PART_MAX)
                 counts = None if each.counts is None else each.counts[part]
@@ -162,6 +163,14 @@ class PartitionTables:
                 self._expire(each, step, time_ms, hold)
         for expired in gone:
             self._of(expired).remove_expired(expired.ids)
+
+    def _time_ms(self, rows: Rows) -> int:
+        """By the table's clock. What a log has goes on from where the clock stood then, however long ago that is."""
+        name, now_ms = self._settings[rows.table].name, self._clock.now_ms()
+        if rows.now_ms is not None:
+            self._begun_ms[name] = min(self._begun_ms[name], now_ms - rows.now_ms)
+            return rows.now_ms
+        return now_ms - self._begun_ms[name]
 
     def _expire(self, rows: Rows, step: int, time_ms: int, hold: Callable[[Gone], None] | None) -> None:
         into, budget = self._of(rows), HOMES_PER_ROW * rows.ids.size
@@ -189,9 +198,15 @@ class PartitionTables:
                 return True
         return False
 
-    def await_push(self, rows: Sequence[Rows], step: int) -> tuple[Gone, ...]:
-        """What expires with a push that is about to be recorded, by one thread at a time; `end_push`, by any, must
-        follow when it has taken effect, or never will."""
+    def await_push(self, rows: Sequence[Rows], step: int) -> tuple[tuple[Rows, ...], tuple[Gone, ...]]:
+        """Of a push that is about to be recorded, its rows with their time, and what expires with it; by one thread at
+        a time. `end_push`, by any, must follow with both when it has taken effect, or never will."""
+        rows = tuple(
+            [
+                each._replace(now_ms=self._time_ms(each)) if self._settings[each.table].expiry.by_time else each
+                for each in rows
+            ]
+        )
         with self._awaiting:
             self._awaited.append(rows)
         found = []
@@ -199,7 +214,7 @@ class PartitionTables:
             ids = self._expiring(each, step)
             if ids.size:
                 found.append(Gone(each.table, ids))
-        return tuple(found)
+        return rows, tuple(found)
 
     def end_push(self, rows: Sequence[Rows], gone: Sequence[Gone]) -> None:
         with self._awaiting:
@@ -255,13 +270,14 @@ def square_norm(rows: Sequence[Rows]) -> float:
     """Of all elements, table by table."""
     total = 0.0
     for each in rows:
-        total += row_sums.square_norm(Mean(*each[1:]))
+        total += row_sums.square_norm(Mean(each.ids, each.values, each.counts))
     return total
 
 
 def scaled(rows: Sequence[Rows], scale: float) -> tuple[Rows, ...]:
     """Raises TooLarge."""
-    return tuple([Rows(each.table, *row_sums.scaled(Mean(*each[1:]), scale)) for each in rows])
+    means = [row_sums.scaled(Mean(each.ids, each.values, each.counts), scale) for each in rows]
+    return tuple([Rows(each.table, *mean, each.now_ms) for each, mean in zip(rows, means, strict=True)])
 
 
 _STAYS: Final = ExpirySettings()

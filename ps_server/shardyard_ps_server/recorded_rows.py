@@ -1,4 +1,4 @@
-"""Rows in a log: those of a push as they came, and the ids that expire with it.
+"""Rows in a log: those of a push as they came, when they came, and the ids that expire with it.
 
 Owns: where their bytes stand in a record. Invariant: what is read from a record is checked as a peer's bytes are, all
 of it, before anything changes. Must not know: files, what a push does.
@@ -7,12 +7,13 @@ of it, before anything changes. Must not know: files, what a push does.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from shardyard.codecs.ids import encode_ids
-from shardyard.ground.errors import MalformedPayload
-from shardyard.ground.types import JobLayout, PartitionId, PushOrder, WantedRows
+from shardyard.ground.errors import InvalidRequest, MalformedPayload
+from shardyard.ground.types import JobLayout, PartitionId, PushedRows, PushOrder, WantedRows
 from shardyard_ps_server.partition_tables import (
     Gone,
     Rows,
@@ -43,6 +44,24 @@ def said_of(gone: Iterable[tuple[PartitionId, Sequence[Gone]]]) -> tuple[tuple[W
     return tuple(said), [code for mine in tables.values() for _, _, code in mine]
 
 
+def with_times(
+    pushed: Sequence[PushedRows], brought: Iterable[tuple[PartitionId, Sequence[Rows]]]
+) -> tuple[PushedRows, ...]:
+    """The rows of a push as a record says them: with their times, where their table has a clock."""
+    times = {
+        (partition, each.table): each.now_ms for partition, rows in brought for each in rows if each.now_ms is not None
+    }
+    timed = {table for _, table in times}
+    return tuple(
+        [
+            replace(each, now_ms=tuple([times[partition, each.table] for partition in each.partitions]))
+            if each.table in timed
+            else each
+            for each in pushed
+        ]
+    )
+
+
 def read_rows(
     layout: JobLayout, order: PushOrder, payload: Bytes, among: Container[PartitionId]
 ) -> tuple[dict[PartitionId, list[Rows]], dict[PartitionId, list[Gone]]]:
@@ -53,10 +72,22 @@ def read_rows(
         raise MalformedPayload(f"{order.name} with {len(payload)} bytes; its header says {end + order.expired_bytes}")
     if order.rows:
         check_pushed(layout.tables, order.rows, order.table_groups)
+    for pushed in order.rows:
+        if bool(pushed.now_ms) is not layout.tables[pushed.table].expiry.by_time:
+            raise InvalidRequest(
+                f"rows of table {layout.tables[pushed.table].name!r} with {len(pushed.now_ms)} times; expected"
+                f" {0 if pushed.now_ms else len(pushed.partitions)}"
+            )
     check_wanted(layout.tables, order.expired)
     brought: dict[PartitionId, list[Rows]] = {}
+    times = {
+        (partition, each.table): now_ms
+        for each in order.rows
+        if each.now_ms
+        for partition, now_ms in zip(each.partitions, each.now_ms, strict=True)
+    }
     for partition, rows in unpack_pushed(layout, order.rows, payload[begin:end], among):
-        brought.setdefault(partition, []).append(rows)
+        brought.setdefault(partition, []).append(rows._replace(now_ms=times.get((partition, rows.table))))
     gone: dict[PartitionId, list[Gone]] = {}
     for each in order.expired:
         for partition, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):

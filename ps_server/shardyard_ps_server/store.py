@@ -99,7 +99,7 @@ from shardyard_ps_server.partition_tables import (
     unpack_pushed,
 )
 from shardyard_ps_server.pins import Pins, await_pin
-from shardyard_ps_server.recorded_rows import said_of
+from shardyard_ps_server.recorded_rows import said_of, with_times
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import (
     bases_of,
@@ -519,7 +519,7 @@ class Store:
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
-            _check_tables(job, layout, mode, durability, stale, clipping, rows_at_once=rows_at_once)
+            _check_tables(job, layout, mode, stale, clipping, rows_at_once=rows_at_once)
             self._loops.load(f"the tables of job {job}")
         logs = self._logs
         if durability is Durability.WAL and logs is None:
@@ -984,7 +984,8 @@ class Store:
                     decided.append((target, target.await_push(contribution)))
                     over.callback(target.end_push, decided[-1][1])
                 expired, codes = said_of([(target.id, each.gone) for target, each in decided])
-                head = push_head(replace(order, expired=expired) if expired else order)
+                said = with_times(order.rows, [(target.id, each.rows) for target, each in decided])
+                head = push_head(replace(order, rows=said, expired=expired))
                 ticket = wal.append(RecordKind.PUSH, head, payload, rows, *codes)
             wal.sync(ticket)
             with wal.turn(ticket):
@@ -1384,7 +1385,6 @@ def _check_tables(
     job: JobId,
     layout: JobLayout,
     mode: UpdateMode,
-    durability: Durability,
     stale: StaleRule | None,
     clipping: Clipping,
     *,
@@ -1403,13 +1403,6 @@ def _check_tables(
             f"gradients of job {job}, whose rows are updated before their step, to be clipped by norm",
             why="a row is updated before the norm is known",
             todo="set job.clip.norm to 0, or job.consistency.mode to sync",
-        )
-    timed = next((each for each in layout.tables if each.expiry.by_time), None)
-    if durability is Durability.WAL and timed is not None:
-        raise InvalidRequest(
-            f"table {timed.name!r} of job {job}, which has a log, with ages in seconds",
-            why="a log says what was pushed, and not when",
-            todo="tell ages in steps",
         )
     if stale is not None:
         check_stale_rows(layout.tables, stale)

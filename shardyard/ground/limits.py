@@ -94,6 +94,11 @@ ACCUMULATE_MAX: Final = 1 << 16
 """Batches whose gradients make one push."""
 LOCAL_STEPS_MAX: Final = 1_000_000
 """Steps of a round in local mode."""
+TABLE_TIME_MS_MAX: Final = (1 << 47) - 1
+"""By the clock of a table that tells ages in time: four thousand years."""
+CACHED_ROWS_BYTES_MAX: Final = 1 << 40
+CACHED_ROWS_STEPS_MAX: Final = 1_000
+"""Steps after its own for which a worker uses a row that it has read."""
 ROWS_IN_FLIGHT_MAX: Final = 64
 """Steps before its own for which rows are looked up in hybrid mode; their batches are held meanwhile."""
 

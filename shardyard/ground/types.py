@@ -446,7 +446,7 @@ class WantedRows:
 @dataclass(frozen=True, slots=True)
 class PushedRows:
     """What a push has of one table: as WantedRows. `row_bytes`: the lengths of the gradients' codes. `counted`: it is
-    said how often each id occurred."""
+    said how often each id occurred. `now_ms`: as a log has it, the table's clock in each partition, if it has one."""
 
     table: int
     partitions: tuple[PartitionId, ...]
@@ -454,6 +454,7 @@ class PushedRows:
     id_bytes: tuple[int, ...]
     row_bytes: tuple[int, ...]
     counted: bool = False
+    now_ms: tuple[int, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
@@ -551,7 +552,7 @@ class Stride(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How far a worker is. `turn`: how often it has joined before; `clock`: the steps that it has taken, the push of
-    this exchange included. `ahead`: so many steps later the values are used that it asks for."""
+    this exchange included. `ahead`: so many steps later the values are used that it asks for, or rows that it keeps."""
 
     stride: Stride
     turn: int = 0

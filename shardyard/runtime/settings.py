@@ -621,6 +621,25 @@ class WorkerSettings(Section):
         le=1,
         description="Pushes under way while the next gradient is computed (async); 0: step() waits for its push.",
     )
+    cached_rows_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=limits.CACHED_ROWS_BYTES_MAX,
+        description="About so much memory for rows of tables that a training process has read and keeps for its next"
+        " steps, those that are asked for most; 0: none. Not in sync and local mode.",
+    )
+    cached_rows_steps: int = Field(
+        default=2,
+        ge=1,
+        le=limits.CACHED_ROWS_STEPS_MAX,
+        description="For so many steps after the one that it was read for a row is used from there. In bounded mode"
+        " it is a part of job.consistency.staleness.",
+    )
+    cached_rows_own: Literal["included", "lacking"] = Field(
+        default="included",
+        description="included: a row from there has all that this worker has pushed, so that a row which it pushes is"
+        " read anew, but of tables with plain SGD; lacking: it may lack own pushes as those of others.",
+    )
     retry_budget_ms: int = Field(
         default=8_000,
         ge=0,

@@ -510,6 +510,10 @@ def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded
         raise InvalidRequest(
             "a push that says which rows expire", why="what expires is the server's to decide", todo="leave them out"
         )
+    if not recorded and any(each.now_ms for each in order.rows):
+        raise InvalidRequest(
+            "a push that says when it came", why="clocks of tables are the server's", todo="leave the times out"
+        )
     if order.rows or order.expired:
         _check_rows(order)
     if order.wanted:

@@ -164,6 +164,7 @@ def pushed_to_wire(rows: Iterable[PushedRows]) -> list[server.PushedRows]:
             id_bytes=each.id_bytes,
             row_bytes=each.row_bytes,
             counted=each.counted,
+            now_ms=each.now_ms,
         )
         for each in rows
     ]
@@ -177,7 +178,14 @@ def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows,
         lengths = tuple(each.row_bytes)
         if len(lengths) != len(wanted.partitions):
             raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions in {len(lengths)} codes")
-        found.append(PushedRows(each.table, wanted.partitions, wanted.rows, wanted.id_bytes, lengths, each.counted))
+        times = tuple(each.now_ms)
+        if times and len(times) != len(wanted.partitions):
+            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions with {len(times)} times")
+        if times and max(times) > limits.TABLE_TIME_MS_MAX:
+            raise MalformedPayload(f"rows that came at {max(times)} ms; at most {limits.TABLE_TIME_MS_MAX}")
+        found.append(
+            PushedRows(each.table, wanted.partitions, wanted.rows, wanted.id_bytes, lengths, each.counted, times)
+        )
     _check_tables_once([each.table for each in found])
     return tuple(found)
 

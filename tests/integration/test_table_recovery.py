@@ -67,6 +67,15 @@ def test_promise_3_rows_come_back_from_the_log_of_a_server_that_died(
 
 
 @pytest.mark.long
+def test_promise_3_rows_that_tell_ages_in_seconds_come_back_from_a_log(yard: RoleYard, probes: Probes) -> None:
+    started = begin(yard, probes, "rows", "--age-seconds", "3600", every_steps=0, job__durability="wal")
+    yard.kill_server(1)
+    yard.restart_server(1)
+    assert_counted(started)
+    assert "with all that was acknowledged" in yard.coordinator.output
+
+
+@pytest.mark.long
 def test_promise_3_rows_come_back_from_logs_when_all_servers_die_at_once(yard: RoleYard, probes: Probes) -> None:
     started = begin(yard, probes, every_steps=0, job__durability="wal", job__compression__rows_push="bf16")
     for index in range(2):

@@ -41,7 +41,7 @@ def test_a_cache_gives_what_a_dictionary_of_its_version_has_and_the_next_begins_
         for table, chosen in asked:
             ids = np.array(chosen, np.int64)
             out = np.full((ids.size, DIMS[table]), np.nan, np.float32)
-            lacks = hot.take(table, ids, out)
+            lacks, _ = hot.take(table, ids, out)
             missing = np.zeros(ids.size, np.bool_) if lacks is None else lacks
             assert missing.tolist() == [number not in plain[table] for number in chosen]
             assert (out[~missing] == rows_of(table, version, ids[~missing])).all()
@@ -85,4 +85,4 @@ def test_rows_are_taken_while_the_hottest_are_sought(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hot_rows, "distinct", meanwhile)
     ((asked, _),) = hot.hottest(3)
     assert sorted(asked.found.ids) == ids.tolist()
-    assert taken == [None]
+    assert taken == [(None, 0)]

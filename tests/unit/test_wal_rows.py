@@ -9,20 +9,32 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shardyard.codecs.ids import encode_ids
 from shardyard.codecs.rows import RowCode, encode_rows
 from shardyard.ground import failpoints
-from shardyard.ground.errors import Internal, InvalidRequest, LogDamaged, ShardyardError, TableFull, TooLarge
+from shardyard.ground.errors import (
+    Internal,
+    InvalidRequest,
+    LogDamaged,
+    MalformedPayload,
+    ShardyardError,
+    TableFull,
+    TooLarge,
+)
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_ids import partition_of
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     DataShardSource,
+    Incarnation,
     Outcome,
     PartitionId,
     PushedRows,
@@ -35,6 +47,7 @@ from shardyard.ground.types import (
     Version,
     WantedRows,
 )
+from shardyard.runtime.clock import SystemClock
 from shardyard.runtime.waiting import Vigil
 from shardyard.transport.same_host import Shared
 from shardyard.wire import convert
@@ -80,9 +93,30 @@ TABLES = (
     TableSettings("aging", 2, "adamw", seed=7, initial=NORMAL, rows_max=1 << 12, expiry=ExpirySettings(age_steps=2)),
     TableSettings("few", 2, "rowwise_adagrad", seed=8, rows_max=1 << 12,
                   admission=AdmissionSettings(Admission.COUNT, 2), expiry=ExpirySettings(rows_kept=5)),
+    TableSettings("timed", 2, "sgd", SGD[0], 9, NORMAL, 1 << 12, expiry=ExpirySettings(age_ms=200)),
 )  # fmt: skip
 ROWS = dataclasses.replace(LAYOUT, tables=TABLES)
-AGING = 4
+AGING, TIMED = 4, 6
+
+
+class Ticks:
+    """A clock that goes on whenever it is asked: what is not recorded of it is another time in a replay."""
+
+    def __init__(self) -> None:
+        self.ms = 5_000_000
+        self._lock = threading.Lock()
+
+    def now_ms(self, _: object = None) -> int:
+        with self._lock:
+            self.ms += 3
+            return self.ms
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    made = Ticks()
+    monkeypatch.setattr(SystemClock, "now_ms", made.now_ms)
+    return made
 
 
 @pytest.fixture(params=[False, True], ids=["in memory", "on disk"])
@@ -443,6 +477,97 @@ def test_a_sender_does_not_say_what_expires(yard: Yard) -> None:
         convert.push_from_header(header)
 
 
+def test_a_sender_does_not_say_when_a_push_came(yard: Yard) -> None:
+    first = yard.first()
+    order, _ = order_with(first, order_of(first, 0), some(first, 0))
+    said = dataclasses.replace(order, rows=timed(order.rows))
+    header = convert.push_to_wire(said).SerializeToString()
+    assert convert.push_from_header(header, recorded=True) == said
+    with pytest.raises(InvalidRequest, match="says when it came"):
+        convert.push_from_header(header)
+
+
+@pytest.mark.parametrize(("times", "text"), [((1,), "with 1 times"), ((1, 1 << 47), "at most 140737488355327")])
+def test_times_of_a_record_that_cannot_be_are_refused(yard: Yard, times: tuple[int, ...], text: str) -> None:
+    first = yard.first()
+    order, _ = order_with(first, order_of(first, 0), [(TIMED, p, ids_of(i, 2)) for i, p in enumerate(OWNED)])
+    said = dataclasses.replace(order, rows=(dataclasses.replace(order.rows[0], now_ms=times),))
+    with pytest.raises(MalformedPayload, match=text):
+        convert.push_from_header(convert.push_to_wire(said).SerializeToString(), recorded=True)
+
+
+def timed(rows: Sequence[PushedRows]) -> tuple[PushedRows, ...]:
+    """As a record has them."""
+    return tuple(
+        dataclasses.replace(each, now_ms=(7,) * len(each.partitions)) if each.table == TIMED else each for each in rows
+    )
+
+
+# ---- ages in time
+
+
+def test_a_replay_goes_on_from_the_time_of_the_last_push(yard: Yard, clock: Ticks) -> None:
+    """However long the server was gone: a row that was pushed 100 ms before the end is as old at the beginning."""
+    first, ids = yard.first(), ids_of(0, 3)
+    saved = yard.save(first, 2)
+    push_rows(first, 0, [(TIMED, OWNED[0], ids[:2])])
+    clock.ms += 1_000
+    push_rows(first, 1, [(TIMED, OWNED[0], ids[2:])])
+    push_rows(first, 2, [(TIMED, OWNED[0], ids[2:])])
+    assert contents(table_of(first, TIMED)).keys() == {int(ids[2])}
+    push_rows(first, 3, [(TIMED, OWNED[0], ids[:1])])
+    then = table_of(first, TIMED).now_ms
+    clock.ms += 10**9
+    second = yard.successor(saved, 2, FIRST)
+    assert table_of(second, TIMED).now_ms == then
+    clock.ms += 50
+    push_rows(second, 4, [(TIMED, OWNED[0], ids[1:2])])
+    assert 50 <= table_of(second, TIMED).now_ms - then < 150
+    assert contents(table_of(second, TIMED)).keys() == set(ids.tolist())
+    clock.ms += 180
+    for sequence in range(5, 8):
+        push_rows(second, sequence, [(TIMED, OWNED[0], ids[1:2])])
+    assert contents(table_of(second, TIMED)).keys() == {int(ids[1])}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.one_of(st.just("push"), st.just("die"), st.just("save"), st.integers(1, 300)), min_size=4, max_size=24),
+    st.integers(0, 1 << 20),
+)
+def test_whenever_a_server_dies_the_same_rows_have_expired_by_time(
+    clock: Ticks, does: list[str | int], seed: int
+) -> None:
+    with TemporaryDirectory() as folder, yard_of(Path(folder), layout=ROWS) as yard:
+        present = yard.first()
+        saved, number, trail, sequence = yard.save(present, 2), 2, [present.incarnation], 0
+        for what in does:
+            if what == "push":
+                entries = [entry for entry in some(present, sequence, seed) if entry[0] in (0, TIMED)]
+                push_rows(present, sequence, entries, seed=seed)
+                sequence += 1
+            elif what == "save":
+                number += 1
+                saved, trail = yard.save(present, number), [present.incarnation]
+            elif what == "die":
+                then = everything(present)
+                times = [table_of(present, TIMED, p).now_ms for p in range(len(OWNED))]
+                clock.ms += 1_000_000
+                incarnation, life = Incarnation(present.incarnation + 1), yard_life(present) + 1
+                present = yard.successor(
+                    saved, number, *trail, incarnation=incarnation, life=life, generation=Generation(10 + life)
+                )
+                trail.append(incarnation)
+                assert everything(present) == then
+                assert [table_of(present, TIMED, p).now_ms for p in range(len(OWNED))] == times
+            else:
+                clock.ms += int(what)
+
+
+def yard_life(store: Store) -> int:
+    return store.hosted()[0].partitions[OWNED[0]].describe()[0].life
+
+
 # ---- rows for which there is no room
 
 
@@ -494,21 +619,26 @@ def no_memory(_: str) -> None:
 def test_rows_that_are_applied_in_part_stop_the_server_and_come_back_whole(yard: Yard, tmp_path: Path) -> None:
     first = yard.first()
     saved = yard.save(first, 2)
-    push_rows(first, 0)
+    push_rows(first, 0, untimed(first, 0))
     with failpoints.armed("rows.before_update", no_memory), pytest.raises(Internal, match="applied in part"):
-        push_rows(first, 1)
+        push_rows(first, 1, untimed(first, 1))
     assert [type(each) for each in yard.failures] == [Internal]
     with pytest.raises(ShardyardError):
         push_rows(first, 2)
     with failpoints.armed("rows.before_update", no_memory), pytest.raises(TooLarge, match="no memory now"):
         yard.successor(saved, 2, FIRST)
     second = yard.successor(saved, 2, FIRST, incarnation=THIRD)
-    assert push_rows(second, 1) == {Outcome.DUPLICATE}
+    assert push_rows(second, 1, untimed(second, 1)) == {Outcome.DUPLICATE}
     with yard_of(tmp_path / "other", layout=ROWS) as undisturbed:
         reference = undisturbed.first()
         for sequence in range(2):
-            push_rows(reference, sequence)
+            push_rows(reference, sequence, untimed(reference, sequence))
         assert everything(reference) == everything(second)
+
+
+def untimed(store: Store, sequence: int) -> list[Entry]:
+    """What is the same whenever it comes."""
+    return some(store, sequence, tables=TIMED)
 
 
 # ---- what is damaged
@@ -547,17 +677,27 @@ def with_gone(store: Store, table: int, ids: np.ndarray, announced: int | None =
     return dataclasses.replace(order, expired=(said,)), np.concatenate([rows, code])
 
 
+def with_time(store: Store) -> Made:
+    order, rows = with_ids(store, ids_of(0, 1))
+    return dataclasses.replace(order, rows=(dataclasses.replace(order.rows[0], now_ms=(5,)),)), rows
+
+
 SPOILT: dict[str, tuple[Callable[[Store], Made], str]] = {
     "an id of another partition": (lambda s: with_ids(s, ids_of(1, 1)), "in partition 0"),
     "a row that is not finite": (lambda s: with_ids(s, ids_of(0, 1), np.inf), "not finite"),
     "bytes cut short": (lambda s: in_bytes(s, bytes(9)), "its header says"),
     "no code of ids": (lambda s: in_bytes(s, b"M" * with_ids(s, ids_of(0, 1))[1].size), "ids"),
-    "a table that is not there": (lambda s: of_table(s, 9), "the job has 6 tables"),
+    "a table that is not there": (lambda s: of_table(s, 9), "the job has 7 tables"),
     "a table of another dim": (lambda s: of_table(s, 3), "for a block of 1"),
-    "settings of another optimizer": (lambda s: with_groups(s, *[(1.0,)] * 6), "has 1 values"),
+    "settings of another optimizer": (lambda s: with_groups(s, *[(1.0,)] * 7), "has 1 values"),
     "settings for other tables": (lambda s: with_groups(s, TABLES[0].group), "settings for 1 tables"),
-    "what expires in a table that is not there": (lambda s: with_gone(s, 9, ids_of(0, 1)), "the job has 6 tables"),
+    "what expires in a table that is not there": (lambda s: with_gone(s, 9, ids_of(0, 1)), "the job has 7 tables"),
     "what expires in another partition": (lambda s: with_gone(s, AGING, ids_of(1, 1)), "in partition 0"),
+    "no time where ages are told in time": (
+        lambda s: order_with(s, order_of(s, 1), [(TIMED, OWNED[0], ids_of(0, 1))]),
+        "with 0 times; expected 1",
+    ),
+    "a time where ages are told in steps": (lambda s: with_time(s), "with 1 times; expected 0"),
     "another number of what expires": (lambda s: with_gone(s, AGING, ids_of(0, 3), 2), "expected at most 2"),
 }
 
@@ -571,6 +711,7 @@ def test_rows_of_a_record_are_checked_as_a_peers(yard: Yard, what: str) -> None:
     push_rows(first, 0)
     wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=Vigil())
     good, rows = order_with(first, order_of(first, 0), some(first, 0))
+    good = dataclasses.replace(good, rows=timed(good.rows))
     with wal.admission:
         wal.append(RecordKind.BEGIN, begin_head(GENERATION, OWNED), aligned_empty(0))
         wal.append(RecordKind.PUSH, push_head(good), payload_of(good), rows)

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from shardyard.ground import errors
 from shardyard.ground.types import Pace, PushName, Stride
+from shardyard_worker.cache_rules import check_bound
 from shardyard_worker.router import Answer, Router, Wish
 from shardyard_worker.strategies import NEWEST, AsyncStrategy, LostWork
 from shardyard_worker.training import SLICE_MS, Sending, Training, explain
@@ -41,6 +42,7 @@ class BoundedStrategy(AsyncStrategy):
         self._known_to: Router | None = None
         """Whose servers have heard how far this worker is."""
         self._session.went_over(self._consistency)
+        self._bind_cache()
 
     @property
     def _bound(self) -> int | None:
@@ -78,6 +80,8 @@ class BoundedStrategy(AsyncStrategy):
     # ---- inside
 
     def _rest(self) -> None:
+        if not self._resting and self._training.cache is not None:
+            self._training.cache.clear()  # others go on meanwhile
         if not self._resting and self._bound is not None:
             with contextlib.suppress(LostWork):
                 self.drain()
@@ -99,6 +103,22 @@ class BoundedStrategy(AsyncStrategy):
     def _window(self) -> int:
         return self._session.settings.worker.window
 
+    @property
+    def _keeps(self) -> int:
+        """For so many steps after its own a row that is read now may be used."""
+        return 0 if self._training.cache is None else self._training.cache.staleness
+
+    def _bind_cache(self) -> None:
+        """Rows that are kept are used as long as the bound of their last step leaves room for it."""
+        cache, bound, worker = self._training.cache, self._bound, self._session.settings.worker
+        if cache is None:
+            return
+        left = worker.cached_rows_steps if bound is None else max(0, bound - worker.window)
+        if left < worker.cached_rows_steps:
+            log.warning("worker.cached_rows_steps is %d for now, since staleness has a bound of %d", left, bound)
+        cache.staleness = min(worker.cached_rows_steps, left)
+        cache.clear()
+
     def _switch(self) -> None:
         """To what the job was switched to, if it was. Between two steps. Raises LostWork."""
         latest = self._session.consistency
@@ -110,6 +130,7 @@ class BoundedStrategy(AsyncStrategy):
         self._consistency = latest
         log.info("goes over to %s", latest)
         self._session.went_over(latest)
+        self._bind_cache()
         if self._waits_at_once:
             log.warning("worker.window %d is not used: staleness has a bound of %d now", self._window, latest.bound)
         if self._bound is not None and not self._resting:
@@ -128,7 +149,7 @@ class BoundedStrategy(AsyncStrategy):
 
     def _wish_at(self, stride: Stride) -> Wish:
         ahead = 0 if self._waits_at_once else self._window
-        pace = Pace(stride, self._turn, self._clock, ahead)
+        pace = Pace(stride, self._turn, self._clock, ahead + self._keeps)
         return Wish(0, exactly=False, wait_ms=SLICE_MS, prefetched=True, pace=pace)
 
     def _newest(self) -> Answer:
@@ -187,3 +208,5 @@ def _check_window(training: Training) -> None:
             why="a worker would wait for others to take steps that wait for its own",
             todo=f"set worker.window to {consistency.bound}, or job.consistency.staleness to {window}",
         )
+    if consistency.bound is not None and training.cache is not None and not consistency.number:
+        check_bound(training.session.settings.worker, consistency.bound)

@@ -44,6 +44,8 @@ class HybridStrategy(SyncStrategy):
 
     def _load(self, ahead: RowsAhead | None = None) -> None:
         assert self._version is not None
+        if self._training.cache is not None:
+            self._training.cache.begin(self._version)
         super()._load(ahead if self._flights is None else self._flights.take(self._version))
         self._look_further(self._version)
 

@@ -797,7 +797,7 @@ class Job:
     def _contribute(self, sending: Sending) -> None:
         self._session.check()
         sending = replace(sending, bases=self._need_training().bases)
-        self._tell_look_ahead()
+        self._tell_rows()
         if self._feed is None:
             with self._session.interrupts:
                 self._follow_mode()
@@ -808,10 +808,19 @@ class Job:
             self._callbacks.stepped()
         self._look_around()
 
-    def _tell_look_ahead(self) -> None:
+    def _tell_rows(self) -> None:
         if self._rows is not None and self._rows.looked_up:
             with self._metrics_lock:
                 self._metrics[LOOK_AHEAD_METRIC] = self._rows.came_ahead / self._rows.looked_up
+        cache = None if self._training is None else self._training.cache
+        if cache is not None:
+            counts = cache.counts
+            with self._metrics_lock:
+                self._metrics |= {
+                    "cached_rows_hits": counts.hits,
+                    "cached_rows_misses": counts.misses,
+                    "cached_rows_age": counts.age,
+                }
 
     def _step_locally(self, closure: Callable[[], float] | None) -> float | None:
         """`optimizer.step()` in local mode."""

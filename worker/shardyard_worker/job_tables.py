@@ -19,12 +19,13 @@ from shardyard.ground import row_optimizers
 from shardyard.ground.errors import InvalidRequest
 from shardyard.ground.initial_values import InitialValues
 from shardyard.ground.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
-from shardyard.ground.table_settings import TableSettings
+from shardyard.ground.table_settings import Admission, TableSettings
 from shardyard.ground.types import JobLayout
 from shardyard_worker.coded_rows import TableRows
 from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct
 from shardyard_worker.own_rows import Rows
-from shardyard_worker.rows_ahead import Asked, RowsAhead
+from shardyard_worker.row_cache import Descent, RowCache
+from shardyard_worker.rows_ahead import Asked, Here, RowsAhead, part_of
 from shardyard_worker.table import RowSource, Table, Wanted
 
 Groups = tuple[tuple[float, ...], ...]
@@ -65,6 +66,8 @@ class JobTables:
         self._partitions = 1
         self.ahead: RowsAhead | None = None
         """Rows that are as new as the values that the model holds."""
+        self.cache: RowCache | None = None
+        """Rows that were read in steps before, where a worker keeps any."""
         self._rates = [_Rate(table, groups) for table in self._tables]
         self._numbers = {settings.name: number for number, settings in enumerate(self.settings)}
 
@@ -126,19 +129,48 @@ class JobTables:
                 found.append(TableRows(number, *taken))
         return TakenRows(tuple(found), self._groups()) if found else None
 
-    def look_ahead(self, announced: Sequence[Announced], *, along: bool = True) -> RowsAhead | None:
-        """What is asked for ahead; None where there is nothing, or more than comes along with values. Raises
-        InvalidRequest."""
+    def joined(self, announced: Sequence[Announced]) -> dict[int, Int64s]:
+        """By table all ids that are announced. Raises InvalidRequest."""
         by_table: dict[int, list[Int64s]] = {}
         for table, ids in announced:
             by_table.setdefault(self.number(table), []).append(ids)
-        joined = {number: np.concatenate(ids) for number, ids in by_table.items()}
+        return {number: np.concatenate(ids) for number, ids in by_table.items()}
+
+    def look_ahead(
+        self, joined: Mapping[int, Int64s], *, along: bool = True, step: int = 0, as_of: int = 0
+    ) -> RowsAhead | None:
+        """What is asked for ahead, but what is in the cache; None where there is nothing, or more than comes along with
+        values. `step`: at which it is used; `as_of`: that as of which servers answer."""
         asked = [
             Asked(number, distinct(ids, self._partitions), self.settings[number].dim)
             for number, ids in joined.items()
             if ids.size
         ]
-        return RowsAhead(asked, joined) if asked and (not along or RowsAhead.fit(asked)) else None
+        here: dict[int, Here] = {}
+        if self.cache is not None:
+            asked = [part for each in asked if (part := _lacking(each, self.cache, step, here)) is not None]
+        if not (asked or here) or (along and not RowsAhead.fit(asked)):
+            return None
+        lives = 0 if self.cache is None else self.cache.lives
+        return RowsAhead(asked, joined, here, as_of=as_of, lives=lives)
+
+    def pushed(self, taken: TakenRows, *, exact: bool) -> None:
+        """These gradients are sent with the step at hand. `exact`: a row is changed by them as they are."""
+        if self.cache is None:
+            return
+        for each in taken.tables:
+            descent = _descent(self.settings[each.table], taken.groups[each.table]) if exact else None
+            self.cache.pushed(each.table, each.found.ids, each.values, descent)
+
+    def arrive(self, ahead: RowsAhead | None) -> None:
+        """What has come for the values that the model holds from now on."""
+        if ahead is not None and ahead is not self.ahead and self.cache is not None:
+            if ahead.lives != self.cache.lives:
+                ahead.forget_here()
+            else:
+                for table, ids, rows in ahead.came():
+                    self.cache.put(table, ids, rows, ahead.as_of, since=ahead.as_of)
+        self.ahead = ahead
 
     def once(self, number: int, ids: Int64s) -> Distinct:
         """Ids of a table, each once, by partition."""
@@ -156,6 +188,28 @@ class JobTables:
 
     def _groups(self) -> Groups:
         return tuple([rate.group(settings) for rate, settings in zip(self._rates, self.settings, strict=True)])
+
+
+def _descent(settings: TableSettings, group: tuple[float, ...]) -> Descent | None:
+    """How a row becomes another one by its gradient; None where that takes more than the row."""
+    if settings.optimizer != "sgd" or settings.admission.kind is not Admission.ALL:
+        return None
+    names = [setting.name for setting in row_optimizers.settings_of(settings.optimizer)]
+    given = dict(zip(names, group, strict=True))
+    return None if given["momentum"] or given["maximize"] else Descent(given["lr"], given["weight_decay"])
+
+
+def _lacking(asked: Asked, cache: RowCache, step: int, here: dict[int, Here]) -> Asked | None:
+    """What is to be asked for, with the rest put down as `here`."""
+    rows = np.empty((asked.found.ids.size, asked.dim), np.float32)
+    lacks = cache.take(asked.table, asked.found.ids, rows, step)
+    if lacks is None:
+        here[asked.table] = Here(asked.found, rows, np.zeros(asked.found.ids.size, np.bool_))
+        return None
+    if lacks.all():
+        return asked
+    here[asked.table] = Here(asked.found, rows, lacks)
+    return Asked(asked.table, part_of(asked.found, lacks), asked.dim)
 
 
 class _Rate:

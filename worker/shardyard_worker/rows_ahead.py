@@ -7,7 +7,7 @@ that were not asked for are never answered from here. Must not know: models, nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,12 +30,32 @@ class Asked(NamedTuple):
     dim: int
 
 
-class RowsAhead:
-    """Each table at most once. `batches`: by table all ids, as the batch has them."""
+class Here(NamedTuple):
+    """Rows of which some need not be asked for. `rows`: shape (m, dim), of all ids of `found`; `lacks`: which are not
+    there, and are asked for."""
 
-    def __init__(self, asked: Sequence[Asked], batches: Mapping[int, Int64s] | None = None) -> None:
+    found: Distinct
+    rows: Float32s
+    lacks: Bools
+
+
+class RowsAhead:
+    """Each table at most once. `batches`: by table all ids, as the batch has them. `here`: by table what is asked for
+    with those that are here already. `as_of`: the step as of which servers answer; `lives`: of
+    the cache that had them."""
+
+    def __init__(
+        self,
+        asked: Sequence[Asked],
+        batches: Mapping[int, Int64s] | None = None,
+        here: Mapping[int, Here] | None = None,
+        as_of: int = 0,
+        lives: int = 0,
+    ) -> None:
         self._asked = asked
         self._batches = batches or {}
+        self._here = dict(here or {})
+        self.as_of, self.lives = as_of, lives
         self._rows = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
         self._questions: dict[tuple[PartitionId, ...], Question | None] = {}
 
@@ -70,19 +90,64 @@ class RowsAhead:
         batch = self._batches.get(table)
         if batch is None or not np.array_equal(batch, ids):
             return None
-        return next(each.found for each in self._asked if each.table == table)
+        here = self._here.get(table)
+        return next(each.found for each in self._asked if each.table == table) if here is None else here.found
+
+    def came(self) -> list[tuple[int, Int64s, Float32s]]:
+        """What was asked for, once it has come: by table, ids and rows."""
+        return [(each.table, each.found.ids, rows) for each, rows in zip(self._asked, self._rows, strict=True)]
+
+    def forget_here(self) -> None:
+        """What was here is not good any more: only what was asked for is taken."""
+        self._here.clear()
+        self._batches = {}
 
     def take(self, table: int, found: Distinct, dim: int) -> tuple[Float32s, Bools | None]:
         """Rows of these ids, shape (m, dim), and which of them have not come; None: all have, and the rows may be
         anybody's, so that nobody changes them."""
+        here = self._here.get(table)
+        if here is not None:
+            return _taken(found, here.found, self._whole(table, here))
         for each, rows in zip(self._asked, self._rows, strict=True):
             if each.table == table:
-                if each.found is found or np.array_equal(each.found.ids, found.ids):
-                    return rows, None
-                places = _places(found, each.found)
-                lacking = places < 0
-                return rows[places], lacking if lacking.any() else None
+                return _taken(found, each.found, rows)
         return np.empty((found.ids.size, dim), np.float32), np.ones(found.ids.size, np.bool_)
+
+    def _whole(self, table: int, here: Here) -> Float32s:
+        """What was here, with what has come."""
+        for each, rows in zip(self._asked, self._rows, strict=True):
+            if each.table == table:
+                here.rows[here.lacks] = rows
+        return here.rows
+
+
+def complete(
+    asked: Sequence[Asked],
+    take: Callable[[Asked], tuple[Float32s, Bools | None]],
+    rest: Callable[[Sequence[Asked]], Sequence[Float32s]],
+) -> Sequence[Float32s]:
+    """Of each the rows that `take` has, shape (m, dim), and those that it lacks from `rest`, all at once."""
+    found: list[Float32s] = []
+    lacking: list[tuple[Float32s, Bools]] = []
+    more: list[Asked] = []
+    for each in asked:
+        rows, lacks = take(each)
+        found.append(rows)
+        if lacks is not None:
+            lacking.append((rows, lacks))
+            more.append(Asked(each.table, part_of(each.found, lacks), each.dim))
+    if more:
+        for (rows, lacks), values in zip(lacking, rest(more), strict=True):
+            rows[lacks] = values
+    return found
+
+
+def _taken(wanted: Distinct, there: Distinct, rows: Float32s) -> tuple[Float32s, Bools | None]:
+    if there is wanted or np.array_equal(there.ids, wanted.ids):
+        return rows, None
+    places = _places(wanted, there)
+    lacking = places < 0
+    return rows[places], lacking if lacking.any() else None
 
 
 def part_of(found: Distinct, chosen: Bools) -> Distinct:

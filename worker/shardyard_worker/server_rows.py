@@ -18,7 +18,7 @@ from shardyard_worker.distinct import Distinct, Float32s, Int64s
 from shardyard_worker.job_tables import JobTables
 from shardyard_worker.own_rows import Rows
 from shardyard_worker.router import MapChanged, Router
-from shardyard_worker.rows_ahead import Asked, Bools, RowsAhead, part_of
+from shardyard_worker.rows_ahead import Asked, Bools, complete
 from shardyard_worker.table import Table, Wanted
 from shardyard_worker.training import Training
 
@@ -49,29 +49,42 @@ class ServerRows:
         return self._tables.once(self._tables.number(table), ids)
 
     def fetch(self, wanted: Sequence[Wanted]) -> Sequence[Float32s]:
-        """Those that came ahead, and what they lack from the servers."""
+        """Those that came ahead, what they lack from the cache, and what that lacks from the servers."""
         asked = [Asked(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
         ahead = self._tables.ahead
         if self._training.looks_ahead:
             self.looked_up += _count(asked)
-        return self._look_up(asked) if ahead is None else self._complete(ahead, asked)
+        if ahead is None:
+            return self._find(asked)
+        lacking = 0
 
-    def _complete(self, ahead: RowsAhead, asked: Sequence[Asked]) -> Sequence[Float32s]:
-        found: list[Float32s] = []
-        lacking: list[tuple[Float32s, Bools]] = []
-        more: list[Asked] = []
-        for table, ids, dim in asked:
-            rows, lacks = ahead.take(table, ids, dim)
-            found.append(rows)
-            if lacks is not None:
-                lacking.append((rows, lacks))
-                more.append(Asked(table, part_of(ids, lacks), dim))
+        def rest(more: Sequence[Asked]) -> Sequence[Float32s]:
+            nonlocal lacking
+            lacking = _count(more)
+            return self._find(more)
+
+        found = complete(asked, lambda each: ahead.take(*each), rest)
         if self._training.looks_ahead:
-            self.came_ahead += _count(asked) - _count(more)
-        if more:
-            for (rows, lacks), values in zip(lacking, self._look_up(more), strict=True):
-                rows[lacks] = values
+            self.came_ahead += _count(asked) - lacking
         return found
+
+    def _find(self, asked: Sequence[Asked]) -> Sequence[Float32s]:
+        """In the cache, where there is one, or on the servers."""
+        cache = self._tables.cache
+        if cache is None:
+            return self._look_up(asked)
+
+        def take(each: Asked) -> tuple[Float32s, Bools | None]:
+            rows = np.empty((each.found.ids.size, each.dim), np.float32)
+            return rows, cache.take(each.table, each.found.ids, rows, cache.step)
+
+        def look_up(more: Sequence[Asked]) -> Sequence[Float32s]:
+            values = self._look_up(more)
+            for each, rows in zip(more, values, strict=True):
+                cache.put(each.table, each.found.ids, rows, cache.step, since=cache.step - cache.under_way)
+            return values
+
+        return complete(asked, take, look_up)
 
     def _look_up(self, asked: Sequence[Asked]) -> Sequence[Float32s]:
         found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]

@@ -35,7 +35,7 @@ from shardyard_worker.followed_rows import FollowedRows, bind
 from shardyard_worker.follower import Follower
 from shardyard_worker.held_version import HeldVersion, Leases, View, numbers_of
 from shardyard_worker.hot_rows import HotRows
-from shardyard_worker.rows_ahead import Asked, part_of
+from shardyard_worker.rows_ahead import Asked, Bools, complete
 from shardyard_worker.snapshots import AGAIN, Snapshots
 from shardyard_worker.table import tables_of
 
@@ -165,20 +165,23 @@ class ServedVersion:
         if self._hot is None:
             self._count(sum([each.found.ids.size for each in asked]), 0)
             return self._held.look_up(asked)
-        given, lacking, more = [], [], []
-        for each in asked:
+        hot, read = self._hot, 0
+
+        def take(each: Asked) -> tuple[Float32s, Bools | None]:
             rows = np.empty((each.found.ids.size, each.dim), np.float32)
-            lacks = self._hot.take(each.table, each.found.ids, rows)
-            given.append(rows)
-            if lacks is not None:
-                lacking.append((rows, lacks))
-                more.append(Asked(each.table, part_of(each.found, lacks), each.dim))
-        wanted, read = sum([each.found.ids.size for each in asked]), sum([each.found.ids.size for each in more])
+            return rows, hot.take(each.table, each.found.ids, rows)[0]
+
+        def look_up(more: Sequence[Asked]) -> Sequence[Float32s]:
+            nonlocal read
+            values = self._held.look_up(more)
+            for each, rows in zip(more, values, strict=True):
+                hot.put(each.table, each.found.ids, rows)
+                read += each.found.ids.size
+            return values
+
+        given = complete(asked, take, look_up)
+        wanted = sum([each.found.ids.size for each in asked])
         self._count(wanted, wanted - read)
-        if more:
-            for each, (rows, lacks), values in zip(more, lacking, self._held.look_up(more), strict=True):
-                rows[lacks] = values
-                self._hot.put(each.table, each.found.ids, values)
         return given
 
 

@@ -640,6 +640,7 @@ class SyncStrategy(Strategy):
 
     def _ship(self, name: PushName, sending: Sending | None, *, ends: bool) -> Shipment:
         """`ends`: the next version is pulled with it."""
+        self._training.pushes_rows(sending)
         ahead = self._ask_along() if ends else None  # first: what a script says may be refused
         shipment = self._training.ship(name, sending)
         return shipment if ahead is None else replace(shipment, ahead=ahead)

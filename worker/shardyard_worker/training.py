@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -27,11 +27,13 @@ from shardyard.ground.types import (
     DataShardSource,
     JobLayout,
     OptimizerSpec,
+    Outcome,
     PartitionMap,
     PushKind,
     PushName,
     Rank,
     RankSource,
+    RowCode,
     SourceKey,
     Token,
     UpdateMode,
@@ -43,10 +45,12 @@ from shardyard.wire import convert, methods
 from shardyard.wire.tables import tables_to_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.buckets import Buckets, Codes, Late, Version, check_tensor, widened
+from shardyard_worker.cache_rules import cache_rules
 from shardyard_worker.clipping import Clipper
 from shardyard_worker.coded_rows import CodedRows, Rounding
 from shardyard_worker.device import Copies, copies_for
 from shardyard_worker.device_feedback import DeviceFeedback
+from shardyard_worker.distinct import Int64s
 from shardyard_worker.feedback import Feedback
 from shardyard_worker.finite import Finiteness
 from shardyard_worker.gradients import Gradients
@@ -54,6 +58,7 @@ from shardyard_worker.job_tables import Announced, JobTables, TakenRows
 from shardyard_worker.prefetch import Prefetch
 from shardyard_worker.remembrance import Remembrance, refuse
 from shardyard_worker.router import Answer, Bases, MapChanged, Router, Shipment, Wish
+from shardyard_worker.row_cache import RowCache
 from shardyard_worker.rows_ahead import RowsAhead
 from shardyard_worker.session import Session
 
@@ -170,6 +175,8 @@ class Training:
         self._layout = layout
         if tables is not None:
             tables.adopt(layout)
+            rules = cache_rules(session.settings.worker, session.job_settings)
+            tables.cache = None if rules is None else RowCache(rules)
         self.feedback = self._make_feedback(copies)
         self.clipper = self._make_clipper()
         self._norm: float | None = None
@@ -238,6 +245,8 @@ class Training:
         session.follow(reply)
         if session.mode is not mode:
             self.clipper = self._make_clipper()
+        if self.cache is not None:
+            self.cache.clear()  # partitions may have gone back
         self._gradients.close()
         self.router.close()
         old, current = self.buckets, self.router.current
@@ -251,6 +260,11 @@ class Training:
                 self.feedback.use(copies)
         old.close()
         self._follow(reply)
+
+    @property
+    def cache(self) -> RowCache | None:
+        """Rows that this worker keeps for steps to come, if it keeps any."""
+        return None if self._tables is None else self._tables.cache
 
     @property
     def is_behind(self) -> bool:
@@ -363,15 +377,31 @@ class Training:
 
     def ship(self, name: PushName, sending: Sending | None) -> Shipment:
         """Puts what is sent into the buckets. None: a named empty push."""
-        ahead = self._rows_ahead()  # first: what a script says may be refused
+        joined = self._announced()  # first: what a script says may be refused
         shipment = self._ship(name, sending)
+        if self._tables is None:
+            return shipment
+        step, cache = 0, self._tables.cache
+        if cache is not None and self.session.mode is UpdateMode.ASYNC:
+            self.pushes_rows(sending)
+            step = cache.step + 1
+            cache.begin(step)
+        # what comes along with this push has it
+        ahead = self._tables.look_ahead(joined, step=step + self.session.settings.worker.window, as_of=step)
         return shipment if ahead is None else replace(shipment, ahead=ahead)
 
-    def _rows_ahead(self) -> RowsAhead | None:
+    def _announced(self) -> Mapping[int, Int64s]:
+        """By table the ids that a script says it will look up. Raises what it raises, and InvalidRequest."""
         # values that come in an order, as they are used, leave no place for rows
         if self._tables is None or self.announced is None or self._prefetch is not None:
-            return None
-        return self._tables.look_ahead(self.announced())
+            return {}
+        return self._tables.joined(self.announced())
+
+    def pushes_rows(self, sending: Sending | None) -> None:
+        """These gradients of rows, if there are any, are sent with the step at hand, and clipped."""
+        if self._tables is not None and sending is not None and sending.rows is not None:
+            is_exact = self.session.job_settings.compression.rows_push is RowCode.FLOAT32
+            self._tables.pushed(sending.rows, exact=is_exact and self.session.mode is UpdateMode.ASYNC)
 
     @property
     def looks_ahead(self) -> bool:
@@ -383,7 +413,10 @@ class Training:
         `along`: it comes with values. Raises what a script raises where it says what it will look up."""
         if self._tables is None or self.announced_for is None or self._prefetch is not None:
             return None
-        return self._tables.look_ahead(self.announced_for(step, later), along=along)
+        # what comes along with values has all pushes before its step; what comes by itself, those of now
+        as_of = step if along or self._tables.cache is None else self._tables.cache.step
+        joined = self._tables.joined(self.announced_for(step, later))
+        return self._tables.look_ahead(joined, along=along, step=step, as_of=as_of)
 
     def asking(self, ahead: RowsAhead) -> Callable[[], None]:
         """Puts what the servers of this map answer into `ahead`; for a thread of its own."""
@@ -478,6 +511,8 @@ class Training:
 
     def counted(self, answer: Answer) -> None:
         """A push was answered: what other workers' pushes of the same work had brought is not taken as sent."""
+        if self.cache is not None and any(result.outcome is Outcome.DUPLICATE for result in answer.results):
+            self.cache.clear()  # what this push would have changed was changed by another one
         if self.feedback is not None:
             if answer.foreign:
                 parts = [self._layout.partitions[partition] for partition in sorted(answer.foreign)]
@@ -496,6 +531,8 @@ class Training:
 
     def not_counted(self) -> None:
         """The push was refused: it counts nowhere."""
+        if self.cache is not None:
+            self.cache.clear()
         if self.feedback is not None:
             self.feedback.undo()
             self._end_push()
@@ -545,7 +582,7 @@ class Training:
         """Puts the current version into the targets, and those into the model. What is still on its way follows when it
         is used. `ahead`: rows that have come with it."""
         if self._tables is not None:
-            self._tables.ahead = ahead
+            self._tables.arrive(ahead)
         if self._says_bases and not self._asking_again:  # else some of what is computed on is older than what comes
             self.bases = {part.partition: part.version for parts in self.router.current for part in parts}
         if self._prefetch is None:

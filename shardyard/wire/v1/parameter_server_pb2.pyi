@@ -513,20 +513,22 @@ class PushHeader(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ..., expired: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
 
 class PushedRows(_message.Message):
-    __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted")
+    __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted", "now_ms")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ID_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    NOW_MS_FIELD_NUMBER: _ClassVar[int]
     table: int
     partitions: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     id_bytes: _containers.RepeatedScalarFieldContainer[int]
     row_bytes: _containers.RepeatedScalarFieldContainer[int]
     counted: bool
-    def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ..., row_bytes: _Optional[_Iterable[int]] = ..., counted: bool = ...) -> None: ...
+    now_ms: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[int] = ..., partitions: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., id_bytes: _Optional[_Iterable[int]] = ..., row_bytes: _Optional[_Iterable[int]] = ..., counted: bool = ..., now_ms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushFrame(_message.Message):
     __slots__ = ("header", "offset", "data")

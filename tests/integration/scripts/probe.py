@@ -99,7 +99,8 @@ def train_rows(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
     # whose step is 1, whatever the gradient's size
     sign = sy.tables.Adam(lr=1.0, betas=(0.0, 0.0), eps=1e-30)
     optimizer = sy.tables.SGD(lr=1.0) if job.mode.value == "async" else sign
-    table = sy.tables.Table(1, name="counts", optimizer=optimizer, initial=sy.tables.zeros())
+    expiry = sy.tables.Expiry(age_seconds=options.age_seconds)
+    table = sy.tables.Table(1, name="counts", optimizer=optimizer, initial=sy.tables.zeros(), expiry=expiry)
     model = torch.nn.ModuleDict({"counts": sy.Embedding(1, table=table), "beside": torch.nn.Linear(3, 2)})
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     computed = 0
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--leave-at", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--look-ahead", action="store_true", help="rows of the next batch come with a step")
+    parser.add_argument("--age-seconds", type=float, default=0.0, help="rows go that were not pushed for so long")
     parser.add_argument("--patient", action="store_true", help="does not notice by itself that a peer is frozen")
     options = parser.parse_args()
     if options.patient:
