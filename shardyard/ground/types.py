@@ -621,6 +621,12 @@ class PushOrder:
     """Rows that the answer shall have after what is pulled; the codes of their ids follow the rows of the push."""
     expired: tuple[WantedRows, ...] = ()
     """In a log alone: what a server has decided to take out with it; the codes follow the rows, too."""
+    attach_rows: Ticket | None = None
+    rows_at: int | None = None
+    """Where in the memory attached for rows those of the push lie, and the ids of those wanted after them; None: they
+    follow the payload."""
+    wanted_at: int | None = None
+    """Where in that memory the rows wanted shall be put; None: they follow the values."""
 
     @property
     def payload_bytes(self) -> int:
@@ -666,6 +672,9 @@ class PushOrder:
             self.table_groups,
             self.wanted,
             self.expired,
+            self.attach_rows,
+            self.rows_at,
+            self.wanted_at,
         )
 
 
@@ -711,3 +720,6 @@ class PullResult:
     clock: int | None = None
     """To a worker that joins: from here on it counts its steps."""
     gathered: tuple[Gathered, ...] = ()
+    rows_attached: bool = False
+    """Memory that was offered for rows is open."""
+    rows_not_attached: str = ""

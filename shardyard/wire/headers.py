@@ -134,6 +134,9 @@ def _alike(order: PushOrder, before: PushOrder) -> bool:
         and order.rows == before.rows
         and order.table_groups == before.table_groups
         and order.wanted == before.wanted
+        and (order.rows_at, order.wanted_at) == (before.rows_at, before.wanted_at)
+        and order.attach_rows is None
+        and before.attach_rows is None
         and order.attach is None
         and before.attach is None
         and not order.detach
