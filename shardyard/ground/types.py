@@ -648,8 +648,14 @@ class PushOrder:
         """Of the ids that follow the rows in a log."""
         return sum([sum(each.id_bytes) for each in self.expired])
 
-    def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
-        """The same of other work."""
+    def renamed(
+        self,
+        name: PushName,
+        bases: tuple[Version, ...] = (),
+        rows: tuple[PushedRows, ...] | None = None,
+        wanted: tuple[WantedRows, ...] | None = None,
+    ) -> PushOrder:
+        """The same of other work; with these rows, where they are given."""
         return PushOrder(
             self.caller,
             self.server,
@@ -668,9 +674,9 @@ class PushOrder:
             bases,
             self.verdict,
             self.overflow,
-            self.rows,
+            self.rows if rows is None else rows,
             self.table_groups,
-            self.wanted,
+            self.wanted if wanted is None else wanted,
             self.expired,
             self.attach_rows,
             self.rows_at,

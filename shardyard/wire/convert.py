@@ -384,7 +384,7 @@ def map_from_wire(message: common.PartitionMap) -> PartitionMap:
 
 def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bool = True) -> server.PushHeader:
     """`before`: the order of the exchange before on the same stream; what is as there is left out. `named`: with its
-    name and its bases."""
+    name, its bases, its rows and those that it wants."""
     again = (
         before is not None
         and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
@@ -423,9 +423,9 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
     if order.overflow:
         header.overflow = True
     if order.rows:
-        header.rows.extend(tables.pushed_to_wire(order.rows))
         header.table_groups.extend(groups_to_wire(order.table_groups))
-    if order.wanted:
+    if named:
+        header.rows.extend(tables.pushed_to_wire(order.rows))
         header.wanted.extend(tables.wanted_to_wire(order.wanted))
     if order.expired:
         header.expired.extend(tables.wanted_to_wire(order.expired))
@@ -519,14 +519,7 @@ def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded
         raise InvalidRequest(
             "a push that says which rows expire", why="what expires is the server's to decide", todo="leave them out"
         )
-    if order.rows or order.expired:
-        _check_rows(order)
-    if order.wanted:
-        _check_wanted(order)
-    if (order.rows_at is not None and not (order.rows or order.wanted)) or (
-        order.wanted_at is not None and not order.wanted
-    ):
-        raise MalformedPayload("a place for rows in an exchange that has none, or wants none")
+    check_rows(order)
     if order.overflow and kind is not PushKind.GRADIENT:
         raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
     if message.HasField("bases"):
@@ -538,6 +531,18 @@ def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded
     if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
         raise MalformedPayload(f"an empty push with {order.payload_bytes} bytes of payload")
     return order
+
+
+def check_rows(order: PushOrder) -> None:
+    """What the header of a push says of rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
+    if order.rows or order.expired:
+        _check_rows(order)
+    if order.wanted:
+        _check_wanted(order)
+    if (order.rows_at is not None and not (order.rows or order.wanted)) or (
+        order.wanted_at is not None and not order.wanted
+    ):
+        raise MalformedPayload("a place for rows in an exchange that has none, or wants none")
 
 
 def _check_rows(order: PushOrder) -> None:
