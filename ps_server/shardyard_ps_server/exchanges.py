@@ -30,7 +30,7 @@ from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
-from shardyard_ps_server.partition_tables import AskedRows
+from shardyard_ps_server.partition_tables import AskedRows, check_wanted
 from shardyard_ps_server.runs import Run, runs_in_order
 from shardyard_ps_server.store import NO_BYTES, Held, HostedJob, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
@@ -39,6 +39,9 @@ log = logging.getLogger("shardyard.server")
 
 
 NOTHING_SAID = PullResult()
+
+ROOM_ALIGN = 64
+"""Of places that rows are put into."""
 
 AT_ONCE_BYTES_MAX = FRAME_BYTES
 """Of all partitions together. An update of so much is done before another thread would have been woken twice."""
@@ -52,6 +55,7 @@ class Exchanges:
         self._headers = HeaderReader()
         self._hosted: HostedJob | None = None
         self._memory: Attached | None = None
+        self._rows_memory: Attached | None = None
         self._received: Bytes | None = None
         self._ahead: Scatter | None = None
         self._regions_known = 0
@@ -74,7 +78,7 @@ class Exchanges:
                 if not stays_open:
                     return
         finally:
-            self._store.end_stream(attached=self._memory is not None)
+            self._store.end_stream(attached=self._is_attached)
 
     def at_once(self, first: Frame) -> Frame | None:
         """The answer to an exchange that is like the one before, where that never waits for anybody. May be asked while
@@ -95,13 +99,16 @@ class Exchanges:
         if self._lends:  # else the worker may have missed the last answer of a stream before this one
             self._store.settle(hosted, order.caller.incarnation)
         said = NOTHING_SAID if order.attach is None else self._attach(order.attach, hosted)
+        if order.attach_rows is not None:
+            said = self._attach_rows(order.attach_rows, said)
         if order.verdict is not None:
             self._store.take_verdict(hosted, order, order.verdict)
+        room = self._room(order, hosted)
         payload, rows, ids = self._payload(order, first, rest)
         asked = self._store.read_wanted(hosted, order.wanted, ids)
         if order.kind is not PushKind.NOTHING:
             results = self._store.push(hosted, order, payload, rows)
-            said = PullResult(push=results, attached=said.attached, not_attached=said.not_attached)
+            said = PullResult(push=results) if said is NOTHING_SAID else replace(said, push=results)
         if order.pace is not None:
             said = replace(said, clock=self._store.hear_pace(hosted, order.caller.incarnation, order.pace))
         self._hosted = hosted
@@ -113,13 +120,13 @@ class Exchanges:
         if order.pull is None:
             yield Frame(convert.pulled_to_header(self._with_regions(said, hosted)), 0, b"")
         elif order.pull.shared:
-            yield from self._lend(said, hosted, order, asked)
+            yield from self._lend(said, hosted, order, asked, room)
         else:
             result, held = self._store.hold(hosted, order.pull, order.pace)
             try:
                 self._store.keep(hosted, order.caller.incarnation, result, held)
                 found = replace(said, parts=result.parts, missing=result.missing, gathered=result.gathered)
-                more = NO_BYTES if result.missing else self._rows(order, hosted, asked)
+                more = NO_BYTES if result.missing else self._rows(order, hosted, asked, room)
                 if order.pull.coding and not result.missing:
                     codes = self._coder(order.pull.coding, hosted).codes(held)
                     found = replace(found, code_bytes=tuple(map(len, codes)))
@@ -172,6 +179,20 @@ class Exchanges:
         if order.rest is not None and pushes:
             return self._complete_ahead(order, first, rest), NO_BYTES, NO_BYTES
         nbytes = order.payload_bytes if pushes and order.shared_at is None else 0
+        if order.rows_at is None:
+            payload, behind = self._sent(order, nbytes, more, first, rest)
+        else:
+            # copied, so that what is checked, logged and applied is the same, whatever the worker does meanwhile
+            behind = self._place_of_rows(order.rows_at, more, align=1).copy()
+            payload, _ = self._sent(order, nbytes, 0, first, rest)
+        ids_at = more - order.wanted_bytes
+        return payload, behind[:ids_at], behind[ids_at:]
+
+    def _sent(
+        self, order: PushOrder, nbytes: int, more: int, first: Frame, rest: Iterator[Frame]
+    ) -> tuple[Bytes, Bytes]:
+        """The payload, of which `nbytes` are sent, and `more` bytes that are sent behind it."""
+        pushes = order.kind is not PushKind.NOTHING
         is_shared = pushes and order.shared_at is not None
         if not more and (is_shared or not pushes):
             if len(first.data):
@@ -184,8 +205,7 @@ class Exchanges:
         if is_shared:
             assert order.shared_at is not None
             payload = self._shared(order.shared_at, order.payload_bytes)
-        ids_at = nbytes + more - order.wanted_bytes
-        return payload, whole[nbytes:ids_at], whole[ids_at:]
+        return payload, whole[nbytes:]
 
     def _assembled(self, nbytes: int, first: Frame, rest: Iterator[Frame]) -> Bytes:
         """So many bytes of data, all that come with this exchange."""
@@ -236,6 +256,36 @@ class Exchanges:
 
     # ---- the same host
 
+    @property
+    def _is_attached(self) -> bool:
+        return self._memory is not None or self._rows_memory is not None
+
+    def _attach_rows(self, ticket: Ticket, said: PullResult) -> PullResult:
+        try:
+            memory = attach(ticket, writable=True)
+        except NotShareable as error:
+            return replace(said, rows_attached=False, rows_not_attached=error.what)
+        if not self._is_attached:
+            self._store.note_attached()
+        self._rows_memory = memory
+        return replace(said, rows_attached=True)
+
+    def _place_of_rows(self, at: int, nbytes: int, *, align: int) -> Bytes:
+        """Bytes of the memory for rows. Raises InvalidRequest, MalformedPayload."""
+        memory = self._rows_memory
+        if memory is None:
+            raise InvalidRequest("a place for rows; no memory for them was attached on this stream")
+        if at % align or at + nbytes > memory.nbytes:
+            raise MalformedPayload(f"{nbytes} bytes of rows at byte {at} of shared memory that has {memory.nbytes}")
+        return memory.bytes[at : at + nbytes]
+
+    def _room(self, order: PushOrder, hosted: HostedJob) -> Bytes | None:
+        """Where the rows wanted are to be put; None: they are sent. Raises InvalidRequest, MalformedPayload."""
+        if order.wanted_at is None:
+            return None
+        nbytes = check_wanted(hosted.layout.tables, order.wanted)
+        return self._place_of_rows(order.wanted_at, nbytes, align=ROOM_ALIGN)
+
     def _attach(self, ticket: Ticket, hosted: HostedJob) -> PullResult:
         if not hosted.regions.shareable:
             return PullResult(attached=False, not_attached="the server's versions stand in private memory")
@@ -243,7 +293,7 @@ class Exchanges:
             memory = attach(ticket)
         except NotShareable as error:
             return PullResult(attached=False, not_attached=error.what)
-        if self._memory is None:
+        if not self._is_attached:
             self._store.note_attached()
         self._memory = memory
         return PullResult(attached=True)
@@ -256,18 +306,18 @@ class Exchanges:
         self._regions_known += len(fresh)
         return replace(said, regions=fresh) if fresh else said
 
-    def _rows(self, order: PushOrder, hosted: HostedJob, asked: Sequence[AskedRows]) -> Bytes:
+    def _rows(self, order: PushOrder, hosted: HostedJob, asked: Sequence[AskedRows], room: Bytes | None) -> Bytes:
         """Those that ride along: of a synchronous step those of the version of the values, else as they are now. Values
-        wait no more. Raises StaleGeneration."""
+        wait no more. With `room` they are put there, and nothing of them is sent. Raises StaleGeneration."""
         if not asked:
             return NO_BYTES
         number = order.pull.number if order.pull is not None and hosted.rows_have_versions else None
-        found = self._store.find_rows(hosted, asked, number)
+        found = self._store.find_rows(hosted, asked, number, into=room)
         hosted.check_generation(order.generation)  # else partitions may have gone back, or moved, meanwhile
-        return found
+        return found if room is None else NO_BYTES
 
     def _lend(
-        self, said: PullResult, hosted: HostedJob, order: PushOrder, asked: Sequence[AskedRows]
+        self, said: PullResult, hosted: HostedJob, order: PushOrder, asked: Sequence[AskedRows], room: Bytes | None
     ) -> Iterator[Frame]:
         """An answer that says where the values lie."""
         assert order.pull is not None
@@ -286,7 +336,7 @@ class Exchanges:
         rows = NO_BYTES
         if held.buffers:  # while something is missing, the worker reads on what it has
             try:
-                rows = self._rows(order, hosted, asked)
+                rows = self._rows(order, hosted, asked, room)
             except BaseException:
                 held.release()
                 raise
@@ -302,6 +352,8 @@ class Exchanges:
             places=tuple(places),
             clock=said.clock,
             gathered=result.gathered,
+            rows_attached=said.rows_attached,
+            rows_not_attached=said.rows_not_attached,
         )
         yield from frames.cut(convert.pulled_to_header(self._with_regions(found, hosted)), [rows.data])
 

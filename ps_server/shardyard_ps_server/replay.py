@@ -48,7 +48,18 @@ _RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
 def push_head(order: PushOrder) -> bytes:
     """What is recorded of a push beside its payload."""
     said = replace(
-        order, pull=None, wanted=(), attach=None, shared_at=None, rest=None, detach=False, pace=None, verdict=None
+        order,
+        pull=None,
+        wanted=(),
+        attach=None,
+        shared_at=None,
+        rest=None,
+        detach=False,
+        pace=None,
+        verdict=None,
+        attach_rows=None,
+        rows_at=None,
+        wanted_at=None,
     )
     return convert.push_to_wire(said).SerializeToString()
 

@@ -314,6 +314,8 @@ class Servicer:
             raise InvalidRequest("rows beside a place in shared memory, outside of an exchange", todo="use PushPull")
         if order.wanted:
             raise InvalidRequest("rows wanted outside of an exchange", todo="use LookUp, or PushPull")
+        if order.rows_at is not None:
+            raise InvalidRequest("rows in shared memory, outside of an exchange", todo="use PushPull")
         payload = aligned_empty(order.payload_bytes + order.rows_bytes)
         assembler = Assembler(payload.data)
         assembler.add(first)

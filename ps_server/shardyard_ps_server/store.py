@@ -943,7 +943,8 @@ class Store:
             else self._record(hosted.wal, hosted, order, payload, work, rows)
         )
         failpoint("push.before_reply")
-        self._count(results, len(rows) + (len(payload) if order.shared_at is None else 0))
+        sent = len(payload) if order.shared_at is None else 0
+        self._count(results, sent + (len(rows) if order.rows_at is None else 0))
         return results
 
     def _apply(self, hosted: HostedJob, order: PushOrder, work: Sequence[Work]) -> tuple[PartResult, ...]:
@@ -1091,12 +1092,15 @@ class Store:
         until: float = 0.0,
         code: RowCode = RowCode.FLOAT32,
         pin: bytes = b"",
+        into: Bytes | None = None,
     ) -> Bytes:
         """The rows, one after the other, float32 or coded; of each partition as of one version where the job is
         synchronous. `number`: that version, for which is waited until `until` (time.monotonic); None: the newest;
-        `pin`: those that a reader holds. Changes nothing. Raises what Partition.look_up, or look_up_held, raises."""
+        `pin`: those that a reader holds. `into`: memory of a worker, of just as many bytes, for rows that are not
+        coded. Changes nothing. Raises what Partition.look_up, or look_up_held, raises."""
         dims = [hosted.layout.tables[each.table].dim for each in asked]
-        found, at = aligned_empty(4 * sum([dim * each.ids.size for dim, each in zip(dims, asked, strict=True)])), 0
+        nbytes = 4 * sum([dim * each.ids.size for dim, each in zip(dims, asked, strict=True)])
+        found, at = aligned_empty(nbytes) if into is None else into, 0
         by_partition: dict[PartitionId, list[Asked]] = {}
         answers: list[Floats] = []
         for dim, (table, partition, ids) in zip(dims, asked, strict=True):
@@ -1113,7 +1117,8 @@ class Store:
             hosted.find(partition).look_up(of_partition, number, until)
         if code is not RowCode.FLOAT32:
             found = np.frombuffer(b"".join([encode_rows(rows, code) for rows in answers]), np.uint8)
-        self.note_sent(len(found))
+        if into is None:
+            self.note_sent(len(found))
         return found
 
     def read_rows(

@@ -74,6 +74,9 @@ ROWS_ANSWERED_BYTES_MAX: Final = FRAME_BYTES_MAX
 """Of the answer to one look-up."""
 ROWS_ALONG_BYTES_MAX: Final = 256 * MIB
 """Of the rows that one exchange brings with the values."""
+ROWS_ROOM_BYTES: Final = 64 * MIB
+"""Of rows that a worker pushes to a server on its machine through shared memory, and of those that it gets there; more
+travel over the stream."""
 TABLE_ADDRESS_BYTES: Final = 1 << 45
 """Of address space for the rows of all tables of a job at one server."""
 TABLE_SEED_MAX: Final = (1 << 63) - 1

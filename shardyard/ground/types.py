@@ -622,6 +622,12 @@ class PushOrder:
     """Rows that the answer shall have after what is pulled; the codes of their ids follow the rows of the push."""
     expired: tuple[WantedRows, ...] = ()
     """In a log alone: what a server has decided to take out with it; the codes follow the rows, too."""
+    attach_rows: Ticket | None = None
+    rows_at: int | None = None
+    """Where in the memory attached for rows those of the push lie, and the ids of those wanted after them; None: they
+    follow the payload."""
+    wanted_at: int | None = None
+    """Where in that memory the rows wanted shall be put; None: they follow the values."""
 
     @property
     def payload_bytes(self) -> int:
@@ -643,8 +649,14 @@ class PushOrder:
         """Of the ids that follow the rows in a log."""
         return sum([sum(each.id_bytes) for each in self.expired])
 
-    def renamed(self, name: PushName, bases: tuple[Version, ...] = ()) -> PushOrder:
-        """The same of other work."""
+    def renamed(
+        self,
+        name: PushName,
+        bases: tuple[Version, ...] = (),
+        rows: tuple[PushedRows, ...] | None = None,
+        wanted: tuple[WantedRows, ...] | None = None,
+    ) -> PushOrder:
+        """The same of other work; with these rows, where they are given."""
         return PushOrder(
             self.caller,
             self.server,
@@ -663,10 +675,13 @@ class PushOrder:
             bases,
             self.verdict,
             self.overflow,
-            self.rows,
+            self.rows if rows is None else rows,
             self.table_groups,
-            self.wanted,
+            self.wanted if wanted is None else wanted,
             self.expired,
+            self.attach_rows,
+            self.rows_at,
+            self.wanted_at,
         )
 
 
@@ -712,3 +727,6 @@ class PullResult:
     clock: int | None = None
     """To a worker that joins: from here on it counts its steps."""
     gathered: tuple[Gathered, ...] = ()
+    rows_attached: bool = False
+    """Memory that was offered for rows is open."""
+    rows_not_attached: str = ""

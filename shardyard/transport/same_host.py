@@ -106,8 +106,9 @@ def populate(mapped: Mapping, start: int, nbytes: int) -> None:
 class Attached:
     """Memory that another process exported.
 
-    `bytes` has shape (nbytes,), dtype uint8. Read-only, unless `private`: then a write makes a copy of its page for
-    this process alone, which does not follow the exporter any more until `refresh` is called.
+    `bytes` has shape (nbytes,), dtype uint8. Read-only, unless it was attached to be written, or is `private`: then a
+    write makes a copy of its page for this process alone, which does not follow the exporter any more until `refresh`
+    is called.
     """
 
     def __init__(self, mapped: Mapping, nbytes: int, *, private: bool) -> None:
@@ -141,8 +142,10 @@ def _has_copies(base: int, begin: int, end: int) -> bool:
     return bool(np.any((top == 4) | (top == 2) | (top == 6) | (top == 3)))
 
 
-def attach(ticket: Ticket, *, private: bool = False) -> Attached:
-    """Opens what another process exported. Raises NotShareable where that is impossible or not safe."""
+def attach(ticket: Ticket, *, private: bool = False, writable: bool = False) -> Attached:
+    """Opens what another process exported; `writable`: such that it sees what is written here. Raises NotShareable
+    where that is impossible or not safe."""
+    assert not (private and writable)
     if not available():
         raise NotShareable(f"shared memory on {sys.platform}")
     what = f"the memory of process {ticket.pid}"
@@ -151,16 +154,16 @@ def attach(ticket: Ticket, *, private: bool = False) -> Attached:
         # looked at before it is opened, since opening another kind of file may have effects
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
             raise NotShareable(f"{what}: there is no such memory; is it in another container?")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise NotShareable(f"{what} cannot be opened: {error.strerror}") from error
     try:
-        return _checked(fd, ticket, what, private=private)
+        return _checked(fd, ticket, what, private=private, writable=writable)
     finally:
         os.close(fd)
 
 
-def _checked(fd: int, ticket: Ticket, what: str, *, private: bool) -> Attached:
+def _checked(fd: int, ticket: Ticket, what: str, *, private: bool, writable: bool) -> Attached:
     size = HEAD_BYTES + ticket.nbytes
     try:
         found = os.fstat(fd)
@@ -171,7 +174,7 @@ def _checked(fd: int, ticket: Ticket, what: str, *, private: bool) -> Attached:
             raise NotShareable(f"{what} is not sealed against shrinking", why="it could vanish while it is read")
         if found.st_size < size:
             raise NotShareable(f"{what} has {found.st_size} bytes; announced {size}")
-        flags, protection = mmap.MAP_SHARED, mmap.PROT_READ
+        flags, protection = mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if private:
             flags, protection = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         mapped = Mapping(fd, size, flags=flags, protection=protection)

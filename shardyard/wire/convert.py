@@ -384,7 +384,7 @@ def map_from_wire(message: common.PartitionMap) -> PartitionMap:
 
 def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bool = True) -> server.PushHeader:
     """`before`: the order of the exchange before on the same stream; what is as there is left out. `named`: with its
-    name and its bases."""
+    name, its bases, its rows and those that it wants."""
     again = (
         before is not None
         and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
@@ -423,12 +423,18 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
     if order.overflow:
         header.overflow = True
     if order.rows:
-        header.rows.extend(tables.pushed_to_wire(order.rows))
         header.table_groups.extend(groups_to_wire(order.table_groups))
-    if order.wanted:
+    if named:
+        header.rows.extend(tables.pushed_to_wire(order.rows))
         header.wanted.extend(tables.wanted_to_wire(order.wanted))
     if order.expired:
         header.expired.extend(tables.wanted_to_wire(order.expired))
+    if order.attach_rows is not None:
+        header.attach_rows.CopyFrom(ticket_to_wire(order.attach_rows))
+    if order.rows_at is not None:
+        header.rows_at = order.rows_at
+    if order.wanted_at is not None:
+        header.wanted_at = order.wanted_at
     return header
 
 
@@ -505,6 +511,9 @@ def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded
         table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
         wanted=tables.wanted_from_wire(message.wanted) if message.wanted else (),
         expired=tables.expired_from_wire(message.expired) if message.expired else (),
+        attach_rows=ticket_from_wire(message.attach_rows) if message.HasField("attach_rows") else None,
+        rows_at=message.rows_at if message.HasField("rows_at") else None,
+        wanted_at=message.wanted_at if message.HasField("wanted_at") else None,
     )
     if order.expired and not recorded:
         raise InvalidRequest(
@@ -514,10 +523,7 @@ def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded
         raise InvalidRequest(
             "a push that says when it came", why="clocks of tables are the server's", todo="leave the times out"
         )
-    if order.rows or order.expired:
-        _check_rows(order)
-    if order.wanted:
-        _check_wanted(order)
+    check_rows(order)
     if order.overflow and kind is not PushKind.GRADIENT:
         raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
     if message.HasField("bases"):
@@ -529,6 +535,18 @@ def push_from_header(header: bytes, before: PushOrder | None = None, *, recorded
     if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
         raise MalformedPayload(f"an empty push with {order.payload_bytes} bytes of payload")
     return order
+
+
+def check_rows(order: PushOrder) -> None:
+    """What the header of a push says of rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
+    if order.rows or order.expired:
+        _check_rows(order)
+    if order.wanted:
+        _check_wanted(order)
+    if (order.rows_at is not None and not (order.rows or order.wanted)) or (
+        order.wanted_at is not None and not order.wanted
+    ):
+        raise MalformedPayload("a place for rows in an exchange that has none, or wants none")
 
 
 def _check_rows(order: PushOrder) -> None:
@@ -866,6 +884,10 @@ def pulled_to_header(result: PullResult) -> bytes:
     if result.attached is not None:
         header.attached = result.attached
         header.not_attached = result.not_attached
+    if result.rows_attached:
+        header.rows_attached = True
+    if result.rows_not_attached:
+        header.rows_not_attached = result.rows_not_attached
     return header.SerializeToString()
 
 
@@ -913,6 +935,8 @@ def pulled_from_header(header: bytes, pulled: Sequence[PartitionId], pushed: Seq
         code_bytes=tuple(message.code_bytes) if message.code_bytes else (),
         clock=message.clock if message.HasField("clock") else None,
         gathered=_gathered_from_wire(message.gathered, pulled) if message.gathered else (),
+        rows_attached=message.rows_attached,
+        rows_not_attached=message.rows_not_attached,
     )
 
 

@@ -1,9 +1,10 @@
 """Headers of exchanges on one stream, written and read whole only where more than the name has changed.
 
-From step to step a worker's header differs in the name of the push alone, and in what its gradient was computed on
-where that is said; building and checking all of it costs more than the rest of a small exchange. So a header begins
-with its name, then has its bases if there are some, and what follows is kept: equal bytes mean the same. Any client may
-write its fields in any order; then each header is read in full.
+From step to step a worker's header differs in the name of the push alone, in what its gradient was computed on where
+that is said, and in how many rows of tables it has, and wants, where there are some; building and checking all of it
+costs more than the rest of a small exchange. So a header begins with its name, then has its bases and what it says of
+rows if there are some, and what follows is kept: equal bytes mean the same. Any client may write its fields in any
+order; then each header is read in full.
 
 Owns: what the exchange before on the stream said. Invariant: `read` gives what convert.push_from_header gives.
 """
@@ -13,13 +14,15 @@ from __future__ import annotations
 from google.protobuf.message import DecodeError
 
 from shardyard.ground.errors import MalformedPayload
-from shardyard.ground.types import PushKind, PushName, PushOrder, Version
-from shardyard.wire import convert
+from shardyard.ground.types import PushedRows, PushKind, PushName, PushOrder, Version, WantedRows
+from shardyard.wire import convert, tables
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
 _TAG_NAME = 4 << 3 | 2
 _TAG_BASES = bytes((19 << 3 & 0x7F | 2 | 0x80, 19 >> 4))
+_TAGS_ROWS = (bytes((100 << 3 & 0x7F | 2 | 0x80, 100 >> 4)), bytes((170 << 3 & 0x7F | 2 | 0x80, 170 >> 4)))
+"""Of `rows`, and of `wanted`."""
 _ONE_BYTE_MAX = 0x7F
 _LENGTH_BYTES_MAX = 4
 
@@ -40,7 +43,9 @@ class HeaderWriter:
             self._rest = convert.push_to_wire(order, before, named=False).SerializeToString()
             self._settled = alike
         self._before = order
-        return self._rest if order.kind is PushKind.NOTHING else _name(order) + _bases(order) + self._rest
+        if order.kind is PushKind.NOTHING:
+            return _rows(order) + self._rest
+        return b"".join((_name(order), _bases(order), _rows(order), self._rest))
 
 
 class HeaderReader:
@@ -51,24 +56,41 @@ class HeaderReader:
         self._rest = b""
 
     def read_alike(self, header: bytes) -> PushOrder | None:
-        """What `read` gives, where the header differs from the one before in its name and bases alone; else None."""
+        """What `read` gives, where the header differs from the one before in its name, its bases and the numbers of its
+        rows alone; else None."""
         end = _name_end(header)
-        if not end or self.before is None or not self._rest:
+        before = self.before
+        if not end or before is None or not self._rest:
             return None
-        rest = _bases_end(header, end)
-        if header[rest:] != self._rest or (rest > end and self.before.kind is not PushKind.GRADIENT):
+        rows = _bases_end(header, end)
+        rest = _rows_end(header, rows)
+        if header[rest:] != self._rest or (rows > end and before.kind is not PushKind.GRADIENT):
             return None
-        bases = _read_bases(header[end:rest], len(self.before.parts)) if rest > end else ()
-        self.before = self.before.renamed(_read_name(header[2:end]), bases)
-        return self.before
+        name = _read_name(header[2:end])
+        bases = _read_bases(header[end:rows], len(before.parts)) if rows > end else ()
+        if rest == rows:
+            if before.rows or before.wanted:
+                return None
+            order = before.renamed(name, bases)
+        else:
+            pushed, wanted = _read_rows(header[rows:rest])
+            if (bool(pushed), bool(wanted)) != (bool(before.rows), bool(before.wanted)):
+                return None
+            order = before.renamed(name, bases, pushed, wanted)
+            convert.check_rows(order)
+        self.before = order
+        return order
 
     def read(self, header: bytes) -> PushOrder:
         order = self.read_alike(header)
         if order is None:
             order = convert.push_from_header(header, self.before)
             end = _name_end(header)
-            rest = _bases_end(header, end)
-            self._rest = header[rest:] if end and header[end:rest] == _bases(order) else b""
+            rows = _bases_end(header, end)
+            rest = _rows_end(header, rows)
+            # kept only where all of them stand at the beginning
+            stand = end and header[end:rows] == _bases(order) and header[rows:rest] == _rows(order)
+            self._rest = header[rest:] if stand else b""
             self.before = order
         return order
 
@@ -85,10 +107,38 @@ def _bases(order: PushOrder) -> bytes:
     return server.PushHeader(bases=convert.bases_to_wire(order.bases)).SerializeToString()
 
 
+def _rows(order: PushOrder) -> bytes:
+    if not order.rows and not order.wanted:
+        return b""
+    said = server.PushHeader(rows=tables.pushed_to_wire(order.rows), wanted=tables.wanted_to_wire(order.wanted))
+    return said.SerializeToString()
+
+
+def _rows_end(header: bytes, at: int) -> int:
+    """As `_bases_end`, of all that is said of rows there."""
+    while header[at : at + 2] in _TAGS_ROWS:
+        end = _field_end(header, at)
+        if end == at:
+            break
+        at = end
+    return at
+
+
+def _read_rows(data: bytes) -> tuple[tuple[PushedRows, ...], tuple[WantedRows, ...]]:
+    try:
+        said = server.PushHeader.FromString(data)
+    except DecodeError as error:
+        raise MalformedPayload(f"the rows of a push: {error}") from error
+    return tables.pushed_from_wire(said.rows), tables.wanted_from_wire(said.wanted)
+
+
 def _bases_end(header: bytes, at: int) -> int:
     """Where the bases end that stand at byte `at`; `at` where something else stands there."""
-    if header[at : at + 2] != _TAG_BASES:
-        return at
+    return _field_end(header, at) if header[at : at + 2] == _TAG_BASES else at
+
+
+def _field_end(header: bytes, at: int) -> int:
+    """Where a field ends, with a tag of two bytes at byte `at`; `at` where it does not."""
     length = 0
     for place, byte in enumerate(header[at + 2 : at + 2 + _LENGTH_BYTES_MAX]):
         length |= (byte & _ONE_BYTE_MAX) << 7 * place
@@ -118,10 +168,10 @@ def _read_bases(data: bytes, count: int) -> tuple[Version, ...]:
 
 
 def _alike(order: PushOrder, before: PushOrder) -> bool:
-    """Whether they differ in the name and the bases alone."""
+    """Whether they differ in the name, the bases and the numbers of rows alone."""
     return (
         order.kind is before.kind
-        and order.parts is before.parts
+        and (order.parts is before.parts or order.parts == before.parts)
         and order.groups == before.groups
         and order.weight == before.weight
         and order.shared_at == before.shared_at
@@ -131,9 +181,12 @@ def _alike(order: PushOrder, before: PushOrder) -> bool:
         and order.verdict is None
         and before.verdict is None
         and order.overflow == before.overflow
-        and order.rows == before.rows
+        and bool(order.rows) is bool(before.rows)
         and order.table_groups == before.table_groups
-        and order.wanted == before.wanted
+        and bool(order.wanted) is bool(before.wanted)
+        and (order.rows_at, order.wanted_at) == (before.rows_at, before.wanted_at)
+        and order.attach_rows is None
+        and before.attach_rows is None
         and order.attach is None
         and before.attach is None
         and not order.detach

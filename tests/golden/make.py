@@ -148,6 +148,21 @@ def messages() -> dict[str, Message]:
             kind=server.PUSH_KIND_NOTHING,
             attach=server.SharedMemory(pid=4242, fd=7, bytes=1 << 20, nonce=NONCE),
         ),
+        "PushHeader.attach_rows": server.PushHeader(
+            caller=CALLER,
+            server=(1 << 32) + 2,
+            generation=1,
+            kind=server.PUSH_KIND_NOTHING,
+            attach_rows=server.SharedMemory(pid=4242, fd=8, bytes=1 << 20, nonce=NONCE),
+        ),
+        "PushHeader.rows_at": server.PushHeader(
+            kind=server.PUSH_KIND_NOTHING,
+            again=True,
+            pull=server.PullRequest(number=42),
+            wanted=[server.WantedRows(table=1, partitions=[0, 2], rows=[3, 1], id_bytes=[13, 10])],
+            rows_at=0,
+            wanted_at=1 << 26,
+        ),
         "PushHeader.shared": server.PushHeader(
             name=by_rank,
             kind=server.PUSH_KIND_GRADIENT,

@@ -26,9 +26,11 @@ from shardyard.ground import errors
 from shardyard.ground.failpoints import armed
 from shardyard.runtime import configuration
 from shardyard_launcher.local import COORDINATOR, LocalYard
+from shardyard_ps_server import exchanges
 from shardyard_worker import job as worker
-from shardyard_worker import rows_ahead
+from shardyard_worker import rows_ahead, rows_room
 from shardyard_worker.router import Router
+from shardyard_worker.rows_room import RowsRoom
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -228,6 +230,88 @@ def test_a_push_whose_answer_is_lost_brings_the_rows_all_the_same(connect: Conne
             backward(model.look_up(batch))
             optimizer.step()
     assert len(look_ups) == 3
+    assert_rows(model.state_dict(), trained_alone())
+
+
+@pytest.fixture
+def rooms(monkeypatch: pytest.MonkeyPatch) -> list[RowsRoom]:
+    """Those that were made."""
+    made: list[RowsRoom] = []
+    make = RowsRoom.__init__
+
+    def counted(room: RowsRoom) -> None:
+        make(room)
+        made.append(room)
+
+    monkeypatch.setattr(RowsRoom, "__init__", counted)
+    return made
+
+
+@pytest.mark.parametrize("room_bytes", [1 << 20, 256, 64])
+def test_rows_pass_through_shared_memory_as_far_as_they_fit(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[RowsRoom], room_bytes: int
+) -> None:
+    monkeypatch.setattr(rows_room, "ROWS_ROOM_BYTES", room_bytes)
+    monkeypatch.setattr(rows_room, "_WANTED_AT", room_bytes)
+    taken: list[int] = []
+    take = RowsRoom.take
+
+    def counted(room: RowsRoom, places: Sequence[memoryview]) -> None:
+        taken.append(sum(map(len, places)))
+        take(room, places)
+
+    monkeypatch.setattr(RowsRoom, "take", counted)
+    job = connect(settings=NEVER | {"yard.servers": 1})
+    model = Model()
+    model, optimizer = job.prepare(model, optimizer_of(model))
+    for batch in job.look_ahead(batches(), model.asked):
+        optimizer.zero_grad()
+        backward(model.look_up(batch))
+        optimizer.step()
+    assert len(rooms) == 1
+    assert len(taken) == (STEPS - 1 if room_bytes > 256 else sum(each <= room_bytes for each in taken))
+    assert bool(taken) is (room_bytes > 64)
+    assert_rows(model.state_dict(), trained_alone())
+
+
+def test_a_room_is_not_used_again_after_its_stream_broke_off(connect: Connect, rooms: list[RowsRoom]) -> None:
+    """Its server may still write there."""
+    job = connect(settings=NEVER | {"yard.servers": 1})
+    model = Model()
+    model, optimizer = job.prepare(model, optimizer_of(model))
+
+    def lose(name: str) -> None:
+        rooms[0].take = scribbled  # type: ignore[method-assign]
+        raise errors.ServerUnavailable("the answer is lost")
+
+    def scribbled(places: Sequence[memoryview]) -> None:
+        raise AssertionError("the old room is read")
+
+    with armed("push.before_reply", lose, at=3):
+        for batch in job.look_ahead(batches(), model.asked):
+            optimizer.zero_grad()
+            backward(model.look_up(batch))
+            optimizer.step()
+    assert len(rooms) == 2
+    assert_rows(model.state_dict(), trained_alone())
+
+
+def test_where_rows_cannot_be_shared_they_travel(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[RowsRoom]
+) -> None:
+    def refuse(*_given: Any, **_more: Any) -> None:
+        raise errors.NotShareable("for the test")
+
+    monkeypatch.setattr(exchanges, "attach", refuse)
+    job = connect(settings=NEVER | {"yard.servers": 1})
+    model = Model()
+    model, optimizer = job.prepare(model, optimizer_of(model))
+    for batch in job.look_ahead(batches(), model.asked):
+        optimizer.zero_grad()
+        backward(model.look_up(batch))
+        optimizer.step()
+    assert len(rooms) == 1
+    assert not rooms[0].opened
     assert_rows(model.state_dict(), trained_alone())
 
 

@@ -204,6 +204,9 @@ def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
         verdict=draw(st.none() | verdicts),
         overflow=kind is PushKind.GRADIENT and draw(st.booleans()),
         wanted=wanted,
+        attach_rows=draw(st.none() | tickets),
+        rows_at=draw(st.none() | u64) if wanted else None,
+        wanted_at=draw(st.none() | u64) if wanted else None,
     )
 
 

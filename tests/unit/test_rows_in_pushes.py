@@ -47,6 +47,7 @@ from shardyard.ground.types import (
     LookUp,
     Outcome,
     PartitionId,
+    PullWish,
     PushedRows,
     PushKind,
     PushOrder,
@@ -204,6 +205,91 @@ def test_headers_that_are_alike_keep_their_rows() -> None:
         order = push_order(sequence, given, parts=parts)
         found = reader.read(writer.write(order))
         assert (found.rows, found.table_groups, found.name) == (order.rows, order.table_groups, order.name)
+
+
+def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = HeaderWriter(), HeaderReader()
+    parts = tuple(PushPart(p, 64) for p in PARTS)
+
+    def numbered(sequence: int) -> PushOrder:
+        each = dataclasses.replace(GOOD[0], rows=(sequence + 1, 5), row_bytes=(9 * sequence + 9, 60))
+        wanted = (WantedRows(0, PARTS, (sequence + 2, 3), (30 + sequence, 20)),)
+        pull = PullWish(push_order(0).caller, HERE, GENERATION, PARTS, 0, exactly=False)
+        return push_order(sequence, (each,), parts=tuple(parts), wanted=wanted, pull=pull, rows_at=0, wanted_at=64)
+
+    for sequence in range(3):
+        assert reader.read(writer.write(numbered(sequence))) == numbered(sequence)
+    monkeypatch.setattr(convert, "push_from_header", None)
+    monkeypatch.setattr(convert, "push_to_wire", None)
+    for sequence in range(3, 6):
+        assert reader.read(writer.write(numbered(sequence))) == numbered(sequence)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"table": 7, "partitions": (PartitionId(9),), "rows": (1,), "id_bytes": (10,), "row_bytes": (20,)}, "list"),
+        ({"rows": (1 << 25, 1)}, "at most"),
+        ({"row_bytes": (20,)}, "in 1 codes"),
+    ],
+)
+def test_rows_of_a_header_that_is_alike_are_checked_as_of_any_other(more: dict[str, Any], text: str) -> None:
+    writer, reader = HeaderWriter(), HeaderReader()
+    parts = tuple(PushPart(p, 64) for p in PARTS)
+    for sequence in range(3):
+        reader.read(writer.write(push_order(sequence, GOOD, parts=parts)))
+    header = writer.write(push_order(3, (dataclasses.replace(GOOD[0], **more),), parts=parts))
+    for read in (reader.read, lambda given: convert.push_from_header(given, reader.before)):
+        with pytest.raises((MalformedPayload, TooLarge), match=text):
+            read(header)
+    assert reader.before is not None
+    assert reader.before.name.first == 2
+
+
+@pytest.mark.parametrize("place", ["after the name", "at the end", "both", "before the name"])
+def test_rows_are_read_wherever_they_stand(place: str) -> None:
+    """Other clients write their fields in other orders; what is said is the same."""
+    reader, before = HeaderReader(), None
+    for number in range(1, 6):
+        first = (dataclasses.replace(GOOD[0], rows=(number, 1)),)
+        second = (dataclasses.replace(GOOD[0], table=1, rows=(2, 3)),)
+        order = push_order(number, (*first, *second))
+        rest = convert.push_to_wire(order, before, named=False).SerializeToString()
+        name = wire.PushHeader(name=convert.name_to_wire(order.name)).SerializeToString()
+        one, two, rows = (
+            wire.PushHeader(rows=tables.pushed_to_wire(each)).SerializeToString()
+            for each in (first, second, (*first, *second))
+        )
+        header = {
+            "after the name": name + rows + rest,
+            "at the end": name + rest + rows,
+            "both": name + one + rest + two,
+            "before the name": rows + name + rest,
+        }[place]
+        found = reader.read(header)
+        assert found == convert.push_from_header(header, before)
+        assert found.rows == order.rows
+        before = found
+
+
+def test_rows_that_come_and_go_are_not_taken_for_those_before() -> None:
+    writer, reader = HeaderWriter(), HeaderReader()
+    said = [push_order(0, GOOD), push_order(1, GOOD), push_order(2), push_order(3), push_order(4, GOOD)]
+    for each in said:
+        assert reader.read(writer.write(each)).rows == each.rows
+
+
+def test_a_header_with_rows_is_not_like_one_without() -> None:
+    """Or it would be answered at once, which takes long where there are rows."""
+    writer, reader = HeaderWriter(), HeaderReader()
+    for sequence in range(3):
+        reader.read(writer.write(push_order(sequence)))
+    name = wire.PushHeader(name=convert.name_to_wire(push_order(3).name)).SerializeToString()
+    rest = writer.write(push_order(3))[len(name) :]
+    assert (
+        reader.read_alike(name + wire.PushHeader(rows=tables.pushed_to_wire(GOOD)).SerializeToString() + rest) is None
+    )
+    assert reader.read_alike(name + rest) == push_order(3)
 
 
 def test_all_rows_of_a_partition_are_read() -> None:

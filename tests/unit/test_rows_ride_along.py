@@ -136,7 +136,9 @@ class Wire:
         if order.pull is None or result.missing:
             return 0
         values = sum(result.code_bytes) if order.pull.coding else 0 if order.pull.shared else PAYLOAD_BYTES
-        return values + 4 * DIM * sum(sum(each.rows) for each in order.wanted)
+        return (
+            values if order.wanted_at is not None else values + 4 * DIM * sum(sum(each.rows) for each in order.wanted)
+        )
 
 
 def wish(**more: Any) -> PullWish:
@@ -222,6 +224,152 @@ def test_rows_follow_codes_and_places(store: Store) -> None:
         assert (taken(wire.exchange(alone, ids)[1], 0)[1] == INITIAL - 1).all()
     finally:
         memory.close()
+
+
+# ---- in memory that the worker and the server share
+
+
+class Room:
+    """Memory for rows, as a worker has it: those that are pushed from byte 100 on, those wanted from byte 1024 on."""
+
+    PUSHED, WANTED = 100, 1024
+
+    def __init__(self, wire: Wire, nbytes: int = 2048) -> None:
+        self.memory = Shared(nbytes, read_only=False)
+        self.memory.bytes[:] = 0xAB
+        head, _ = wire.exchange(order(None, pull=None, attach_rows=self.memory.ticket()))
+        assert (head.rows_attached, head.rows_not_attached) == (True, "")
+
+    def put(self, data: bytes) -> int:
+        self.memory.bytes[self.PUSHED : self.PUSHED + len(data)] = np.frombuffer(data, np.uint8)
+        return self.PUSHED
+
+    @property
+    def rows(self) -> np.ndarray:
+        nbytes = INITIAL.nbytes
+        assert (self.memory.bytes[self.WANTED + nbytes :] == 0xAB).all()
+        return self.memory.bytes[self.WANTED : self.WANTED + nbytes].view(np.float32).reshape(-1, DIM)
+
+
+@pytest.mark.parametrize("pushed_there", [True, False])
+@pytest.mark.parametrize("wanted_there", [True, False])
+def test_rows_pass_through_shared_memory_both_ways(store: Store, pushed_there: bool, wanted_there: bool) -> None:
+    wire = Wire(store)
+    room = Room(wire)
+    wanted, ids = asked()
+    for sequence in range(3):
+        rows, data = pushed()
+        at = room.put(data + ids) if pushed_there else None
+        said = order(sequence, rows, wanted=wanted, rows_at=at, wanted_at=Room.WANTED if wanted_there else None)
+        _, found = wire.exchange(said, DENSE if pushed_there else DENSE + data + ids)
+        values, seen = taken(found)
+        assert (np.frombuffer(values, np.float32) == -(sequence + 1)).all()
+        assert seen.size == 0 if wanted_there else seen.shape == INITIAL.shape
+        assert ((room.rows if wanted_there else seen) == INITIAL - np.float32(sequence + 1)).all()
+
+
+def test_rows_in_shared_memory_are_not_counted_as_moved(store: Store) -> None:
+    wire = Wire(store)
+    room = Room(wire)
+    (rows, data), (wanted, ids) = pushed(), asked()
+    wire.exchange(order(0, rows, wanted=wanted, rows_at=room.put(data + ids), wanted_at=Room.WANTED), DENSE)
+    assert (store.counters.bytes_received, store.counters.bytes_sent) == (len(DENSE), PAYLOAD_BYTES)
+    assert store.counters.streams_attached == 1
+
+
+def test_rows_wanted_alone_come_through_shared_memory(store: Store) -> None:
+    wire = Wire(store)
+    room = Room(wire)
+    wanted, ids = asked()
+    _, found = wire.exchange(order(None, wanted=wanted, rows_at=room.put(ids), wanted_at=Room.WANTED))
+    assert len(taken(found)[0]) == PAYLOAD_BYTES
+    assert (room.rows == INITIAL).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "kind", "text"),
+    [
+        ({"rows_at": 2048 - 8}, MalformedPayload, "of shared memory that has 2048"),
+        ({"wanted_at": 1024 + 8}, MalformedPayload, "at byte 1032 of shared memory"),
+        ({"wanted_at": 2048 - 64}, MalformedPayload, "of shared memory that has 2048"),
+        ({"wanted_at": (1 << 64) - 64}, MalformedPayload, "of shared memory that has 2048"),
+        ({"wanted": ()}, MalformedPayload, "has none, or wants none"),
+        ({"rows": (), "wanted": (), "wanted_at": None}, MalformedPayload, "has none, or wants none"),
+    ],
+)
+def test_a_place_for_rows_that_cannot_be_is_refused_with_its_push(
+    store: Store, more: dict[str, Any], kind: type[ShardyardError], text: str
+) -> None:
+    wire = Wire(store)
+    room = Room(wire)
+    (rows, data), before = pushed(), state(store)
+    given = {"wanted": GOOD, "rows_at": room.put(data + GOOD_IDS), "wanted_at": Room.WANTED}
+    with pytest.raises(kind, match=text):
+        wire.exchange(dataclasses.replace(order(0, rows, **given), **more), DENSE)
+    assert state(store) == before
+    assert (room.memory.bytes[Room.WANTED :] == 0xAB).all()
+
+
+def test_a_place_for_rows_without_memory_for_them_is_refused(store: Store) -> None:
+    (rows, _), before = pushed(), state(store)
+    for more in ({"rows_at": 0}, {"rows_at": 0, "wanted": GOOD}, {"wanted": GOOD, "wanted_at": 0}):
+        with pytest.raises(InvalidRequest, match="no memory for them was attached"):
+            Wire(store).exchange(order(0, rows, **more), DENSE)
+    assert state(store) == before
+
+
+def test_rows_in_shared_memory_and_as_data_too_are_refused(store: Store) -> None:
+    wire = Wire(store)
+    room = Room(wire)
+    (rows, data), before = pushed(), state(store)
+    with pytest.raises(MalformedPayload, match="the header announced"):
+        wire.exchange(order(0, rows, rows_at=room.put(data)), DENSE + data)
+    assert state(store) == before
+
+
+def test_memory_for_rows_that_cannot_be_opened_is_said_and_the_stream_goes_on(store: Store) -> None:
+    wire, memory = Wire(store), Shared(2048, read_only=False)
+    wanted, ids = asked()
+    shown = Shared(2048, read_only=True)  # nobody else can write there
+    for ticket in (dataclasses.replace(memory.ticket(), nonce=bytes(32)), shown.ticket()):
+        head, _ = wire.exchange(order(None, pull=None, attach_rows=ticket))
+        assert not head.rows_attached
+        assert head.rows_not_attached
+    assert (taken(wire.exchange(order(None, wanted=wanted), ids)[1])[1] == INITIAL).all()
+    assert store.counters.streams_attached == 0
+
+
+def test_what_a_worker_writes_while_its_rows_are_applied_changes_nothing(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Wire(store)
+    room = Room(wire)
+    rows, data = pushed()
+    push = store.push
+
+    def scribble(*given: Any) -> Any:
+        room.memory.bytes[: Room.WANTED] = 0xFF
+        return push(*given)
+
+    monkeypatch.setattr(store, "push", scribble)
+    wire.exchange(order(0, rows, rows_at=room.put(data)), DENSE)
+    wanted, ids = asked()
+    assert (taken(Wire(store).exchange(order(None, wanted=wanted), ids)[1])[1] == INITIAL - 1).all()
+
+
+def test_rows_are_in_shared_memory_when_no_value_is_missing_and_not_before() -> None:
+    store = Store(shareable=False)
+    store.become(HERE, Term(1))
+    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.ASYNC, 1, staleness=0, working=[WORKER, 11])
+    store.open(JOB, GENERATION)
+    wire = Wire(store)
+    room = Room(wire)
+    wanted, ids = asked()
+    said = order(0, wanted=wanted, pace=Pace(Stride.STEPS, 0, 1, 0), rows_at=room.put(ids), wanted_at=Room.WANTED)
+    result, _ = wire.exchange(said, DENSE)
+    assert result.missing
+    assert (room.memory.bytes[Room.WANTED :] == 0xAB).all()
+    store.close()
 
 
 def test_many_rows_come_in_frames_that_are_taken(store: Store) -> None:

@@ -25,6 +25,7 @@ from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderWriter
 from shardyard_worker.arrivals import Arrival
 from shardyard_worker.buckets import Buckets, Bytes, Key
+from shardyard_worker.rows_room import RowsRoom
 
 log = logging.getLogger("shardyard.worker")
 
@@ -39,13 +40,14 @@ Piece = tuple[int, memoryview]
 class LineSettings:
     """`same_host`: whether shared memory is tried. `view`: whether parameters may become views on a server's memory.
     `ahead`: whether gradients are sent while others are computed. `later`: runs what takes the rest of an answer, in a
-    thread of its own; needed for pulls with an order."""
+    thread of its own; needed for pulls with an order. `tables`: whether there are rows of tables."""
 
     same_host: bool
     view: bool
     deadline_ms: int
     ahead: bool = False
     later: Callable[[Callable[[], None]], None] | None = None
+    tables: bool = False
 
 
 class Line:
@@ -59,6 +61,8 @@ class Line:
         self._stream: Stream | None = None
         self._headers = HeaderWriter()
         self._shareable = settings.same_host and buckets.memory(server) is not None
+        self._rows_shareable = settings.same_host and settings.tables
+        self._room: RowsRoom | None = None
         self._regions: dict[int, Attached] = {}
         self._exchanges = 0
         self._arrival: Arrival | None = None
@@ -78,8 +82,17 @@ class Line:
         self.shared = False
         self._regions.clear()
         self._buckets.forget(self.server)
-        if self._shareable:
+        self._room = None
+        if self._shareable or self._rows_shareable:
             self._attach(order)
+
+    def put_rows(self, pieces: Sequence[memoryview], places: Sequence[memoryview]) -> tuple[int | None, int | None]:
+        """Puts rows, and ids, of the next exchange where the server reads them: where that is, and where it shall put
+        the rows wanted, which belong into `places`. None: they travel over the stream."""
+        room = self._room
+        if room is None or not room.opened:
+            return None, None
+        return room.put(pieces), room.place(places)
 
     @property
     def takes_ahead(self) -> bool:
@@ -149,13 +162,30 @@ class Line:
     # ---- inside
 
     def _attach(self, order: PushOrder) -> None:
-        memory = self._buckets.memory(self.server)
-        assert memory is not None
+        """Offers memory. Each kind is tried once: what stands in the way will not change."""
+        memory = self._buckets.memory(self.server) if self._shareable else None
+        room = self._make_room()
+        if memory is None and room is None:
+            return
         offer = replace(
-            order, kind=PushKind.NOTHING, parts=(), groups=(), pull=None, shared_at=None, attach=memory.ticket()
+            order,
+            kind=PushKind.NOTHING,
+            parts=(),
+            groups=(),
+            pull=None,
+            shared_at=None,
+            attach=None if memory is None else memory.ticket(),
+            attach_rows=None if room is None else room.ticket(),
         )
         self.begin(offer, ())
         said = self.finish(offer)
+        if room is not None:
+            self._rows_shareable = room.opened = said.rows_attached
+            self._room = room if room.opened else None
+            if not room.opened:
+                log.info("server %s: rows travel over streams (%s)", self.server, said.rows_not_attached)
+        if memory is None:
+            return
         why = said.not_attached
         if said.attached:
             try:
@@ -167,11 +197,20 @@ class Line:
             except errors.NotShareable as error:
                 why = error.what
                 self.break_off()
-        # tried once: what stands in the way will not change
         self._shareable = False
         log.info("server %s: payloads travel over streams (%s)", self.server, why)
         if not self.is_open:
             self.open(order)
+
+    def _make_room(self) -> RowsRoom | None:
+        if not self._rows_shareable:
+            return None
+        try:
+            return RowsRoom()
+        except (errors.NotShareable, errors.TooLarge) as error:
+            self._rows_shareable = False
+            log.info("server %s: rows travel over streams (%s)", self.server, error.what)
+            return None
 
     def _take(self, order: PushOrder, deadline_ms: int) -> PullResult:
         stream = self._stream
@@ -180,8 +219,8 @@ class Line:
         first = stream.receive(timeout_ms=deadline_ms)
         if first is None:
             # the server has more streams than threads; this exchange was not begun there
-            if self.shared and self._exchanges == 1:
-                self._shareable = False
+            if (self.shared or self._room is not None) and self._exchanges == 1:
+                self._shareable = self._rows_shareable = False
                 log.info("server %s: payloads travel over streams (it keeps none open)", self.server)
             raise errors.ServerUnavailable(f"server {self.server} has ended the stream")
         self._exchanges += 1
@@ -194,6 +233,10 @@ class Line:
                 self._regions[ticket.region] = self._buckets.attach(self.server, ticket)
         if wish is None or result.missing:
             return result
+        if order.wanted_at is not None:
+            assert self._room is not None
+            self._room.take(self._rows)
+            self._rows = ()
         if wish.shared:
             places = list(self._places(result))
             self._assemble(stream, first, deadline_ms)

@@ -138,10 +138,17 @@ class Router:
     which another one may ask for meanwhile."""
 
     def __init__(
-        self, session: Session, map_: PartitionMap, buckets: Buckets, *, coding: str = "", follows: bool = False
+        self,
+        session: Session,
+        map_: PartitionMap,
+        buckets: Buckets,
+        *,
+        coding: str = "",
+        follows: bool = False,
+        tables: bool = False,
     ) -> None:
         """`coding`: how pulled values shall be coded (PullWish). `follows`: under a map before this one something may
-        have been sent already."""
+        have been sent already. `tables`: whether the job has any."""
         self.needed: tuple[int, ...] = ()
         """Indices of variables in the order in which their values are needed; empty: all at once."""
         self._coding = coding
@@ -157,6 +164,7 @@ class Router:
             settings.rpc_deadline_ms,
             settings.overlap == "always",
             self._take_later,
+            tables,
         )
         self._lines = {
             server: Line(
@@ -366,7 +374,11 @@ class Router:
             wanted, codes, places = self._wanted(line.server)
             order = self._order(line.server, PushKind.NOTHING)
             order = replace(order, pull=self._wish(line, wish), pace=wish.pace, verdict=verdict, wanted=wanted)
-            return order, _placed(codes), places
+            if not wanted:
+                return order, (), ()
+            rows_at, wanted_at = line.put_rows(codes, places)
+            order = replace(order, rows_at=rows_at, wanted_at=wanted_at)
+            return order, _placed(codes) if rows_at is None else (), places
 
         return self._answer(self._exchange(ask, lambda: f"version {wish.number} of the parameters", pushes=False))
 
@@ -469,14 +481,17 @@ class Router:
                 parts, whole = self._buckets.parts(server, shipment.absent, shipment.slot)
                 pieces = _placed(whole)
         rows: tuple[PushedRows, ...] = ()
+        behind: list[memoryview] = []
         if shipment.rows is not None:
-            rows, more = shipment.rows.of(self._owned[server])
-            pieces = _placed([*(piece for _, piece in pieces), *more])
+            rows, behind = shipment.rows.of(self._owned[server])
         wanted: tuple[WantedRows, ...] = ()
         places: Sequence[memoryview] = ()
         if wish is not None and self._ahead_rows is not None:
             wanted, ids, places = self._wanted(server)
-            pieces = _placed([*(piece for _, piece in pieces), *ids])
+            behind = [*behind, *ids]
+        rows_at, wanted_at = line.put_rows(behind, places) if behind else (None, None)
+        if behind and rows_at is None:
+            pieces = _placed([*(piece for _, piece in pieces), *behind])
         order = PushOrder(
             self._session.caller,
             server,
@@ -495,6 +510,8 @@ class Router:
             rows=rows,
             table_groups=shipment.rows.groups if shipment.rows is not None and rows else (),
             wanted=wanted,
+            rows_at=rows_at,
+            wanted_at=wanted_at,
         )
         return order, pieces, places
 

@@ -215,7 +215,9 @@ class Training:
             self.buckets.take_over(old)
         compression = session.job_settings.compression
         coding = str(compression.pull_rules) if compression.pull_rules.compresses else ""
-        self.router = Router(session, map_, self.buckets, coding=coding, follows=old is not None)
+        self.router = Router(
+            session, map_, self.buckets, coding=coding, follows=old is not None, tables=self._tables is not None
+        )
         self.router.needed = () if self._prefetch is None else self._prefetch.order
         coded_there = isinstance(self.feedback, DeviceFeedback)
         # rows follow the payload, which must not be there before its header then

@@ -465,7 +465,7 @@ class VerdictGiven(_message.Message):
     def __init__(self, verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., partitions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "wanted", "overflow", "expired")
+    __slots__ = ("caller", "server", "generation", "name", "kind", "parts", "weight", "groups", "pull", "again", "shared_at", "attach", "rest", "detach", "pace", "bases", "verdict", "rows", "table_groups", "wanted", "overflow", "attach_rows", "rows_at", "wanted_at", "expired")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -487,6 +487,9 @@ class PushHeader(_message.Message):
     TABLE_GROUPS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_AT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_AT_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
@@ -509,8 +512,11 @@ class PushHeader(_message.Message):
     table_groups: _containers.RepeatedCompositeFieldContainer[_common_pb2.ParameterGroup]
     wanted: _containers.RepeatedCompositeFieldContainer[WantedRows]
     overflow: bool
+    attach_rows: SharedMemory
+    rows_at: int
+    wanted_at: int
     expired: _containers.RepeatedCompositeFieldContainer[WantedRows]
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ..., expired: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., name: _Optional[_Union[_common_pb2.PushName, _Mapping]] = ..., kind: _Optional[_Union[PushKind, str]] = ..., parts: _Optional[_Iterable[_Union[PushPart, _Mapping]]] = ..., weight: _Optional[float] = ..., groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ..., again: bool = ..., shared_at: _Optional[int] = ..., attach: _Optional[_Union[SharedMemory, _Mapping]] = ..., rest: _Optional[int] = ..., detach: bool = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., bases: _Optional[_Union[Bases, _Mapping]] = ..., verdict: _Optional[_Union[StepVerdict, _Mapping]] = ..., rows: _Optional[_Iterable[_Union[PushedRows, _Mapping]]] = ..., table_groups: _Optional[_Iterable[_Union[_common_pb2.ParameterGroup, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ..., overflow: bool = ..., attach_rows: _Optional[_Union[SharedMemory, _Mapping]] = ..., rows_at: _Optional[int] = ..., wanted_at: _Optional[int] = ..., expired: _Optional[_Iterable[_Union[WantedRows, _Mapping]]] = ...) -> None: ...
 
 class PushedRows(_message.Message):
     __slots__ = ("table", "partitions", "rows", "id_bytes", "row_bytes", "counted", "now_ms")
@@ -665,7 +671,7 @@ class Gathered(_message.Message):
     def __init__(self, partition: _Optional[int] = ..., step: _Optional[int] = ..., square_norm: _Optional[float] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock", "gathered")
+    __slots__ = ("push", "parts", "not_yet", "attached", "not_attached", "regions", "place_regions", "places", "code_bytes", "clock", "gathered", "rows_attached", "rows_not_attached")
     PUSH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     NOT_YET_FIELD_NUMBER: _ClassVar[int]
@@ -677,6 +683,8 @@ class PullHeader(_message.Message):
     CODE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     GATHERED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_NOT_ATTACHED_FIELD_NUMBER: _ClassVar[int]
     push: PushReply
     parts: _containers.RepeatedCompositeFieldContainer[PulledPart]
     not_yet: NotYet
@@ -688,7 +696,9 @@ class PullHeader(_message.Message):
     code_bytes: _containers.RepeatedScalarFieldContainer[int]
     clock: int
     gathered: _containers.RepeatedCompositeFieldContainer[Gathered]
-    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ..., gathered: _Optional[_Iterable[_Union[Gathered, _Mapping]]] = ...) -> None: ...
+    rows_attached: bool
+    rows_not_attached: str
+    def __init__(self, push: _Optional[_Union[PushReply, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[PulledPart, _Mapping]]] = ..., not_yet: _Optional[_Union[NotYet, _Mapping]] = ..., attached: bool = ..., not_attached: _Optional[str] = ..., regions: _Optional[_Iterable[_Union[SharedMemory, _Mapping]]] = ..., place_regions: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., code_bytes: _Optional[_Iterable[int]] = ..., clock: _Optional[int] = ..., gathered: _Optional[_Iterable[_Union[Gathered, _Mapping]]] = ..., rows_attached: bool = ..., rows_not_attached: _Optional[str] = ...) -> None: ...
 
 class PullFrame(_message.Message):
     __slots__ = ("header", "offset", "data")
