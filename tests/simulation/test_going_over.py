@@ -19,7 +19,7 @@ from simulator.parallel import run_seeds
 from simulator.yard import make_plan, run_plan, simulation, warm_up
 
 from shardyard.ground.types import JobId
-from shardyard_coordinator.jobs import Job
+from shardyard_coordinator.going_over import GoingOver
 from shardyard_ps_server.store import PartitionState, Restore
 from shardyard_worker.brake import Brake
 
@@ -59,15 +59,16 @@ def goes_on_behind_the_halt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes over from the newest, whatever its step."""
-    real: Callable[..., Any] = Job._go_over
+    real: Callable[..., Any] = GoingOver._go_over
 
-    def go_over(job: Job, now_ms: int) -> Any:
+    def go_over(going_over: GoingOver, now_ms: int) -> Any:
+        job = going_over._job
         committed = job.keeping.book.committed
         if job.halting.step is not None and committed is not None and job.ranks is not None:
             job.keeping.book.committed = replace(committed, step=job.halting.step)
-        return real(job, now_ms)
+        return real(going_over, now_ms)
 
-    monkeypatch.setattr(Job, "_go_over", go_over)
+    monkeypatch.setattr(GoingOver, "_go_over", go_over)
 
 
 def forgets_what_steps_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
