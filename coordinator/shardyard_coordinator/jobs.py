@@ -161,18 +161,8 @@ class Job:
         self.last_failure = ""
         """Of its last checkpoint, for behind what is said of it."""
         if settings.consistency.mode.updates is UpdateMode.SYNC:
-            self.ranks = RankBook(
-                ranks=settings.logical_rank_count,
-                grace_ms=settings.rank_grace_ms,
-                workers_expected=settings.workers_expected,
-                next_token=self.tokens.next,
-                now_ms=now_ms,
-            )
-            self.feeds = StepLedger(
-                logical_ranks=settings.logical_rank_count,
-                local_steps=settings.consistency.local_steps or 1,
-                backup_workers=settings.consistency.backup_workers,
-            )
+            self.ranks = self.make_ranks(now_ms)
+            self.feeds = self.make_step_ledger(settings)
         else:
             self.feeds = self.make_data_ledger()
         self.keeping = Safekeeping(
@@ -366,18 +356,20 @@ class Job:
         how far those came who are gone."""
         if self._reads_steps or not self._may_settle:
             return []
-        assert self.ranks is not None
         assert self.deployment.map is not None
         self._reads_steps = True
-        return [ReadSteps(self.id, self.deployment.map, tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all))]
+        drains, ranks = self.halting.drains, range(self.settings.logical_rank_count)
+        sources = tuple(SourceKey(RankSource(Rank(rank))) for rank in ranks)
+        return [ReadSteps(self.id, self.deployment.map, sources, versions=drains)]
 
     @property
     def _may_settle(self) -> bool:
-        due = self.stopping.is_due(self.workers) or self.halting.is_due(self.workers)
-        return due and not self.fencing and self.is_whole
+        halts = self.halting.is_due(self.workers) and self.going_over.may_settle
+        return (halts or self.stopping.is_due(self.workers)) and not self.fencing and self.is_whole
 
     def settle(self, generation: Generation, step: int) -> list[Effect]:
-        """`step`: the first of which no partition has any part."""
+        """`step`: the first of which no partition has any part; of a job that goes over to steps, the highest version
+        of any."""
         self._reads_steps = False
         if self.state.ended or not self._may_settle or generation != self.deployment.generation:
             return []
@@ -427,7 +419,28 @@ class Job:
         self.suspects = Suspects(self.settings.data.poison_deaths)
         self.stopping = Stopping(by_steps=ranks is not None)
         self.departed = Departed() if self._goes_back_in_part else None
+        self.reach(step)
+
+    def reach(self, step: int) -> None:
+        """It is known to stand there."""
         self._step_seen = max(self._step_seen, step)
+
+    def make_ranks(self, now_ms: int) -> RankBook:
+        return RankBook(
+            ranks=self.settings.logical_rank_count,
+            grace_ms=self.settings.rank_grace_ms,
+            workers_expected=self.settings.workers_expected,
+            next_token=self.tokens.next,
+            now_ms=now_ms,
+        )
+
+    def make_step_ledger(self, settings: JobSettings) -> StepLedger:
+        """`settings`: of the job, now or once it is synchronous."""
+        return StepLedger(
+            logical_ranks=settings.logical_rank_count,
+            local_steps=settings.consistency.local_steps or 1,
+            backup_workers=settings.consistency.backup_workers,
+        )
 
     def make_data_ledger(self) -> DataLedger:
         batches = self.settings.data.batches_per_data_shard
@@ -459,7 +472,7 @@ class Job:
         attempt, is_same_run = self.keeping.recovery.attempt, self.keeping.origin is None
         committed = self.keeping.goes_back_with(generation)
         effects = self.keeping.end_recovery(generation, now_ms)
-        self.going_over.note_map()
+        self.going_over.note_map(restored=bool(effects))
         if effects and attempt is not None and self.departed is not None and is_same_run:
             self.departed.restored(attempt.partitions)
         if committed is not None:
@@ -735,7 +748,7 @@ class Job:
                 why="",
                 todo="wait until it runs or has ended, then order it again",
             )
-        return self.keeping.go_back(origin, now_ms)
+        return self.keeping.go_back(origin, now_ms, is_of_before=self.switching.is_checkpoint_of_before(origin.number))
 
     # ---- data
 
@@ -759,13 +772,18 @@ class Job:
                 f"{self.title} has no variables on the servers yet, so no work can be counted",
                 todo="call job.prepare before job.batches; then it is only a moment",
             )
+        awaits = self.going_over.awaits_work
         if isinstance(self.feeds, StepLedger):
+            if awaits is not None and not self.switching.goes_by_latest(worker):
+                return [Reply(awaits)]
             raise errors.InvalidRequest(
                 f"{self.title} is synchronous: it leases logical ranks, not data shards",
                 todo="ask for no lease; the job's ranks come with heartbeats",
             )
         before = self.tokens.latest
-        answer = self.feeds.lease(feed, worker)
+        answer = self.feeds.lease(feed, worker, fresh=awaits is None)
+        if isinstance(answer, LeaseWait):
+            answer = awaits or answer
         if isinstance(answer, FeedDone) and not self.keeping.has_all_data:
             # were it lost now, nobody would be there to compute it again (rule A11)
             self.keeping.book.want()
@@ -820,12 +838,14 @@ class Job:
             self._check_former(source)
             self.feeds.check_begin(source, worker, token, begun.sequence)
             return
+        self._check_former(source)
         self.feeds.check_begin(source, begun.sequence)
         self._check_rank(source, worker, token)
 
     def _check_former(self, source: Source) -> None:
-        """Raises StaleToken for a logical rank of a job that has none any more."""
-        if isinstance(source, RankSource) and self.switching.has_gone_over:
+        """Raises StaleToken for work of a kind that the job does not have any more."""
+        of_before = RankSource if self.ranks is None else DataShardSource | WorkerSource
+        if isinstance(source, of_before) and self.switching.has_gone_over:
             raise errors.StaleToken(f"{source} of {self.title}, which has gone over to {self.switching.latest}")
 
     def _check_rank(self, source: LeasedSource, worker: Incarnation, token: Token) -> None:
@@ -906,8 +926,8 @@ class Job:
 
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
-        if returned.data_shard is None and self.switching.has_gone_over:
-            return [Reply(LeaseClosed(done=False))]  # of somebody who does not know yet that there are no steps
+        if self._is_of_before(returned):
+            return [Reply(LeaseClosed(done=returned.data_shard is not None))]
         if self._is_closed(returned):
             return [Reply(LeaseClosed(done=self.keeping.has_all_steps_of(returned.feed)))]
         if self.deployment.map is None or self.deployment.stage is not Stage.OPEN:
@@ -922,8 +942,7 @@ class Job:
 
     def close_lease(self, returned: LeaseReturned, next_sequence: int, generation: Generation) -> list[Effect]:
         """Replies; asks again where partitions have gone back since the ledgers were read."""
-        gone_over = returned.data_shard is None and self.switching.has_gone_over
-        if generation != self.deployment.generation or gone_over:
+        if generation != self.deployment.generation or self._is_of_before(returned):
             return self.return_lease(returned)
         source, worker = returned.data_shard, returned.caller.incarnation
         if isinstance(self.feeds, StepLedger):
@@ -1230,7 +1249,7 @@ class Job:
             ):
                 is_first = self.keeping.origin is not None
                 self.keeping.restore(kind, body, now_ms)
-                self.going_over.note_map()
+                self.going_over.note_map(restored=kind == "partitions_moved")
                 if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
                     self.state = JobState.RUNNING
                 elif self.deployment.stage is Stage.LOST:
@@ -1246,7 +1265,7 @@ class Job:
             case "halt_asked" | "halt_settled" | "halt_given_up" | "halts_before":
                 self.halting.restore(kind, body)
             case "job_went_over":
-                self.going_over.restore(body)
+                self.going_over.restore(body, now_ms)
             case "consistency_switched" | "worker_gone_over":
                 self.switching.restore(kind, body)
                 self.go_by_latest()
@@ -1434,6 +1453,11 @@ class Job:
     def step(self) -> int:
         """Where the job stands, as far as is known here."""
         return max(self.progress.step, self._step_seen)
+
+    def _is_of_before(self, returned: LeaseReturned) -> bool:
+        """Of somebody who does not know yet that there are no steps, or, as all that were begun are done, no data
+        shards."""
+        return self.switching.has_gone_over and (returned.data_shard is None) is (self.ranks is None)
 
     def _is_closed(self, returned: LeaseReturned) -> bool:
         source = returned.data_shard

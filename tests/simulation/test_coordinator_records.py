@@ -540,7 +540,7 @@ def test_beginnings_by_chance_write_records_of_every_kind() -> None:
     assert sum(through) > len(BEGINNINGS) // 2
 
 
-# ---- a synchronous job that goes over to asynchronous updates
+# ---- a job that goes over between synchronous and asynchronous updates
 
 CROSSINGS = range(24)
 CROSSING_EVENTS = 250
@@ -548,8 +548,8 @@ CROSSING_KINDS = {"halt_asked", "halt_settled", "halt_given_up", "job_went_over"
 
 
 class Crossing(Beginning):
-    """One job that takes steps, and is told to go over, or to stay, while servers come and go, and its coordinator may
-    die. `stands`: before which step its partitions do."""
+    """One job that takes steps, and is told to go over, or to stay, or to go back, while servers come and go, and its
+    coordinator may die. `stands`: before which step its partitions do, or their version."""
 
     settings = JobSettings(
         name="w",
@@ -589,7 +589,8 @@ class Crossing(Beginning):
                 self.handle(events.LedgerRead(returned, 2, job.deployment.generation or Generation(1)))
         elif chance < 0.46:
             number = self.halt.number if self.halt is not None else 0
-            halted = (self.random.choice((number, number, 1)), self.reached) if number else None
+            reached = 0 if self.halt is not None and self.halt.drains else self.reached
+            halted = (self.random.choice((number, number, 1)), reached) if number else None
             standing = self.handle(
                 events.HeartbeatReceived(self.worker, Report(self.stands, halted=halted, switches=number))
             )
@@ -602,7 +603,7 @@ class Crossing(Beginning):
         placed = self.handle(events.VariablesRegistered(self.caller, VARIABLES, SGD))
         generation = self.machines.machine.jobs[-1].deployment.generation or Generation(1)
         self.handle(events.VariablesCommitted(self.caller, generation))
-        if isinstance(placed, effects.Placed) and not self.is_synchronous:
+        if isinstance(placed, effects.Placed):
             assert placed.map.generation > self.left, "a map of partitions that the job has left"
 
     def _take_a_step(self) -> None:
@@ -634,13 +635,16 @@ class Crossing(Beginning):
             self.step()
             self.machines.check(self.now_ms)
             job = self.machines.machine.jobs[-1]
-            assert was or not self.is_synchronous, "it went back"
-            if was and not self.is_synchronous:
+            if was is not self.is_synchronous:
                 committed = job.keeping.book.committed
                 assert committed is not None
-                assert committed.step == self.stands, "it went over from another step"
+                if was:
+                    assert committed.step == self.stands, "it went over from another step"
+                else:
+                    assert committed.step >= self.stands, "its first step has been before"
+                    self.stands = self.reached = committed.step
                 self.left = job.deployment.generation or Generation(0)
-                self.told.add("went over")
+                self.told.add("went over" if was else "went back")
             if job.state.ended:  # a server was gone before there was a checkpoint
                 return
 
@@ -652,11 +656,12 @@ def test_job_that_goes_over_is_in_one_mode_whoever_dies(seed: int) -> None:
 
 def test_crossings_by_chance_write_records_of_every_kind() -> None:
     written: set[str] = set()
-    over = 0
+    told: list[str] = []
     for seed in CROSSINGS:
         crossing = Crossing(seed)
         crossing.run()
         written |= crossing.kinds | {each.kind for each in crossing.machines.persisted}
-        over += bool(crossing.told)
+        told += crossing.told
     assert written >= CROSSING_KINDS
-    assert over >= 4
+    assert told.count("went over") >= 4
+    assert told.count("went back") >= 2
