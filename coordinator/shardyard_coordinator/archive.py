@@ -266,8 +266,7 @@ class Archive:
         if manifest.layout != subject.layout:
             raise CheckpointDamaged(f"checkpoint {number} of job {subject.name!r} is of another layout")
         found = {
-            # those of an asynchronous job differ, and are one from its first step on
-            entry.partition: replace(entry, version=Version(life, max(entry.version.number, step)))
+            entry.partition: replace(entry, version=Version(life, entry.version.number))
             for entry in manifest.partitions
             if entry.partition in partitions
         }

@@ -161,7 +161,9 @@ class Restore:
         for rank in range(self.ranks if self.step else 0):
             key = SourceKey(RankSource(Rank(rank)))
             known[key] = known.get(key, SourceMark(key, Token(0), 0))._replace(next=self.step)
-        return replace(state, marks=tuple(known.values()))
+        # those of an asynchronous job differ, and are one from its first step on
+        version = replace(state.version, number=max(state.version.number, self.step))
+        return replace(state, version=version, marks=tuple(known.values()))
 
 
 NO_RESTORE = Restore("", ())
@@ -523,11 +525,11 @@ class Store:
                 " their step",
                 why="rows of a contribution that comes late would have counted on some servers, and count again",
             )
-        at_step = all(entry.version.number == restore.step for entry in restore.entries)
-        if restore.step and not (mode is UpdateMode.SYNC and at_step):
+        newest = max((entry.version.number for entry in restore.entries), default=0)
+        if restore.step and (mode is not UpdateMode.SYNC or newest > restore.step):
             raise InvalidRequest(
-                f"partitions of job {job}, which is {mode.value}, to begin before step {restore.step}, as version "
-                f"{', '.join(str(entry.version.number) for entry in restore.entries[:8])}"
+                f"partitions of job {job}, which is {mode.value}, to stand before step {restore.step} with a checkpoint"
+                f" whose newest version is {newest}"
             )
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")

@@ -542,7 +542,9 @@ def test_beginnings_by_chance_write_records_of_every_kind() -> None:
 
 # ---- a job that goes over between synchronous and asynchronous updates
 
-CROSSINGS = range(24)
+CROSSINGS = range(40)
+BACK = 24
+"""Seeds from here on begin with data shards."""
 CROSSING_EVENTS = 250
 CROSSING_KINDS = {"halt_asked", "halt_settled", "halt_given_up", "job_went_over", "consistency_switched"}
 
@@ -566,6 +568,9 @@ class Crossing(Beginning):
         self.halt: Halt | None = None
         self.left = Generation(0)
         self.told: set[str] = set()
+        if seed >= BACK:
+            consistency = self.settings.consistency.model_copy(update={"mode": ConsistencyMode.ASYNC})
+            self.settings = self.settings.model_copy(update={"consistency": consistency})
         super().__init__(2 * seed)
         self.random = random.Random(f"crossing {seed}")
 
@@ -578,16 +583,18 @@ class Crossing(Beginning):
         chance = self.random.random()
         if chance < 0.04:
             modes = (ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED, ConsistencyMode.SYNC)
+            modes = modes if self.is_synchronous else modes[1:] + modes[2:] * 4
             self.handle(events.SwitchAsked("w", self.random.choice(modes), None))
         elif chance < 0.30 and job.deployment.stage is Stage.OPEN and self.is_synchronous:
             self.handle(events.FeedOpened(self.caller, 0, FEEDS[1]))
             self._take_a_step()
         elif chance < 0.36 and not self.is_synchronous:
+            self.handle(events.FeedOpened(self.caller, 0, FEEDS[1]))
             lease = self.handle(events.LeaseRequested(self.caller, 0))
             if isinstance(lease, DataLease):
                 returned = events.LeaseReturned(self.caller, 0, lease.source, lease.token)
                 self.handle(events.LedgerRead(returned, 2, job.deployment.generation or Generation(1)))
-        elif chance < 0.46:
+        elif chance < 0.46 + 0.1 * (not self.is_synchronous):
             number = self.halt.number if self.halt is not None else 0
             reached = 0 if self.halt is not None and self.halt.drains else self.reached
             halted = (self.random.choice((number, number, 1)), reached) if number else None

@@ -48,6 +48,7 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     Outcome,
+    PushName,
     Token,
 )
 from shardyard.runtime.settings import (
@@ -679,9 +680,12 @@ class Yard:
     def _train_counting(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
         """Where what a sample adds does not depend on its share of a step."""
         world = self.world
+        gradient = torch.zeros(size, dtype=torch.float64)
         for (chosen,) in batches:
+            name = job._feed.work.name
             coordinates = self._planned(job, chosen)
-            gradient = torch.zeros(size, dtype=torch.float64)
+            if name.first == name.last:
+                gradient = torch.zeros(size, dtype=torch.float64)
             gradient[coordinates] = -1.0
             if rows is not None:
                 rows.clear()
@@ -689,8 +693,18 @@ class Yard:
                 rows.add(rows.ids(coordinates), -1.0)
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
+            if self._accumulates(name):
+                continue
             self._push(job, dict.fromkeys(names, gradient), rows, overflow=False)
             self._stop_by_chance(job)
+
+    def _accumulates(self, name: PushName) -> bool:
+        """Whether a batch of a data shard is pushed with the next one: partitions that go back count fewer updates, or
+        more, than the others then."""
+        source = name.key.source
+        if not (self.plan.takes_steps and isinstance(source, DataShardSource)):
+            return False
+        return name.last < self._batches_of(source) - 1 and self.world.rng.random() < 0.3
 
     def _stop_by_chance(self, job: Any) -> None:
         if self.plan.stops and self.world.rng.random() < STOP_CHANCE:
