@@ -222,15 +222,24 @@ class Archive:
         partitions: Collection[PartitionId],
         working: Sequence[Incarnation] = (),
         begun: Sequence[tuple[DataShardSource, int]] = (),
+        step: int = 0,
     ) -> None:
         """Gives servers their partitions under a new map; those in `partitions` begin as the checkpoint, and the logs
         after it, have them, in that life. Where the first of `bases` is damaged the next one is tried, which says the
-        same. The same again does nothing. `working`, `begun`: as in effects.RestorePartitions. Raises NotReady,
+        same. The same again does nothing. `working`, `begun`, `step`: as in effects.RestorePartitions. Raises NotReady,
         CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable."""
         for base, rest in zip(bases, range(len(bases) - 1, -1, -1), strict=True):
             try:
                 self._restore(
-                    subject, map_, base, url=url, life=life, partitions=partitions, working=working, begun=begun
+                    subject,
+                    map_,
+                    base,
+                    url=url,
+                    life=life,
+                    partitions=partitions,
+                    working=working,
+                    begun=begun,
+                    step=step,
                 )
             except (CheckpointDamaged, CheckpointNotFound) as error:
                 if not rest:
@@ -250,6 +259,7 @@ class Archive:
         partitions: Collection[PartitionId],
         working: Sequence[Incarnation],
         begun: Sequence[tuple[DataShardSource, int]],
+        step: int,
     ) -> None:
         number = base.number
         manifest = CheckpointLibrary(open_storage(url)).load(subject.name, number)
@@ -285,6 +295,7 @@ class Archive:
                 restored=restored,
                 wrote=manifest.job,
                 begun=begun,
+                step=step,
             )
 
         self._everywhere(map_, give)

@@ -29,7 +29,7 @@ from shardyard.ground.types import (
     RankSource,
     Token,
 )
-from shardyard.ground.units import Units
+from shardyard.ground.units import Course, Units
 from shardyard_coordinator.backups import Batch, MakeUp, StepVerdicts
 from shardyard_coordinator.quarantine import Condemned, Quarantine
 from shardyard_coordinator.records import (
@@ -86,6 +86,11 @@ class FeedSpec:
             )
         return full if self.drop_last or not rest else full + 1
 
+    @property
+    def samples_by_batches(self) -> int:
+        """Those of an epoch that count where it is dealt by batches."""
+        return min(self.units(self.batch_size, "batch") * self.batch_size, self.samples)
+
     def cut(self, logical_ranks: int, local_steps: int) -> Units:
         """Into steps, or rounds, of a synchronous job."""
         return Units(
@@ -95,12 +100,14 @@ class FeedSpec:
 
 @dataclass(frozen=True, slots=True)
 class FeedOpening:
-    """What a worker must know to read a feed. `units_per_epoch`: data shards, or steps."""
+    """What a worker must know to read a feed. `units_per_epoch`: data shards, or steps. `begun`: what had counted of it
+    when the job became synchronous, epochs and samples of the next one."""
 
     batches_per_data_shard: int
     units_per_epoch: int
     first_step: int
     done: bool
+    begun: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +201,8 @@ class _DataShards:
     def span(self, source: DataShardSource) -> tuple[int, int]:
         """[begin, end) of the epoch's permutation."""
         length = self.batches_per_data_shard * self.spec.batch_size
-        whole = self.spec.units(self.spec.batch_size, "batch") * self.spec.batch_size
         begin = source.index * length
-        return begin, min(begin + length, whole, self.spec.samples)
+        return begin, min(begin + length, self.spec.samples_by_batches)
 
     def batches(self, source: DataShardSource) -> int:
         begin, end = self.span(source)
@@ -219,11 +225,11 @@ class _DataShards:
     def held_by(self, worker: Incarnation) -> int | None:
         return next((number for number, held in self.held.items() if held.worker == worker), None)
 
-    def take(self) -> int | None:
-        """The next free data shard: a returned one, else a fresh one."""
+    def take(self, *, fresh: bool) -> int | None:
+        """The next free data shard: a returned one, else a fresh one, if those are given."""
         if self.returned:
             return self.returned.pop(0)
-        if self.begun == self.total:
+        if self.begun == self.total or not fresh:
             return None
         self.begun += 1
         return self.begun - 1
@@ -272,23 +278,21 @@ class DataLedger:
     def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
         """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge."""
         _check_opening(feed, spec, [each.spec for each in self._feeds])
-        if feed == len(self._feeds):
-            batches = spec.units(spec.batch_size, "batch")
-            # gradients are accumulated within a data shard
-            per_shard = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
-            self._feeds.append(_DataShards(feed, spec, per_shard, -(-batches // per_shard)))
-        found = self._feeds[feed]
+        found = self._add(feed, spec) if feed == len(self._feeds) else self._feeds[feed]
         return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
 
-    def lease(self, feed: int, worker: Incarnation) -> DataLease | LeaseWait | FeedDone:
-        """A data shard for the worker; the one that it holds already, if any. Raises NotFound."""
+    def lease(self, feed: int, worker: Incarnation, *, fresh: bool = True) -> DataLease | LeaseWait | FeedDone:
+        """A data shard for the worker; the one that it holds already, if any. `fresh`: also one that was never leased.
+        Raises NotFound."""
         shards = self._require(feed)
         number = shards.held_by(worker)
         if number is None:
             begun = shards.begun
-            number = shards.take()
+            number = shards.take(fresh=fresh)
+            if number is None and shards.done == shards.total:
+                return FeedDone()
             if number is None:
-                return LeaseWait(_holders(shards)) if shards.held else FeedDone()
+                return LeaseWait(_holders(shards) if shards.held else "data shards that nobody has begun")
             shards.hold(number, worker, self._next_token(), fresh=shards.begun > begun)
         return shards.lease(number)
 
@@ -301,6 +305,27 @@ class DataLedger:
     def working(self) -> frozenset[Incarnation]:
         """The workers that have something leased."""
         return frozenset(held.worker for shards in self._feeds for held in shards.held.values())
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all data shards are done that were ever leased."""
+        return not any(shards.held or shards.returned for shards in self._feeds)
+
+    @property
+    def holders(self) -> str:
+        """The data shards that were begun and are not done, the first ones with their workers; for people."""
+        free = [str(shards.source(number)) for shards in self._feeds for number in shards.returned]
+        held = [_holders(shards) for shards in self._feeds if shards.held]
+        return ", ".join([*held, *(f"{source} (nobody)" for source in free[:HOLDERS_NAMED_MAX])])
+
+    def place(self, feed: int) -> tuple[int, int, int]:
+        """Of a feed that is drained: so many epochs have counted, and so many samples of the next one's permutation,
+        which are its first; and how many batches its data shards have. Raises NotFound."""
+        shards = self._require(feed)
+        assert self.is_drained
+        epoch, index = divmod(shards.begun, shards.per_epoch)
+        begun = shards.span(shards.source(shards.begun - 1))[1] if index else 0
+        return epoch, begun, shards.batches_per_data_shard
 
     def check_begin(self, source: LeasedSource, worker: Incarnation, token: Token, batch: int) -> None:
         """Raises StaleToken, NotFound or InvalidRequest unless the worker may compute the batch now."""
@@ -418,7 +443,8 @@ class DataLedger:
         for shards in self._feeds:
             ended = [(shards.number(end[0]), worker, end[1]) for worker, end in closed if end[0].feed == shards.feed]
             held = sorted(shards.held.items())
-            opened.append(_feed_opened(shards.feed, shards.spec, shards.batches_per_data_shard, shards.per_epoch, 0))
+            opening = FeedOpening(shards.batches_per_data_shard, shards.per_epoch, 0, done=False)
+            opened.append(feed_opened(shards.feed, shards.spec, opening))
             if shards.begun:
                 free = sorted([*shards.returned, *(number for number, _, _ in ended), *shards.held])
                 reached = [list(each) for each in sorted(shards.reached.items())]
@@ -481,8 +507,7 @@ class DataLedger:
         begun: list[tuple[DataShardSource, int]] = []
         for feed in range(len(steps)):
             spec, (epoch, samples) = steps.spec(feed), steps.place(feed, step)
-            self.open(feed, spec)
-            shards = self._feeds[feed]
+            shards = self._add(feed, spec, steps.batches_per_data_shard(feed) or None)
             # a step begins where a data shard does, or where one of its pushes does
             index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
             shards.begun = epoch * shards.per_epoch + index
@@ -492,6 +517,9 @@ class DataLedger:
                 shards.returned, shards.reached = [shards.begun], {shards.begun: batch}
                 shards.begun += 1
         for left_out in steps.quarantined():
+            if isinstance(left_out.condemned.source, DataShardSource):  # from before there were steps
+                self.quarantine.add(left_out.condemned)
+                continue
             shards, size = self._feeds[left_out.feed], steps.spec(left_out.feed).batch_size
             for at in range(left_out.begin, left_out.end, size):
                 index, rest = divmod(at, shards.batches_per_data_shard * size)
@@ -556,6 +584,15 @@ class DataLedger:
 
     # ---- within
 
+    def _add(self, feed: int, spec: FeedSpec, per_shard: int | None = None) -> _DataShards:
+        """`per_shard`: batches of a data shard; None: that is chosen."""
+        batches = spec.units(spec.batch_size, "batch")
+        # gradients are accumulated within a data shard
+        chosen = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
+        made = _DataShards(feed, spec, per_shard or chosen, -(-batches // (per_shard or chosen)))
+        self._feeds.append(made)
+        return made
+
     def _end(self, shards: _DataShards, number: int, worker: Incarnation, token: Token) -> None:
         del shards.held[number]
         self._closed[worker] = (shards.source(number), token)
@@ -611,6 +648,13 @@ def begun_in(kept: Mapping[str, object]) -> tuple[tuple[DataShardSource, int], .
     return tuple(found)
 
 
+def stood_in(kept: Mapping[str, object]) -> int:
+    """The step before which all logical ranks stand with a checkpoint that was written when the job was asynchronous,
+    in the ledger that it goes by since; 0 for others. Raises DamagedRecord."""
+    body = Body(kept)
+    return body.number("step", most=limits.SEQUENCE_MAX) if body.has("step") else 0
+
+
 def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
     """The data shards that are closed in the ledger that a checkpoint has. Raises DamagedRecord."""
     return _read(kept).done
@@ -618,18 +662,36 @@ def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
 
 @dataclass(slots=True)
 class _StepRange:
-    """A feed as steps of the job; in local mode these are rounds."""
+    """A feed as steps of the job; in local mode these are rounds. `batches_per_data_shard`: of one that was dealt by
+    data shards before; they have names, and are cut in the same way should it be so again. 0: it never was."""
 
     spec: FeedSpec
-    first_step: int
-    steps_per_epoch: int
-    units: Units
+    course: Course
     make_up: MakeUp
+    batches_per_data_shard: int = 0
     done: bool = False
+
+    @property
+    def first_step(self) -> int:
+        return self.course.first
 
     @property
     def planned_end(self) -> int:
         return self.make_up.planned_end
+
+    def opening(self, *, done: bool) -> FeedOpening:
+        begun = self.course.begun_epochs, self.course.begun
+        return FeedOpening(self.batches_per_data_shard, self.course.per_epoch, self.first_step, done, begun)
+
+    def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
+        """Of a batch that was one of a data shard."""
+        begin = (source.index * self.batches_per_data_shard + batch) * self.spec.batch_size
+        return begin, min(begin + self.spec.batch_size, self.spec.samples_by_batches)
+
+    def has_batch(self, source: DataShardSource, batch: int) -> bool:
+        known = source.epoch < self.spec.epochs and batch < self.batches_per_data_shard
+        begin, end = self.batch_span(source, batch)
+        return known and begin < end
 
     def has(self, step: int) -> bool:
         """Of a step that may be reached already."""
@@ -637,13 +699,12 @@ class _StepRange:
 
     def span(self, rank: int, step: int) -> tuple[int, int, int]:
         """Of a planned step: an epoch, and [begin, end) of its permutation."""
-        epoch, index = divmod(step - self.first_step, self.steps_per_epoch)
-        return epoch, *self.units.span(index, rank)
+        return self.course.span(step, rank)
 
     def samples_before(self, step: int) -> int:
         """Samples of this feed in the steps before `step`."""
-        taken = max(0, min(self.planned_end if self.done else step, self.planned_end) - self.first_step)
-        return self.units.samples_before(taken) - (0 if self.done else self.make_up.lacking(step))
+        taken = self.course.samples_before(self.planned_end if self.done else step)
+        return taken - (0 if self.done else self.make_up.lacking(step))
 
 
 class StepLedger:
@@ -678,15 +739,15 @@ class StepLedger:
                 )
             self._add(spec, first, units.per_epoch)
         found = self._feeds[feed]
-        if found.steps_per_epoch != units.per_epoch:
+        if found.course.per_epoch != units.per_epoch:
             raise FeedConflict(
                 f"feed {feed} was opened before in another way (steps of the job in an epoch: expected "
-                f"{found.steps_per_epoch}, got {units.per_epoch})",
+                f"{found.course.per_epoch}, got {units.per_epoch})",
                 why="the run that it was opened in had another number of local steps in a round",
                 todo="set job.consistency.mode and job.consistency.steps to what they were in that run",
                 facts={"differs": "steps"},
             )
-        return FeedOpening(0, found.steps_per_epoch, found.first_step, found.done)
+        return found.opening(done=found.done)
 
     def never(self, feed: int, spec: FeedSpec) -> FeedOpening | None:
         """Of a job that has stopped: a feed of which there is no step, since nobody knows where the one before it would
@@ -715,7 +776,7 @@ class StepLedger:
             each = self._feeds[feed]
             total = each.make_up.reached - each.first_step
             done = total if each.done else max(0, min(step - each.first_step, total))
-            left_out = sum(each.has(condemned.sequence) for condemned in self.quarantine)
+            left_out = sum(self._is_in(feed, condemned) for condemned in self.quarantine)
             counts.append(
                 FeedCounts(feed, each.spec.samples, each.spec.epochs, total - done, 0, done, each.done, left_out)
             )
@@ -725,11 +786,11 @@ class StepLedger:
         """What has counted of a feed when the job stands before `step`: so many epochs, and so many samples of the next
         one's permutation, which are its first. Raises NotFound."""
         found = self._require(feed)
-        taken = max(0, min(step, found.planned_end) - found.first_step)
-        if found.done or taken == found.planned_end - found.first_step:
-            return found.spec.epochs, 0
-        epoch, index = divmod(taken, found.steps_per_epoch)
-        return epoch, found.units.span(index, 0)[0]
+        return (found.spec.epochs, 0) if found.done else found.course.place(step)
+
+    def batches_per_data_shard(self, feed: int) -> int:
+        """Of a feed that was dealt by data shards before the job became synchronous; 0 of others. Raises NotFound."""
+        return self._require(feed).batches_per_data_shard
 
     def samples_done(self, *, step: int) -> int:
         """Samples of the steps before `step`, at which the job is."""
@@ -737,7 +798,9 @@ class StepLedger:
         return taken - sum(
             each.end - each.begin
             for each in self.quarantined()
-            if self._feeds[each.feed].done or each.condemned.sequence < step
+            if self._feeds[each.feed].done
+            or isinstance(each.condemned.source, DataShardSource)
+            or each.condemned.sequence < step
         )
 
     def check_begin(self, source: LeasedSource, step: int) -> None:
@@ -752,6 +815,11 @@ class StepLedger:
     def quarantined(self) -> Iterator[QuarantinedBatch]:
         """All contributions that do not count, in the order of the verdicts."""
         for condemned in self.quarantine:
+            former = condemned.source
+            if isinstance(former, DataShardSource):
+                begin, end = self._feeds[former.feed].batch_span(former, condemned.sequence)
+                yield QuarantinedBatch(former.feed, former.epoch, condemned, begin, end)
+                continue
             feed = self._feed_of(condemned.sequence)
             assert isinstance(condemned.source, RankSource)
             batch = None
@@ -765,6 +833,37 @@ class StepLedger:
     def spec(self, feed: int) -> FeedSpec:
         """Raises NotFound."""
         return self._require(feed).spec
+
+    # ---- of a job that was asynchronous
+
+    def take_over(self, ledger: DataLedger, step: int) -> None:
+        """Takes over the feeds of a job that was asynchronous, whose first step is `step`: what its data shards have
+        counted is done, and what is in quarantine stays there. All that were begun are done. Raises InvalidRequest
+        where steps could not deal the rest."""
+        assert not self._feeds
+        self.check(ledger)
+        for feed in range(len(ledger)):
+            spec, (epochs, samples, per_shard) = ledger.spec(feed), ledger.place(feed)
+            units = spec.cut(self._logical_ranks, self._local_steps)
+            made = self._add(spec, step, units.per_epoch, (epochs, samples), per_shard)
+            made.done = epochs == spec.epochs
+        for condemned in ledger.quarantine:
+            self.quarantine.add(condemned)
+
+    def check(self, ledger: DataLedger) -> None:
+        """Raises InvalidRequest where steps could not deal what is left of the feeds of an asynchronous job."""
+        *before, _ = ledger.counts(len(ledger))
+        for each in before:
+            if not each.finished:
+                raise InvalidRequest(
+                    f"data set {each.feed + 1} was begun before all of data set {each.feed} was done",
+                    why="in a synchronous job the steps of one data set follow those of the other",
+                    todo="go through each job.batches to its end",
+                )
+        for feed in range(len(ledger)):
+            spec = ledger.spec(feed)
+            samples = spec.cut(self._logical_ranks, self._local_steps).samples_per_step
+            spec.units(samples, f"step of {self._logical_ranks} logical ranks")
 
     # ---- backup workers
 
@@ -827,10 +926,7 @@ class StepLedger:
 
     @property
     def _opened(self) -> list[Entry]:
-        opened = [
-            _feed_opened(feed, each.spec, 0, each.steps_per_epoch, each.first_step)
-            for feed, each in enumerate(self._feeds)
-        ]
+        opened = [feed_opened(feed, each.spec, each.opening(done=False)) for feed, each in enumerate(self._feeds)]
         return [*opened, *self.quarantine.entries()]
 
     @property
@@ -891,8 +987,7 @@ class StepLedger:
     def restore(self, kind: str, body: Body) -> None:
         """Takes a record of `entries`. Raises DamagedRecord."""
         if kind == "feed_opened":
-            _, spec = _feed_of(body, len(self._feeds))
-            self._add(spec, body.number("first_step", most=SUM_MAX), body.number("units", least=1))
+            self._restore_feed(body)
             return
         if kind == "steps_decided":
             require(self._backup_workers > 0, "verdicts on the steps of a job without backup workers")
@@ -908,6 +1003,12 @@ class StepLedger:
             return
         if kind == "batch_quarantined":
             condemned = self.quarantine.restore(body)
+            former = condemned.source
+            if isinstance(former, DataShardSource):
+                known = former.feed < len(self._feeds)
+                known = known and self._feeds[former.feed].has_batch(former, condemned.sequence)
+                require(known, f"#{condemned.sequence} of {former} does not exist")
+                return
             known = isinstance(condemned.source, RankSource) and condemned.source.rank < self._logical_ranks
             # at which step of a job with backup workers what is made up, later records say
             found = known and (self._backup_workers > 0 or self._feed_of(condemned.sequence) is not None)
@@ -924,18 +1025,33 @@ class StepLedger:
     def _feed_of(self, step: int) -> int | None:
         return next((feed for feed, each in enumerate(self._feeds) if each.has(step)), None)
 
-    def _add(self, spec: FeedSpec, first: int, steps: int) -> None:
-        planned_end = first + steps * spec.epochs
-        make_up = MakeUp(self._logical_ranks, planned_end, None if self._backup_workers else planned_end)
-        feed = len(self._feeds)
+    def _is_in(self, feed: int, condemned: Condemned) -> bool:
+        former = condemned.source
+        return former.feed == feed if isinstance(former, DataShardSource) else self._feeds[feed].has(condemned.sequence)
+
+    def _restore_feed(self, body: Body) -> None:
+        _, spec = _feed_of(body, len(self._feeds))
+        first, steps = body.number("first_step", most=SUM_MAX), body.number("units", least=1)
+        epochs = body.number("begun_epochs", most=spec.epochs) if body.has("begun_epochs") else 0
+        samples = body.number("begun_samples", most=spec.samples - 1) if body.has("begun_samples") else 0
+        require(not samples or epochs < spec.epochs, f"{samples} samples behind the last epoch")
+        self._add(spec, first, steps, (epochs, samples), body.number("batches_per_data_shard"))
+
+    def _add(
+        self, spec: FeedSpec, first: int, steps: int, begun: tuple[int, int] = (0, 0), per_shard: int = 0
+    ) -> _StepRange:
         units = spec.cut(self._logical_ranks, self._local_steps)
-        self._feeds.append(_StepRange(spec, first, steps, units, make_up))
+        course = Course(units, steps, spec.epochs, first, *begun)
+        make_up = MakeUp(self._logical_ranks, course.end, None if self._backup_workers else course.end)
+        feed = len(self._feeds)
+        self._feeds.append(_StepRange(spec, course, make_up, per_shard))
         # a run that began with a checkpoint may know more than when the feeds were copied
         for step in range(max(first, self.verdicts.known_from), self.verdicts.decided):
             make_up.reach(step)
             if make_up.end is None:
                 self._drop(feed, step)
         make_up.reach(self.verdicts.decided)
+        return self._feeds[feed]
 
     def _decided_before(self, step: int) -> None:
         self.verdicts.decided_before(step)
@@ -979,7 +1095,16 @@ def _entries_of(kept: Mapping[str, object]) -> Iterator[tuple[str, Body]]:
 
 def feed_opened(feed: int, spec: FeedSpec, opening: FeedOpening) -> Entry:
     """The record of a feed, with what was decided about it."""
-    return _feed_opened(feed, spec, opening.batches_per_data_shard, opening.units_per_epoch, opening.first_step)
+    epochs, samples = opening.begun
+    begun = {"begun_epochs": epochs, "begun_samples": samples} if epochs or samples else {}
+    return "feed_opened", {
+        "feed": feed,
+        **dataclasses.asdict(spec),
+        "batches_per_data_shard": opening.batches_per_data_shard,
+        "units": opening.units_per_epoch,
+        "first_step": opening.first_step,
+        **begun,
+    }
 
 
 def feed_closed(feed: int, end: int) -> Entry:
@@ -1001,16 +1126,6 @@ def data_closed(
 
 def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:
     return {"feed": source.feed, "epoch": source.epoch, "index": source.index, "worker": worker, "token": token}
-
-
-def _feed_opened(feed: int, spec: FeedSpec, batches_per_data_shard: int, units: int, first_step: int) -> Entry:
-    return "feed_opened", {
-        "feed": feed,
-        **dataclasses.asdict(spec),
-        "batches_per_data_shard": batches_per_data_shard,
-        "units": units,
-        "first_step": first_step,
-    }
 
 
 def _feed_of(body: Body, feed: int) -> tuple[int, FeedSpec]:

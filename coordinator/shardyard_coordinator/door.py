@@ -429,6 +429,17 @@ def highest_next(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey
     return max(mark.next for key in sources for mark in marks[key])
 
 
+def highest_version(reply: server_wire.ReadLedgerReply, sources: Sequence[SourceKey], partitions: Iterable[int]) -> int:
+    """The highest version number of the server's partitions. Raises as `highest_next`."""
+    highest_next(reply, sources, partitions)
+    wanted = set(sources)
+    found = convert.watermarks_from_wire(reply.sources)
+    highest = max(mark.version.number for key, marks in found if key in wanted for mark in marks)
+    if highest > limits.SEQUENCE_MAX:
+        raise MalformedPayload(f"a partition at version {highest}; at most {limits.SEQUENCE_MAX} are taken")
+    return highest
+
+
 # ---- out
 
 
@@ -525,6 +536,8 @@ def feed_reply(opening: FeedOpening) -> wire.OpenFeedReply:
         batches_per_data_shard=opening.batches_per_data_shard,
         units_per_epoch=opening.units_per_epoch,
         first_step=opening.first_step,
+        begun_epochs=opening.begun[0],
+        begun_samples=opening.begun[1],
         done=opening.done,
     )
 
@@ -725,7 +738,13 @@ def _job_status(job: JobStanding) -> wire.JobStatus:
 
 def _switch_status(switch: SwitchStanding) -> wire.SwitchStatus:
     consistency = convert.consistency_to_wire(switch.consistency)
-    return wire.SwitchStatus(consistency=consistency, servers=switch.servers, behind=switch.behind, step=switch.step)
+    return wire.SwitchStatus(
+        consistency=consistency,
+        servers=switch.servers,
+        behind=switch.behind,
+        step=switch.step,
+        draining=switch.draining,
+    )
 
 
 def _evaluation_status(evaluation: Evaluation) -> wire.EvaluationStatus:

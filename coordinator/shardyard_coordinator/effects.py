@@ -156,11 +156,13 @@ class ReadDeparted:
 
 @dataclass(frozen=True, slots=True)
 class ReadSteps:
-    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops, or goes over to another mode."""
+    """Then StepsRead or StepsUnread. `sources`: all logical ranks of a job that stops, or goes over to another mode;
+    `versions`: what is read is no step, but the highest version of any partition."""
 
     job: JobId
     map: PartitionMap
     sources: tuple[SourceKey, ...]
+    versions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,8 @@ class ForgetSources:
 class RestorePartitions:
     """Then PartitionsRestored or RestoreFailed. `bases`: the checkpoint, and older ones that, with longer logs, say the
     same; `working`: the workers that have work; `begun`: data shards of which all partitions have counted the batches
-    before a number as steps, when the job was synchronous."""
+    before a number as steps, when the job was synchronous; `step`: before which all logical ranks stand, of a job that
+    was asynchronous then; else 0."""
 
     subject: Subject
     map: PartitionMap
@@ -235,6 +238,7 @@ class RestorePartitions:
     partitions: frozenset[PartitionId]
     working: tuple[Incarnation, ...] = ()
     begun: tuple[tuple[DataShardSource, int], ...] = ()
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

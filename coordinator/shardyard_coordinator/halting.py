@@ -1,10 +1,12 @@
-"""That a synchronous job goes over to asynchronous updates between two steps, and which (docs/ledger.md, rule B8).
+"""That a job goes over from synchronous to asynchronous updates, or back, and before which step (docs/ledger.md, rules
+B8, B10).
 
 Owns: what was asked for, how far each worker has come, the step before which the job goes over. Invariants: the step is
-settled once, when every living worker has said how far it has come and stays there until it is, and the servers have
-said what they have of those who are gone; so nobody has contributed to that step, and all steps that anybody has
-contributed to are computed as steps; a worker's word counts for the halt that it is about. Until the partitions go by
-the other mode the halt may be taken back, and the steps go on. Must not know: steps' contents, servers, time.
+settled when every living worker has said how far it has come and stays there until it is, and the servers have said
+what they have of those who are gone; so nobody has contributed to that step, and all steps that anybody has contributed
+to are computed as steps; a worker's word counts for the halt that it is about. Of a halt that drains it is settled
+anew whenever partitions go back. Until the partitions go by the other mode the halt may be taken back. Must not know:
+steps' contents, data shards, servers, time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import replace
 from typing import Final
 
 from shardyard.ground import limits
-from shardyard.ground.types import Consistency, Halt, Incarnation
+from shardyard.ground.types import Consistency, Halt, Incarnation, UpdateMode
 from shardyard_coordinator.reached import Reached
 from shardyard_coordinator.records import Body, Entry, require
 from shardyard_coordinator.switching import consistency_body, consistency_of
@@ -32,6 +34,8 @@ class Halting:
         """What workers are told."""
         self.wanted: Consistency | None = None
         """What the job goes over to."""
+        self.ticket = 0
+        """Of a halt that is settled, and drains: checkpoints that were begun before this one lack something."""
 
     def ask(self, wanted: Consistency) -> list[Entry]:
         """Records."""
@@ -47,7 +51,18 @@ class Halting:
     def end(self) -> None:
         """The job has gone over, or stays as it is."""
         self.halt = self.wanted = None
+        self.ticket = 0
         self._reached.clear()
+
+    @property
+    def drains(self) -> bool:
+        """Whether the job goes over to steps."""
+        return self.halt is not None and self.halt.drains
+
+    def reopen(self) -> None:
+        """Partitions have gone back, and what they lack is to be pushed again."""
+        if self.halt is not None and self.halt.drains and self.halt.settled:
+            self.halt, self.ticket = replace(self.halt, settled=False, step=0), 0
 
     def hear(self, worker: Incarnation, number: int, reached: int) -> None:
         """The worker has contributed to no step from `reached` on, and waits."""
@@ -58,10 +73,10 @@ class Halting:
         """Whether all of the living have said how far they have come."""
         return self._is_open and self._reached.has_all(workers)
 
-    def settle(self, step: int) -> list[Entry]:
-        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
-        Records."""
-        return self._settle(self._reached.settled(step))
+    def settle(self, step: int, ticket: int = 0) -> list[Entry]:
+        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone. Where
+        it drains: above all versions, and `ticket` that of the next checkpoint. Records."""
+        return self._settle(step if self.drains else self._reached.settled(step), ticket)
 
     def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
         """Of the living, those that have not said how far they have come."""
@@ -77,11 +92,12 @@ class Halting:
         return self.halt is not None and not self.halt.settled
 
     def _begin(self, number: int, wanted: Consistency) -> None:
-        self._count, self.halt, self.wanted = number, Halt(number), wanted
+        drains = wanted.mode.updates is UpdateMode.SYNC
+        self._count, self.halt, self.wanted = number, Halt(number, drains=drains), wanted
 
-    def _settle(self, step: int) -> list[Entry]:
+    def _settle(self, step: int, ticket: int) -> list[Entry]:
         assert self.halt is not None
-        self.halt = replace(self.halt, settled=True, step=step)
+        self.halt, self.ticket = replace(self.halt, settled=True, step=step), ticket
         self._reached.clear()
         return [self._settled]
 
@@ -95,7 +111,7 @@ class Halting:
     @property
     def _settled(self) -> Entry:
         assert self.halt is not None
-        return "halt_settled", {"step": self.halt.step}
+        return "halt_settled", {"step": self.halt.step, **({"ticket": self.ticket} if self.ticket else {})}
 
     def entries(self) -> list[Entry]:
         if self.halt is not None:
@@ -111,7 +127,8 @@ class Halting:
                 self._begin(number, consistency_of(body, body.number("number", least=1)))
             case "halt_settled":
                 require(self._is_open, "a halt is settled that is not due")
-                self._settle(body.number("step", most=limits.SEQUENCE_MAX))
+                ticket = body.number("ticket", least=1) if body.has("ticket") else 0
+                self._settle(body.number("step", most=limits.SEQUENCE_MAX), ticket)
             case "halt_given_up":
                 require(self.halt is not None, "a halt is given up that was not asked for")
                 self.end()

@@ -19,7 +19,6 @@ from shardyard.checkpoints.manifest import left_name
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
     Consistency,
-    ConsistencyMode,
     DataLease,
     DataShardSource,
     Durability,
@@ -59,7 +58,6 @@ from shardyard_coordinator.effects import (
     LeaseClosed,
     MadeUp,
     NotFiniteVerdict,
-    PaceServers,
     PassOver,
     Persist,
     ReadDeparted,
@@ -71,7 +69,6 @@ from shardyard_coordinator.effects import (
     Standing,
     StepDecision,
     StopTaken,
-    SwitchTaken,
     Tell,
     records_of,
 )
@@ -90,6 +87,7 @@ from shardyard_coordinator.events import (
     VariablesRegistered,
     WatermarksRead,
 )
+from shardyard_coordinator.going_over import GoingOver
 from shardyard_coordinator.halting import Halting
 from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
 from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
@@ -112,14 +110,7 @@ from shardyard_coordinator.records import (
 )
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
 from shardyard_coordinator.stopping import Stopping
-from shardyard_coordinator.switching import (
-    SETTING,
-    Switching,
-    consistency_body,
-    consistency_of,
-    settings_of,
-    switched,
-)
+from shardyard_coordinator.switching import Switching, settings_of
 from shardyard_coordinator.tokens import Tokens
 
 FENCED_MAX: Final = 1_024
@@ -170,20 +161,10 @@ class Job:
         self.last_failure = ""
         """Of its last checkpoint, for behind what is said of it."""
         if settings.consistency.mode.updates is UpdateMode.SYNC:
-            self.ranks = RankBook(
-                ranks=settings.logical_rank_count,
-                grace_ms=settings.rank_grace_ms,
-                workers_expected=settings.workers_expected,
-                next_token=self.tokens.next,
-                now_ms=now_ms,
-            )
-            self.feeds = StepLedger(
-                logical_ranks=settings.logical_rank_count,
-                local_steps=settings.consistency.local_steps or 1,
-                backup_workers=settings.consistency.backup_workers,
-            )
+            self.ranks = self.make_ranks(now_ms)
+            self.feeds = self.make_step_ledger(settings)
         else:
-            self.feeds = self._make_data_ledger()
+            self.feeds = self.make_data_ledger()
         self.keeping = Safekeeping(
             job,
             settings,
@@ -255,7 +236,7 @@ class Job:
             freed = self._free(worker, reached)
             effects.append(self._persist("worker_freed", worker=worker, held=held))
             effects += [Tell(f"{self.title}: {source} of worker {worker} is free again") for source in freed]
-            effects += self._records(self.deployment.remove(worker))
+            effects += self.records(self.deployment.remove(worker))
             if self.ranks is not None:
                 effects += self._rank_records(self.ranks.release(worker, now_ms))
         return effects
@@ -325,7 +306,7 @@ class Job:
             if now_ms - self._idle_since_ms >= self.settings.idle_ms:
                 late = f"it was not written within {self.settings.idle_ms / 1000:g} s{self.last_failure}"
                 return self._end_without(late)
-            self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self._step)
+            self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self.step)
             return self._keep(now_ms, servers)
         if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
             return self._finish(now_ms)
@@ -339,13 +320,12 @@ class Job:
                 why="a job without workers is ended after job.idle_ms",
                 todo="start the script again for a new run",
             )
-            return self._finish(now_ms, left) if self._is_whole else self.fail(left)
+            return self._finish(now_ms, left) if self.is_whole else self.fail(left)
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
         return [
             *self._rank_records(given),
-            *self._read_steps(),
-            *self._go_over(now_ms),
-            *self._pace(now_ms),
+            *self.read_steps(),
+            *self.going_over.tick(now_ms),
             *self.deployment.reopen(now_ms),
             *self._keep(now_ms, servers),
         ]
@@ -356,48 +336,48 @@ class Job:
         """`worker`: None, a person."""
         self.require_unfinished()
         asked = self.stopping.ask(reason, worker)
-        if self.halting.wanted is not None and not self.switching.is_of_before(self.deployment.generation):
+        if self.going_over.may_be_taken_back:
             asked += self.halting.give_up()  # it ends as it is
         stop = self.stopping.stop
         assert stop is not None
         by = "a person" if worker is None else f"worker {worker}"
         told = [Tell(f"{self.title} is told to stop by {by}{f': {reason}' if reason else ''}")] if asked else []
-        return [*self._records(asked), *told, Reply(StopTaken(self.id, self.settings.name, stop, first=bool(asked)))]
+        return [*self.records(asked), *told, Reply(StopTaken(self.id, self.settings.name, stop, first=bool(asked)))]
 
     def hear_of_stop(self, worker: Incarnation, reached: int | None) -> list[Effect]:
         """A worker has heard of it. `reached`: see Report."""
         if self.state.ended or reached is None:
             return []
         self.stopping.hear(worker, reached)
-        return self._read_steps()
+        return self.read_steps()
 
-    def _read_steps(self) -> list[Effect]:
+    def read_steps(self) -> list[Effect]:
         """Before it is settled where the job stops, or goes over to another mode: nobody goes on, and the servers know
         how far those came who are gone."""
         if self._reads_steps or not self._may_settle:
             return []
-        assert self.ranks is not None
         assert self.deployment.map is not None
         self._reads_steps = True
-        return [ReadSteps(self.id, self.deployment.map, tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all))]
+        drains, ranks = self.halting.drains, range(self.settings.logical_rank_count)
+        sources = tuple(SourceKey(RankSource(Rank(rank))) for rank in ranks)
+        return [ReadSteps(self.id, self.deployment.map, sources, versions=drains)]
 
     @property
     def _may_settle(self) -> bool:
-        due = self.stopping.is_due(self.workers) or self.halting.is_due(self.workers)
-        return due and not self.fencing and self._is_whole
+        halts = self.halting.is_due(self.workers) and self.going_over.may_settle
+        return (halts or self.stopping.is_due(self.workers)) and not self.fencing and self.is_whole
 
     def settle(self, generation: Generation, step: int) -> list[Effect]:
-        """`step`: the first of which no partition has any part."""
+        """`step`: the first of which no partition has any part; of a job that goes over to steps, the highest version
+        of any."""
         self._reads_steps = False
         if self.state.ended or not self._may_settle or generation != self.deployment.generation:
             return []
         if self.halting.is_due(self.workers):
-            halted = self._records(self.halting.settle(step))
-            told = f"{self.title} goes over to {self.halting.wanted} before step {self.halting.step or 0:,}"
-            return [*halted, Tell(told)]
+            return self.going_over.settle(step)
         settled = self.stopping.settle(step)
         assert self.stopping.stop is not None
-        return [*self._records(settled), Tell(f"{self.title} stops before step {self.stopping.stop.step:,}")]
+        return [*self.records(settled), Tell(f"{self.title} stops before step {self.stopping.stop.step:,}")]
 
     def forget_steps(self) -> None:
         """They could not be read."""
@@ -406,131 +386,14 @@ class Job:
     # ---- another consistency
 
     @property
+    def going_over(self) -> GoingOver:
+        """What has it go on by other rules while it runs."""
+        return GoingOver(self)
+
+    @property
     def consistency(self) -> Consistency | None:
         """What workers of a job that was switched go by."""
         return self.switching.in_force if self.switching.latest.number else None
-
-    def switch(self, mode: ConsistencyMode | None, staleness: int | None, now_ms: int) -> list[Effect]:
-        """A person wants the job to go on under another mode, or bound. Raises InvalidRequest, NotReady,
-        ConfigurationError, and what the job failed with."""
-        self.require_unfinished()
-        self.require_joinable()
-        settings = switched(self.settings, mode, staleness)
-        if settings.consistency.mode.updates is not self.settings.consistency.mode.updates:
-            return self._halt(settings)
-        if self.halting.wanted is not None and not self.switching.is_of_before(self.deployment.generation):
-            given_up = self._records(self.halting.give_up())
-            told = Tell(f"{self.title} stays {settings.consistency.mode.value}, as it was told")
-            return [*given_up, told, Reply(SwitchTaken(self.id, self.settings.name, self.switching.latest, first=True))]
-        asked = self.switching.ask(settings)
-        latest = self.switching.latest
-        reply = Reply(SwitchTaken(self.id, self.settings.name, latest, first=bool(asked)))
-        if not asked:
-            return [reply]
-        self._go_by_latest()
-        told = Tell(f"{self.title} goes over to {latest}, as it was told")
-        return [*self._records(asked), told, *self._pace(now_ms), reply]
-
-    def _halt(self, settings: JobSettings) -> list[Effect]:
-        """It is to go over to asynchronous updates. Raises InvalidRequest, NotReady, ConfigurationError, TooLarge."""
-        wanted, before = self.switching.following(settings), self.halting.wanted
-        if before is not None:
-            if (before.mode, before.bound) == (wanted.mode, wanted.bound):
-                return [Reply(SwitchTaken(self.id, self.settings.name, before, first=False))]
-            raise errors.NotReady(
-                f"job {self.settings.name!r} is going over to {before}",
-                why="one switch at a time",
-                todo=f"see `shardyard status`; or take it back: shardyard set {SETTING}=sync",
-            )
-        self._check_halt(settings)
-        told = Tell(f"{self.title} goes over to {wanted}, as it was told, when its workers have said how far they are")
-        asked = self._records(self.halting.ask(wanted))
-        return [*asked, told, Reply(SwitchTaken(self.id, self.settings.name, wanted, first=True))]
-
-    def _check_halt(self, settings: JobSettings) -> None:
-        layout, wanted = self.deployment.layout, settings.consistency.mode.value
-        if self.state is not JobState.RUNNING or layout is None or not len(self.feeds):
-            raise errors.NotReady(
-                f"{self.title} has not begun job.batches",
-                why="who goes over to data shards must know what was counted as steps",
-                todo="switch it while it goes through job.batches; steps without it cannot be switched",
-            )
-        refusals = {
-            "keeps logs (job.durability wal)": self.settings.durability is Durability.WAL,
-            "is not written down (job.checkpoint.url)": self.keeping.book.url is None,
-            "remembers what compression has not sent (error feedback)": self.keeping.keeps_feedback,
-            "is told to stop": self.stopping.stop is not None,
-            "has gone through its data": self.feeds.finished,
-        }
-        found = next((what for what, refused in refusals.items() if refused), None)
-        if found is not None:
-            raise errors.InvalidRequest(
-                f"{self.title} {found}, and cannot go over to {wanted} while it runs",
-                why="it goes over by way of a checkpoint, between two steps",
-                todo=f"stop it, and start a job in mode {wanted} with its model (`shardyard checkpoint export`)",
-            )
-        tables.check_settings(layout.tables, settings)
-
-    def hear_of_halt(self, worker: Incarnation, halted: tuple[int, int] | None) -> list[Effect]:
-        """A worker has heard of a halt: its number, and the first step to which the worker has not contributed."""
-        if self.state.ended or halted is None:
-            return []
-        self.halting.hear(worker, *halted)
-        return self._read_steps()
-
-    def _go_over(self, now_ms: int) -> list[Effect]:
-        """Once all steps before the one that was settled are in a checkpoint, the job is asynchronous: from this
-        record on, whoever dies."""
-        step, wanted, committed = self.halting.step, self.halting.wanted, self.keeping.book.committed
-        if step is None or wanted is None or self.ranks is None or not self._may_go_over:
-            return []
-        if committed is None or committed.step != step or committed.url:
-            if self._step >= step:
-                self.keeping.book.want()
-            return []
-        assert self.deployment.map is not None
-        generation = self.deployment.map.generation
-        gone: Entry = (
-            "job_went_over",
-            {"step": step, "left": generation, "number": wanted.number, **consistency_body(wanted)},
-        )
-        feeds, begun = self._lease_data(wanted, generation, step)
-        told = f"{self.title} is {wanted} from step {step:,} on: partitions go on from checkpoint {committed.number}"
-        return [*self._records([gone, *self.keeping.go_over(feeds, begun, now_ms)]), Tell(told)]
-
-    @property
-    def _may_go_over(self) -> bool:
-        running = self.state is JobState.RUNNING and self._is_whole and not self.fencing
-        return running and not self.keeping.book.is_writing and self.stopping.stop is None
-
-    def _lease_data(
-        self, consistency: Consistency, generation: Generation, step: int
-    ) -> tuple[DataLedger, list[tuple[DataShardSource, int]]]:
-        """From synchronous partitions, whose last map is of that generation and which stand before `step`."""
-        assert isinstance(self.feeds, StepLedger)
-        self.switching.go_over(consistency, generation)
-        self._go_by_latest()
-        feeds = self._make_data_ledger()
-        begun = feeds.take_over(self.feeds, step)
-        self.feeds, self.ranks = feeds, None
-        self.suspects = Suspects(self.settings.data.poison_deaths)
-        self.stopping = Stopping(by_steps=False)
-        self.departed = Departed() if self._goes_back_in_part else None
-        self._step_seen = max(self._step_seen, step)
-        return feeds, begun
-
-    def _make_data_ledger(self) -> DataLedger:
-        batches = self.settings.data.batches_per_data_shard
-        return DataLedger(
-            batches_per_data_shard=None if batches == "auto" else batches,
-            workers_expected=self.settings.workers_expected,
-            next_token=self.tokens.next,
-        )
-
-    def _end_halt(self) -> None:
-        """The partitions have another map."""
-        if self.ranks is None and not self.switching.is_of_before(self.deployment.generation):
-            self.halting.end()
 
     def end_pacing(self, generation: Generation, number: int) -> list[Effect]:
         """The servers of that map go by the switch of that number."""
@@ -541,25 +404,56 @@ class Job:
         ]
 
     def hear_of_switch(self, worker: Incarnation, number: int) -> list[Effect]:
-        return [] if self.state.ended else self._records(self.switching.hear(worker, number))
+        return [] if self.state.ended else self.records(self.switching.hear(worker, number))
 
-    def _pace(self, now_ms: int) -> list[Effect]:
-        """Has servers told what the job was switched to, where some may not know."""
-        map_ = self.deployment.map
-        if map_ is None or not self._is_whole or not self.switching.begin(map_.generation, now_ms):
-            return []
-        return [PaceServers(self.id, map_, self.switching.latest)]
-
-    def _go_by_latest(self) -> None:
+    def go_by_latest(self) -> None:
+        """By the switch that was made last."""
         latest = self.switching.latest
         self.settings = settings_of(self.settings, latest)
         self.deployment.go_by(self.settings, latest.number)
         self.keeping.go_by(self.settings, latest.number)
 
+    def deal(self, feeds: DataLedger | StepLedger, ranks: RankBook | None, step: int) -> None:
+        """Its work is dealt by these from now on, in the mode that its settings name; it stands at that step."""
+        self.feeds, self.ranks = feeds, ranks
+        self.suspects = Suspects(self.settings.data.poison_deaths)
+        self.stopping = Stopping(by_steps=ranks is not None)
+        self.departed = Departed() if self._goes_back_in_part else None
+        self.reach(step)
+
+    def reach(self, step: int) -> None:
+        """It is known to stand there."""
+        self._step_seen = max(self._step_seen, step)
+
+    def make_ranks(self, now_ms: int) -> RankBook:
+        return RankBook(
+            ranks=self.settings.logical_rank_count,
+            grace_ms=self.settings.rank_grace_ms,
+            workers_expected=self.settings.workers_expected,
+            next_token=self.tokens.next,
+            now_ms=now_ms,
+        )
+
+    def make_step_ledger(self, settings: JobSettings) -> StepLedger:
+        """`settings`: of the job, now or once it is synchronous."""
+        return StepLedger(
+            logical_ranks=settings.logical_rank_count,
+            local_steps=settings.consistency.local_steps or 1,
+            backup_workers=settings.consistency.backup_workers,
+        )
+
+    def make_data_ledger(self) -> DataLedger:
+        batches = self.settings.data.batches_per_data_shard
+        return DataLedger(
+            batches_per_data_shard=None if batches == "auto" else batches,
+            workers_expected=self.settings.workers_expected,
+            next_token=self.tokens.next,
+        )
+
     def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""
         reading: list[Effect] = []
-        due = self.departed is not None and self.departed.is_due and self._is_whole
+        due = self.departed is not None and self.departed.is_due and self.is_whole
         if due and self.departed is not None and self.deployment.map is not None:
             workers = self.departed.ask(now_ms)
             reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
@@ -568,7 +462,7 @@ class Job:
         left = tuple(each.file for each in self.handovers.left)
         # who has not gone over to a bound does not say when it has no work any more
         paced = frozenset(filter(self.switching.goes_by_latest, self.workers))
-        return [*reading, *self.keeping.tick(now_ms, self._step, servers, self._gone, paced, holds=holds, left=left)]
+        return [*reading, *self.keeping.tick(now_ms, self.step, servers, self._gone, paced, holds=holds, left=left)]
 
     # ---- recovery and checkpoints
 
@@ -578,7 +472,7 @@ class Job:
         attempt, is_same_run = self.keeping.recovery.attempt, self.keeping.origin is None
         committed = self.keeping.goes_back_with(generation)
         effects = self.keeping.end_recovery(generation, now_ms)
-        self._end_halt()
+        self.going_over.note_map(restored=bool(effects))
         if effects and attempt is not None and self.departed is not None and is_same_run:
             self.departed.restored(attempt.partitions)
         if committed is not None:
@@ -592,7 +486,7 @@ class Job:
         record = self.handovers.go_back(committed, committed.url, generation, is_same_run=is_same_run)
         told = f"{self.title}: what {len(committed.feedback)} workers had not sent at checkpoint {committed.number}"
         tell = [Tell(f"{told} is handed over")] if committed.feedback else []
-        return [*self._records([record]), *tell]
+        return [*self.records([record]), *tell]
 
     def handed_to(self, worker: Incarnation) -> tuple[HandOver, ...]:
         """What the worker's error feedback shall take up."""
@@ -603,7 +497,7 @@ class Job:
         claim = self.handovers.take(
             worker, self.workers, read.generation, read.worker, lost=lost, frozen=self._is_frozen
         )
-        effects: list[Effect] = [] if claim.record is None else self._records([claim.record])
+        effects: list[Effect] = [] if claim.record is None else self.records([claim.record])
         if claim.lost is not None:
             self.residuals.add_lost(claim.lost)
             what = f"what worker {read.worker} had not sent is lost: worker {worker} could not take it up"
@@ -636,7 +530,7 @@ class Job:
             return [Reply(HandOverVerdict(fate, url))]
         record = self.handovers.hand_over(Left(worker, url, asked.file, asked.norm), now_ms)
         told = f"{self.title}: worker {worker} leaves; what it has not sent (2-norm {asked.norm:.3g}) is handed over"
-        return [*self._records([record]), Tell(told), Reply(HandOverVerdict(Fate.HANDED_OVER))]
+        return [*self.records([record]), Tell(told), Reply(HandOverVerdict(Fate.HANDED_OVER))]
 
     def _fate_of(self, asked: HandOverAsked) -> Fate:
         worker, keeping = asked.caller.incarnation, self.keeping
@@ -653,7 +547,7 @@ class Job:
 
     def _goes_on_without(self, worker: Incarnation) -> bool:
         """Whether there is, or may come, a worker that takes further steps when this one has left."""
-        if self.state is not JobState.RUNNING or self._is_through or self.stopping.is_over(self._step):
+        if self.state is not JobState.RUNNING or self._is_through or self.stopping.is_over(self.step):
             return False
         if any(each != worker and not self.handovers.is_leaving(each) for each in self.workers):
             return True
@@ -663,7 +557,7 @@ class Job:
     def _is_through(self) -> bool:
         """Whether all data of a synchronous job is done, and nobody has taken steps without any since."""
         feeds = self.feeds
-        return isinstance(feeds, StepLedger) and feeds.finished and self._step <= feeds.end(len(feeds) - 1)
+        return isinstance(feeds, StepLedger) and feeds.finished and self.step <= feeds.end(len(feeds) - 1)
 
     @property
     def _is_frozen(self) -> bool:
@@ -734,14 +628,14 @@ class Job:
         self._ends_with = failure
         committed = self.keeping.book.committed
         kept = () if committed is None else committed.feedback
-        if self.keeping.is_whole_at(self._step) and all(each.file in kept for each in self.handovers.left):
+        if self.keeping.is_whole_at(self.step) and all(each.file in kept for each in self.handovers.left):
             return self._conclude()
         self.state = JobState.FINISHING
         self._idle_since_ms = now_ms
-        self._last_ticket = self.keeping.ask_for_the_last(self._step)
+        self._last_ticket = self.keeping.ask_for_the_last(self.step)
         done = "is done" if failure is None else "has no workers any more"
         told = Tell(f"{self.title} {done}; its last checkpoint is written")
-        return [*self.free(tuple(self.fencing), now_ms), *self._records([self._finishing]), told]
+        return [*self.free(tuple(self.fencing), now_ms), *self.records([self._finishing]), told]
 
     def _end_without(self, why: str) -> list[Effect]:
         told = f"{self.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
@@ -769,11 +663,11 @@ class Job:
             self._check_begun()
         if self.deployment.stage is Stage.EMPTY:
             self.deployment.place(variables, optimizer, servers, registered.tables)
-            effects += self._records([self.deployment.registered, *self.keeping.begin(servers)])
+            effects += self.records([self.deployment.registered, *self.keeping.begin(servers)])
         else:
             self.deployment.check(variables, optimizer, registered.tables)
         effects += self.deployment.create()
-        effects += self._records(self.deployment.admit(worker))
+        effects += self.records(self.deployment.admit(worker))
         if self.deployment.stage is not Stage.CREATING:
             placed = self.deployment.placed(worker)
             handed = replace(
@@ -790,7 +684,7 @@ class Job:
         self.deployment.check_commit(worker, generation)
         effects: list[Effect] = []
         if self.deployment.commit(worker):
-            effects += self._records([deployment.committed(worker)])
+            effects += self.records([deployment.committed(worker)])
         effects += self.deployment.open()
         if self.deployment.stage is Stage.OPEN:
             self._check_begun()
@@ -810,12 +704,12 @@ class Job:
         if self.state.ended:
             # a creation that overtook the DropJob would stay on its server for ever
             return [DropJob(self.id, server) for server in self.deployment.servers]
-        return self._records(self.deployment.end_creation(generation, created=created))
+        return self.records(self.deployment.end_creation(generation, created=created))
 
     def end_opening(self, generation: Generation, *, opened: bool, now_ms: int) -> list[Effect]:
         if self.state.ended:
             return []
-        records = self._records(self.deployment.end_opening(generation, opened=opened, now_ms=now_ms))
+        records = self.records(self.deployment.end_opening(generation, opened=opened, now_ms=now_ms))
         if self.state is not JobState.STARTING or self.deployment.stage is not Stage.OPEN:
             return records
         return [*records, *self._begin_running()]
@@ -845,7 +739,7 @@ class Job:
     def begin_with(self, origin: Origin) -> list[Effect]:
         """Before anybody joins: the job goes on from a checkpoint of another run."""
         self._step_seen = origin.step
-        return self._records(self.keeping.begin_with(origin))
+        return self.records(self.keeping.begin_with(origin))
 
     def go_back(self, origin: Origin, now_ms: int) -> list[Effect]:
         if self.state is not JobState.RUNNING or self.deployment.stage is not Stage.OPEN:
@@ -854,7 +748,7 @@ class Job:
                 why="",
                 todo="wait until it runs or has ended, then order it again",
             )
-        return self.keeping.go_back(origin, now_ms)
+        return self.keeping.go_back(origin, now_ms, is_of_before=self.switching.is_checkpoint_of_before(origin.number))
 
     # ---- data
 
@@ -870,7 +764,7 @@ class Job:
             # as to those who were here before (rule A11)
             opening = replace(opening, done=False)
         opened = [data_ledger.feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
-        return [*self._records(opened), Reply(opening)]
+        return [*self.records(opened), Reply(opening)]
 
     def lease(self, worker: Incarnation, feed: int) -> list[Effect]:
         if self.state is not JobState.RUNNING:
@@ -878,13 +772,18 @@ class Job:
                 f"{self.title} has no variables on the servers yet, so no work can be counted",
                 todo="call job.prepare before job.batches; then it is only a moment",
             )
+        awaits = self.going_over.awaits_work
         if isinstance(self.feeds, StepLedger):
+            if awaits is not None and not self.switching.goes_by_latest(worker):
+                return [Reply(awaits)]
             raise errors.InvalidRequest(
                 f"{self.title} is synchronous: it leases logical ranks, not data shards",
                 todo="ask for no lease; the job's ranks come with heartbeats",
             )
         before = self.tokens.latest
-        answer = self.feeds.lease(feed, worker)
+        answer = self.feeds.lease(feed, worker, fresh=awaits is None)
+        if isinstance(answer, LeaseWait):
+            answer = awaits or answer
         if isinstance(answer, FeedDone) and not self.keeping.has_all_data:
             # were it lost now, nobody would be there to compute it again (rule A11)
             self.keeping.book.want()
@@ -896,7 +795,7 @@ class Job:
             leased.append(data_ledger.data_leased(answer.source, worker, answer.token, first=first))
         if isinstance(answer, DataLease):
             answer = replace(answer, careful_below=self._careful_below(answer.source))
-        return [*self._records(leased), Reply(answer)]
+        return [*self.records(leased), Reply(answer)]
 
     def begin_batch(self, begun: BatchBegun) -> list[Effect]:
         """Rule A13. A batch that some partition has counted was computed once, and is never condemned."""
@@ -920,7 +819,7 @@ class Job:
             told.append(Tell(f"{self.title}: {what} {sequence} of {source} is in quarantine: {why}", warning=True))
         counts = not told
         return [
-            *self._records([] if entry is None else [entry]),
+            *self.records([] if entry is None else [entry]),
             *told,
             Reply(BatchVerdict(counts, self._careful_below(source))),
         ]
@@ -939,12 +838,14 @@ class Job:
             self._check_former(source)
             self.feeds.check_begin(source, worker, token, begun.sequence)
             return
+        self._check_former(source)
         self.feeds.check_begin(source, begun.sequence)
         self._check_rank(source, worker, token)
 
     def _check_former(self, source: Source) -> None:
-        """Raises StaleToken for a logical rank of a job that has none any more."""
-        if isinstance(source, RankSource) and self.switching.has_gone_over:
+        """Raises StaleToken for work of a kind that the job does not have any more."""
+        of_before = RankSource if self.ranks is None else DataShardSource | WorkerSource
+        if isinstance(source, of_before) and self.switching.has_gone_over:
             raise errors.StaleToken(f"{source} of {self.title}, which has gone over to {self.switching.latest}")
 
     def _check_rank(self, source: LeasedSource, worker: Incarnation, token: Token) -> None:
@@ -983,10 +884,10 @@ class Job:
             return [Reply(NotFiniteVerdict(decided=False))]
         for condemned in fresh:
             quarantine.add(condemned)
-        effects = self._records([each.entry for each in fresh])
+        effects = self.records([each.entry for each in fresh])
         if not self.not_finite.take(worker, said.count, said.in_a_row):
             return [*effects, Reply(NotFiniteVerdict(decided=True))]
-        effects += self._records([said.entry])
+        effects += self.records([said.entry])
         effects.append(Tell(f"{self.title}: {said.title}; it does not count", warning=True))
         if not self.not_finite.expels(worker):
             return [*effects, Reply(NotFiniteVerdict(decided=True))]
@@ -998,7 +899,7 @@ class Job:
         self.not_finite.quarantine()
         out: Entry = ("worker_quarantined", {"worker": worker, "step": said.step, "parameter": said.parameter})
         failure = errors.WorkerQuarantined(row, facts=said.facts)
-        return [*effects, *self._records([out]), Reply(NotFiniteVerdict(decided=True, failure=failure))]
+        return [*effects, *self.records([out]), Reply(NotFiniteVerdict(decided=True, failure=failure))]
 
     def _fail_by_not_finite(self, said: NotFiniteReported, what: str) -> list[Effect]:
         failure = errors.NonFiniteGradient(what, facts=said.facts)
@@ -1025,8 +926,8 @@ class Job:
 
     def return_lease(self, returned: LeaseReturned) -> list[Effect]:
         """Replies, or reads the servers' ledgers."""
-        if returned.data_shard is None and self.switching.has_gone_over:
-            return [Reply(LeaseClosed(done=False))]  # of somebody who does not know yet that there are no steps
+        if self._is_of_before(returned):
+            return [Reply(LeaseClosed(done=returned.data_shard is not None))]
         if self._is_closed(returned):
             return [Reply(LeaseClosed(done=self.keeping.has_all_steps_of(returned.feed)))]
         if self.deployment.map is None or self.deployment.stage is not Stage.OPEN:
@@ -1041,8 +942,7 @@ class Job:
 
     def close_lease(self, returned: LeaseReturned, next_sequence: int, generation: Generation) -> list[Effect]:
         """Replies; asks again where partitions have gone back since the ledgers were read."""
-        gone_over = returned.data_shard is None and self.switching.has_gone_over
-        if generation != self.deployment.generation or gone_over:
+        if generation != self.deployment.generation or self._is_of_before(returned):
             return self.return_lease(returned)
         source, worker = returned.data_shard, returned.caller.incarnation
         if isinstance(self.feeds, StepLedger):
@@ -1052,7 +952,7 @@ class Job:
             closed = []
             if done and not known:
                 closed.append(data_ledger.feed_closed(returned.feed, self.feeds.end(returned.feed)))
-            return [*self._records(closed), Reply(LeaseClosed(self._is_kept(returned.feed, next_sequence, done=done)))]
+            return [*self.records(closed), Reply(LeaseClosed(self._is_kept(returned.feed, next_sequence, done=done)))]
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):
             return [Reply(LeaseClosed(done=True))]
@@ -1060,7 +960,7 @@ class Job:
         done = self.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
         record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
         self._settle_suspicion(source, worker, done=done)
-        return [*self._records([record]), Reply(LeaseClosed(done))]
+        return [*self.records([record]), Reply(LeaseClosed(done))]
 
     def decide_step(self, step: int, ranks: tuple[Rank, ...]) -> list[Effect]:
         """Rule B6: the verdict who counts in a step, as soon as enough ranks have contributed; written down before
@@ -1077,7 +977,7 @@ class Job:
             owners = [book.owner(rank) or Incarnation(0) for rank in late]
             dropped = [(owner, owners.count(owner)) for owner in sorted(set(owners))]
             feeds.verdicts.drop(dropped)
-            records += self._records([backups.steps_decided(step, [left_out], dropped)])
+            records += self.records([backups.steps_decided(step, [left_out], dropped)])
         return [*records, Reply(StepDecision(feeds.verdicts.members(step)))]
 
     def read_make_up(self, feed: int, step: int) -> list[Effect]:
@@ -1134,7 +1034,7 @@ class Job:
         self.lost.add(worker, lost)
         assert self.deployment.map is not None
         return [
-            *self._records([losses.pushes_lost(worker, lost)]),
+            *self.records([losses.pushes_lost(worker, lost)]),
             Tell(f"{self.title}: pushes of worker {worker} are lost: {losses.described(lost)}", warning=True),
             PassOver(self.id, self.deployment.map, worker, next_sequence, lost),
         ]
@@ -1145,13 +1045,13 @@ class Job:
         """What partitions that were restored lack of workers that are gone: there is nobody to pass it over for."""
         if self.state.ended or self.departed is None:
             return []
-        if not self._is_whole or generation != self.deployment.generation:
+        if not self.is_whole or generation != self.deployment.generation:
             return self.fail_departed(now_ms)
         effects: list[Effect] = []
         for worker, lost in self.departed.answer(found).items():
             before = self.lost.count
             self.lost.add(worker, lost)
-            effects += self._records([losses.pushes_lost(worker, lost)])
+            effects += self.records([losses.pushes_lost(worker, lost)])
             if self.lost.count > before:
                 said = f"pushes of worker {worker}, which is gone, are lost: {losses.described(lost)}"
                 effects.append(Tell(f"{self.title}: {said}", warning=True))
@@ -1183,14 +1083,14 @@ class Job:
             state=self.state,
             failure=self.failure,
             mode=self.settings.consistency.mode.updates,
-            map=self.deployment.map if self._is_whole and (not self.state.ended or self.is_read) else None,
+            map=self.deployment.map if self.is_whole and (not self.state.ended or self.is_read) else None,
             layout=self.deployment.layout,
             url=self.keeping.book.url,
         )
         return [*effects, Reply(followed)]
 
     def take_evaluation(self, reported: EvaluationReported) -> list[Effect]:
-        return [*self._records(self.evaluations.report(reported.evaluation, reported.best)), Reply(Done())]
+        return [*self.records(self.evaluations.report(reported.evaluation, reported.best)), Reply(Done())]
 
     def _give_up(self, servers: Sequence[Server]) -> list[Effect]:
         """These have nothing to do for the job any more, unless somebody reads its last values."""
@@ -1349,7 +1249,7 @@ class Job:
             ):
                 is_first = self.keeping.origin is not None
                 self.keeping.restore(kind, body, now_ms)
-                self._end_halt()
+                self.going_over.note_map(restored=kind == "partitions_moved")
                 if self.deployment.stage is Stage.OPEN and self.state is JobState.STARTING:
                     self.state = JobState.RUNNING
                 elif self.deployment.stage is Stage.LOST:
@@ -1365,10 +1265,10 @@ class Job:
             case "halt_asked" | "halt_settled" | "halt_given_up" | "halts_before":
                 self.halting.restore(kind, body)
             case "job_went_over":
-                self._restore_going_over(body)
+                self.going_over.restore(body, now_ms)
             case "consistency_switched" | "worker_gone_over":
                 self.switching.restore(kind, body)
-                self._go_by_latest()
+                self.go_by_latest()
             case "evaluation_reported" | "best_kept":
                 self.evaluations.restore(kind, body)
             case "job_finishing":
@@ -1380,17 +1280,6 @@ class Job:
                 self._restore_end(body)
             case _:
                 raise DamagedRecord("its kind is unknown to this release")
-
-    def _restore_going_over(self, body: Body) -> None:
-        require(
-            isinstance(self.feeds, StepLedger) and self.deployment.map is not None, "a job goes over that has no steps"
-        )
-        consistency = consistency_of(body, body.number("number", least=self.switching.latest.number + 1))
-        require(consistency.mode.updates is UpdateMode.ASYNC, f"a job goes over to {consistency}")
-        left = Generation(body.number("left", least=1))
-        require(left == self.deployment.generation, f"partitions of generation {left} are left")
-        feeds, _ = self._lease_data(consistency, left, body.number("step", most=limits.SEQUENCE_MAX))
-        self.keeping.deal(feeds)
 
     def _restore_workers(self, kind: str, body: Body, now_ms: int) -> None:
         if kind == "workers_gone":
@@ -1521,7 +1410,7 @@ class Job:
         return asynchronous and self.settings.durability is Durability.CHECKPOINT
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether all partitions have their servers."""
         return self.deployment.stage is Stage.OPEN and not self.keeping.recovery.needed
 
@@ -1561,9 +1450,14 @@ class Job:
         return tuple(worker for worker in self.fenced if worker not in self.fencing)
 
     @property
-    def _step(self) -> int:
+    def step(self) -> int:
         """Where the job stands, as far as is known here."""
         return max(self.progress.step, self._step_seen)
+
+    def _is_of_before(self, returned: LeaseReturned) -> bool:
+        """Of somebody who does not know yet that there are no steps, or, as all that were begun are done, no data
+        shards."""
+        return self.switching.has_gone_over and (returned.data_shard is None) is (self.ranks is None)
 
     def _is_closed(self, returned: LeaseReturned) -> bool:
         source = returned.data_shard
@@ -1587,12 +1481,12 @@ class Job:
             said += f"; nobody has taken up what workers {', '.join(untaken[:8])} had not sent"
         drops: list[Effect] = [*self._drop(self.handovers.left)]
         drops += self._give_up([server for server in self.deployment.servers if server.incarnation != gone])
-        return [*self._records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
+        return [*self.records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
 
     def _rank_records(self, given: Sequence[RankGiven]) -> list[Effect]:
-        return self._records(each.entry for each in given)
+        return self.records(each.entry for each in given)
 
-    def _records(self, entries: Iterable[Entry]) -> list[Effect]:
+    def records(self, entries: Iterable[Entry]) -> list[Effect]:
         return [*records_of(self.id, entries)]
 
     def _persist(self, kind: str, **body: object) -> Persist:

@@ -153,7 +153,7 @@ class Machine:
                 told = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return told.stop(None if asker is None else asker.incarnation, reason)
             case events.SwitchAsked(job_name, mode, staleness):
-                return self._find_job(job_name).switch(mode, staleness, now_ms)
+                return self._find_job(job_name).going_over.switch(mode, staleness, now_ms)
             case events.FeedbackRead(caller):
                 return self._require_job(caller).take_feedback(event)
             case events.HandOverAsked(caller):
@@ -249,7 +249,7 @@ class Machine:
             return [Reply(Standing())]
         job.report(member.incarnation, event.report, now_ms)
         stopped = job.hear_of_stop(member.incarnation, event.report.reached)
-        halted = job.hear_of_halt(member.incarnation, event.report.halted)
+        halted = job.going_over.hear(member.incarnation, event.report.halted)
         gone_over = job.hear_of_switch(member.incarnation, event.report.switches)
         return [*stopped, *halted, *gone_over, Reply(job.standing(member.incarnation))]
 

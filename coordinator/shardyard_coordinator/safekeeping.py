@@ -138,9 +138,10 @@ class Safekeeping:
         told = f"{self._title} begins with {origin}, in {origin.url}"
         return [*self._records(self._deployment.registered, RESTORED_LATER, lost), Tell(told)]
 
-    def go_back(self, origin: Origin, now_ms: int) -> list[Effect]:
-        """The whole job, while it runs (rule A8). Raises InvalidRequest where its scripts could not go along, NotReady
-        while something else is written or restored."""
+    def go_back(self, origin: Origin, now_ms: int, *, is_of_before: bool = False) -> list[Effect]:
+        """The whole job, while it runs (rule A8). `is_of_before`: the checkpoint is one of partitions that the job has
+        left. Raises InvalidRequest where its scripts could not go along, NotReady while something else is written or
+        restored."""
         deployed, todo = (
             self._deployment,
             "end its scripts, order it again, and start them: the next run begins with it",
@@ -148,9 +149,10 @@ class Safekeeping:
         assert deployed.layout is not None
         if self.trails is not None:
             raise errors.InvalidRequest(f"{self._title} keeps logs, and goes back by none of them", todo=todo)
-        if origin.mode is not self._settings.consistency.mode.updates:
+        if origin.mode is not self._settings.consistency.mode.updates or (is_of_before and origin.job == self._job):
             raise errors.InvalidRequest(
-                f"{self._title} is {self._settings.consistency.mode.value}, and {origin} is {origin.mode.value}",
+                f"{self._title} is {self._settings.consistency.mode.value}, and {origin} is {origin.mode.value}"
+                + (", of before it was switched" if origin.mode is self._settings.consistency.mode.updates else ""),
                 why="the job was switched since",
                 todo=todo,
             )
@@ -173,10 +175,12 @@ class Safekeeping:
             Tell(f"{self._title} goes back to {origin}, as it was told", warning=True),
         ]
 
-    def go_over(self, feeds: DataLedger, begun: Sequence[tuple[DataShardSource, int]], now_ms: int) -> list[Entry]:
+    def go_over(
+        self, feeds: DataLedger | StepLedger, begun: Sequence[tuple[DataShardSource, int]], step: int, now_ms: int
+    ) -> list[Entry]:
         """The job goes on from its newest checkpoint, which has all of it, in another mode: its partitions are
         restored in that, and nothing is computed again. `feeds`: by which data is dealt from now on; `begun`: data
-        shards of which the checkpoint has batches as steps."""
+        shards of which the checkpoint has batches as steps; `step`: the first, of a job that had none; else 0."""
         assert self.book.committed is not None
         assert self._deployment.layout is not None
         self.deal(feeds)
@@ -184,10 +188,13 @@ class Safekeeping:
         listed = [[source.feed, source.epoch, source.index, batch] for source, batch in begun]
         ledger = {"entries": entries, "closed": feeds.closed, "token": self._tokens.latest, "begun": listed}
         self.book.want()  # the newest is of the mode before
-        committed = self.book.go_back(replace(self.book.committed, data_ledger=ledger))
+        taken = self.book.committed
+        if step:
+            ledger, taken = {**ledger, "step": step}, replace(taken, step=step)
+        committed = self.book.go_back(replace(taken, data_ledger=ledger))
         return [committed, self.recovery.lose([part.partition for part in self._deployment.layout.partitions], now_ms)]
 
-    def deal(self, feeds: DataLedger) -> None:
+    def deal(self, feeds: DataLedger | StepLedger) -> None:
         """The job's data is dealt by these from now on."""
         self._feeds = feeds
 
@@ -325,8 +332,9 @@ class Safekeeping:
         bases = self._bases(attempt.partitions)
         working = tuple(sorted(self._feeds.working & workers)) if isinstance(self._feeds, DataLedger) else ()
         begun = data_ledger.begun_in(self.book.committed.data_ledger)
+        step = data_ledger.stood_in(self.book.committed.data_ledger)
         restore = RestorePartitions(
-            self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working, begun
+            self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working, begun, step
         )
         return [*self._records(record), restore]
 

@@ -108,6 +108,7 @@ class Servers:
         restored: Sequence[PartitionEntry],
         wrote: JobId,
         begun: Sequence[tuple[DataShardSource, int]] = (),
+        step: int = 0,
     ) -> None:
         """Partitions under a map, some of them with what a checkpoint in `folder`, and logs, have of them."""
         request = wire.CreatePartitionsRequest(
@@ -135,6 +136,7 @@ class Servers:
                     wire.BegunDataShard(data_shard=convert.source_to_wire(source).data_shard, next=batch)
                     for source, batch in begun
                 ],
+                step=step,
             ),
         )
         lost = _listed([entry.partition for entry in restored])
@@ -188,9 +190,9 @@ class Servers:
         return min(self._read_everywhere(effect, door.lowest_next))
 
     def highest_next(self, effect: effects.ReadSteps) -> int:
-        """The highest next sequence of the sources over all partitions (rule B9). Raises where a server does not
-        answer."""
-        return max(self._read_everywhere(effect, door.highest_next))
+        """The highest next sequence of the sources over all partitions (rule B9), or the highest version of any. Raises
+        where a server does not answer."""
+        return max(self._read_everywhere(effect, door.highest_version if effect.versions else door.highest_next))
 
     def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
         """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""

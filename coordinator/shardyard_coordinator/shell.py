@@ -599,6 +599,7 @@ class Coordinator:
                     partitions=wanted.partitions,
                     working=wanted.working,
                     begun=wanted.begun,
+                    step=wanted.step,
                 )
         except ShardyardError as error:
             failure = error

@@ -55,12 +55,14 @@ class MemberStanding:
 @dataclass(frozen=True, slots=True)
 class SwitchStanding:
     """What a job was switched to last. `servers`: all of them go by it; `behind`: workers that do not yet; `step`: of
-    one that takes steps until it goes over, the first that it does not take, 0: workers say how far they have come."""
+    one that goes over to updates of another kind, the step before which it does, 0: workers say how far they have come;
+    `draining`: what is to be done before it goes over to steps."""
 
     consistency: Consistency
     servers: bool
     behind: tuple[Incarnation, ...]
     step: int | None = None
+    draining: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,8 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
 def _switch(job: Job) -> SwitchStanding | None:
     switching, halting = job.switching, job.halting
     if halting.wanted is not None and not job.state.ended:
-        return SwitchStanding(halting.wanted, False, halting.missing(job.workers), halting.step or 0)
+        behind, step = halting.missing(job.workers), halting.step or 0
+        return SwitchStanding(halting.wanted, False, behind, step, job.going_over.draining)
     if not switching.latest.number:
         return None
     behind = () if job.state.ended else switching.behind(job.workers)

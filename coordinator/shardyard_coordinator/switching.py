@@ -35,7 +35,9 @@ class Switching:
         self._asking = False
         self._retry_at_ms = 0
         self._left: Generation | None = None
-        """The last map of synchronous partitions, of a job that went over from them."""
+        """The last map of partitions of another kind, of a job that went over from them."""
+        self._by = 0
+        """The checkpoint by way of which it did."""
         self._gone_over: dict[Incarnation, int] = {}
 
     # ---- what is asked
@@ -61,15 +63,20 @@ class Switching:
             raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
         return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
 
-    def go_over(self, consistency: Consistency, generation: Generation) -> None:
-        """From synchronous partitions, whose last map is of that generation."""
+    def go_over(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
+        """From partitions of another kind of updates, whose last map is of that generation, by way of a checkpoint."""
         self._switch(consistency)
-        self._left = generation
+        self._left, self._by = generation, checkpoint
 
     @property
     def has_gone_over(self) -> bool:
-        """Whether its partitions were synchronous before."""
+        """Whether its partitions were of another kind before."""
         return self._left is not None
+
+    def is_checkpoint_of_before(self, number: int) -> bool:
+        """Whether a checkpoint is of partitions that the job has left for others: what it has of data means something
+        else, also where the mode is the same again."""
+        return self._left is not None and number <= self._by
 
     def is_of_before(self, generation: Generation | None) -> bool:
         """Whether a map is one of partitions that the job has left for others."""
@@ -84,8 +91,8 @@ class Switching:
 
     @property
     def in_force(self) -> Consistency:
-        """What all servers go by, and workers shall. Partitions go over from synchronous updates before anybody sees
-        their map."""
+        """What all servers go by, and workers shall. Partitions go over from one kind of updates to the other before
+        anybody sees their map."""
         crosses = self._before.mode.updates is not self.latest.mode.updates
         return self._before if self.is_under_way and not crosses else self.latest
 
@@ -139,6 +146,7 @@ class Switching:
             **consistency_body(self.latest),
             "before": consistency_body(self._before),
             "left": self._left,
+            "by": self._by,
         }
 
     def entries(self) -> list[Entry]:
@@ -160,6 +168,7 @@ class Switching:
         self._before = before
         if body.has("left") and not body.is_null("left"):
             self._left = Generation(body.number("left", least=1))
+            self._by = body.number("by") if body.has("by") else 0
 
 
 def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int | None) -> JobSettings:
@@ -174,12 +183,12 @@ def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int
             todo=f"set {SETTING}=bounded with it",
         )
     crosses = UpdateMode.SYNC in (wanted.updates, before.mode.updates)
-    begins = before.mode is ConsistencyMode.SYNC and wanted.updates is UpdateMode.ASYNC
-    if wanted is not before.mode and crosses and not begins:
+    plain = all(mode is ConsistencyMode.SYNC or mode.updates is UpdateMode.ASYNC for mode in (wanted, before.mode))
+    if wanted is not before.mode and crosses and not plain:
         raise errors.InvalidRequest(
             f"job {settings.name!r} runs in mode {before.mode.value}, and cannot go over to {wanted.value}",
             why="an update means something else there, and so does a piece of work",
-            todo="a job that runs is switched from sync to async or bounded, and between these. Else stop it"
+            todo="a job that runs is switched between sync, async and bounded. Else stop it"
             " (`shardyard stop`), take its model from its last checkpoint (`shardyard checkpoint export`), and start a"
             f" job with that, whose {SETTING} is {wanted.value}: state of optimizers and the place in the data begin"
             " anew",

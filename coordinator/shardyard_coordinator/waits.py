@@ -90,6 +90,8 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
     late = job.halting.missing(job.workers)
     if late:
         yield "halt", f"worker {_named(late)} to say how far it has come, to go over to {job.halting.wanted}"
+    if job.going_over.draining:
+        yield "drain", f"{job.going_over.draining} to be done, to go over to {job.halting.wanted}"
     if job.ranks is not None and job.workers:
         vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
         if vacant:

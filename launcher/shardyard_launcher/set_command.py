@@ -106,6 +106,8 @@ def describe_switch(switch: wire.SwitchStatus) -> str:
     said = f"to {describe_consistency(switch.consistency)}"
     if switch.step:
         return f"{said} before step {switch.step:,}; its partitions have not gone over yet"
+    if switch.draining:
+        return f"{said}; to be done first: {switch.draining}"
     if switch.HasField("step"):
         return f"{said}; {len(switch.behind)} workers have not said yet how far they have come"
     if not switch.servers:

@@ -274,6 +274,7 @@ def _switch(switch: wire.SwitchStatus) -> dict[str, object]:
         "servers": switch.servers,
         "workers_behind": list(switch.behind),
         "before_step": switch.step or None,
+        "draining": switch.draining or None,
     }
 
 

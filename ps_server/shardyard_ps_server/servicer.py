@@ -79,7 +79,7 @@ class Servicer:
             [PartitionId(partition) for partition in request.partitions],
             convert.mode_from_wire(request.mode),
             request.logical_ranks,
-            _restore(request.restore),
+            _restore(request.restore, request.logical_ranks),
             convert.durability_from_wire(request.durability),
             request.staleness if request.HasField("staleness") else None,
             [Incarnation(worker) for worker in request.working],
@@ -356,7 +356,7 @@ def _describe_lateness(message: wire.DescribedLateness, hosted: HostedJob) -> No
             message.uncompensated += tally.uncompensated
 
 
-def _restore(message: wire.Restore) -> Restore:
+def _restore(message: wire.Restore, logical_ranks: int) -> Restore:
     if len(message.partitions) > limits.PARTITIONS_MAX:
         raise TooLarge(f"{len(message.partitions)} partitions to be restored; at most {limits.PARTITIONS_MAX}")
     if message.number > CHECKPOINT_NUMBER_MAX:
@@ -369,6 +369,8 @@ def _restore(message: wire.Restore) -> Restore:
         raise TooLarge(f"{len(message.begun)} data shards that are begun; at most {limits.FEEDS_MAX} are taken")
     if any(not 0 < each.next <= limits.SEQUENCE_MAX for each in message.begun):
         raise InvalidRequest(f"a data shard that is begun, at a batch that is not from 1 to {limits.SEQUENCE_MAX}")
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"partitions that stand before step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
     return Restore(
         convert.text(message.url, "the URL of checkpoints"),
         entries,
@@ -376,4 +378,6 @@ def _restore(message: wire.Restore) -> Restore:
         logs,
         JobId(message.job),
         tuple((convert.data_shard_from_wire(each.data_shard), each.next) for each in message.begun),
+        message.step,
+        logical_ranks,
     )

@@ -68,6 +68,7 @@ from shardyard.ground.types import (
     PullWish,
     PushKind,
     PushOrder,
+    Rank,
     RankSource,
     RowCode,
     SourceKey,
@@ -139,6 +140,9 @@ class Restore:
     begun: tuple[tuple[DataShardSource, int], ...] = ()
     """Data shards of which all partitions have counted the batches before that number, as steps of a job that was
     synchronous when the checkpoint was written."""
+    step: int = 0
+    """Before which all of so many logical `ranks` stand, of a job that was asynchronous when it was written; else 0."""
+    ranks: int = 0
 
     def segment_of(self, job: JobId) -> int:
         """The first of a log that follows. Another job's checkpoint has a number that may be above those to come, which
@@ -154,7 +158,12 @@ class Restore:
         for source, batch in self.begun:
             mark = known.get(SourceKey(source), SourceMark(SourceKey(source), Token(0), 0))
             known[mark.key] = mark._replace(next=max(mark.next, batch))
-        return replace(state, marks=tuple(known.values()))
+        for rank in range(self.ranks if self.step else 0):
+            key = SourceKey(RankSource(Rank(rank)))
+            known[key] = known.get(key, SourceMark(key, Token(0), 0))._replace(next=self.step)
+        # those of an asynchronous job differ, and are one from its first step on
+        version = replace(state.version, number=max(state.version.number, self.step))
+        return replace(state, version=version, marks=tuple(known.values()))
 
 
 NO_RESTORE = Restore("", ())
@@ -515,6 +524,12 @@ class Store:
                 f"rows of job {job}, which is {mode.value} with {backup_workers} backup workers, to be updated before"
                 " their step",
                 why="rows of a contribution that comes late would have counted on some servers, and count again",
+            )
+        newest = max((entry.version.number for entry in restore.entries), default=0)
+        if restore.step and (mode is not UpdateMode.SYNC or newest > restore.step):
+            raise InvalidRequest(
+                f"partitions of job {job}, which is {mode.value}, to stand before step {restore.step} with a checkpoint"
+                f" whose newest version is {newest}"
             )
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")

@@ -394,11 +394,13 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Halt:
     """A synchronous job goes over to another mode before step `step`, once that is `settled`: workers compute the steps
-    before it, and begin none from it on. `number` counts the halts of a job."""
+    before it, and begin none from it on. `number` counts the halts of a job. `drains`: an asynchronous job goes over to
+    steps, of which `step` is the first: data shards that were begun are done, and nothing else is pushed."""
 
     number: int
     settled: bool = False
     step: int = 0
+    drains: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """Which samples of an epoch are those of a logical rank's step, or round of local steps.
 
-Owns: the cut of an epoch. An epoch is cut into steps, each of `accumulate` batches for each logical rank; so many steps
-make a round (one, unless the mode is local), the last of an epoch has what is left. Within a round each rank has
-adjacent samples. Invariant: the same on workers and coordinator, for ever: names of work, audits and checkpoints are
-built on it; with one batch a step and one step a round a rank's samples are those of one batch. Must not know:
-datasets, permutations, who computes what.
+Owns: the cut of an epoch, and the order of steps over all epochs. An epoch is cut into steps, each of `accumulate`
+batches for each logical rank; so many steps make a round (one, unless the mode is local), the last of an epoch has what
+is left. Within a round each rank has adjacent samples. Of a data set that was begun by data shards the first steps have
+the rest of the epoch at hand, cut in the same way. Invariant: the same on workers and coordinator, for ever: names of
+work, audits and checkpoints are built on it; with one batch a step and one step a round a rank's samples are those of
+one batch. Must not know: datasets, permutations, who computes what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -95,3 +96,62 @@ class Units:
     def _share(self) -> int:
         """Samples of a step and rank."""
         return self.batch_size * self.accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The steps of a data set, or its rounds, from `first` on: `per_epoch` for each of `epochs`. Of a data set that was
+    begun by data shards `begun_epochs` epochs have counted, and the first `begun` samples of the next one."""
+
+    units: Units
+    per_epoch: int
+    epochs: int
+    first: int
+    begun_epochs: int = 0
+    begun: int = 0
+
+    @property
+    def end(self) -> int:
+        """The step after the last one."""
+        return self.first + self._left + self.per_epoch * (self.epochs - self._whole_from)
+
+    def span(self, step: int, rank: int) -> tuple[int, int, int]:
+        """An epoch, and the positions [begin, end) of its permutation that a rank has at a step."""
+        taken = step - self.first
+        if taken < self._left:
+            begin, end = self._rest.span(taken, rank)
+            return self.begun_epochs, self.begun + begin, self.begun + end
+        epochs, index = divmod(taken - self._left, self.per_epoch)
+        return self._whole_from + epochs, *self.units.span(index, rank)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """What has counted before a step: so many epochs, and so many samples of the next one's permutation, which are
+        its first."""
+        if step >= self.end:
+            return self.epochs, 0
+        epoch, begin, _ = self.span(max(step, self.first), 0)
+        return epoch, begin
+
+    def samples_before(self, step: int) -> int:
+        """Samples that have counted before a step, over all epochs."""
+        units, taken = self.units, max(0, min(step, self.end) - self.first)
+        by_batches = units.samples - (units.samples % units.batch_size if units.drop_last else 0)
+        before = self.begun_epochs * by_batches + self.begun
+        if taken < self._left:
+            return before + self._rest.samples_before(taken)
+        in_rest = self._rest.samples_per_epoch if self.begun else 0
+        return before + in_rest + units.samples_before(taken - self._left)
+
+    @property
+    def _whole_from(self) -> int:
+        """The first epoch of which nothing had counted."""
+        return self.begun_epochs + (1 if self.begun else 0)
+
+    @property
+    def _rest(self) -> Units:
+        return replace(self.units, samples=self.units.samples - self.begun)
+
+    @property
+    def _left(self) -> int:
+        """Steps of the epoch that was begun."""
+        return self._rest.per_epoch if self.begun else 0

@@ -1044,14 +1044,14 @@ def stop_from_wire(message: coordinator.Stop) -> Stop:
 
 
 def halt_to_wire(halt: Halt) -> coordinator.Halt:
-    return coordinator.Halt(number=halt.number, settled=halt.settled, step=halt.step)
+    return coordinator.Halt(number=halt.number, settled=halt.settled, step=halt.step, drains=halt.drains)
 
 
 def halt_from_wire(message: coordinator.Halt) -> Halt:
     """Raises TooLarge."""
     if message.step > limits.SEQUENCE_MAX:
         raise TooLarge(f"a halt at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
-    return Halt(message.number, message.settled, message.step)
+    return Halt(message.number, message.settled, message.step, message.drains)
 
 
 def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:

@@ -55,6 +55,9 @@ class Yard:
         (job,) = self._peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).jobs
         return job
 
+    def members(self) -> list[wire.MemberStatus]:
+        return list(self._peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=5_000).members)
+
     def go_over(self, mode: wire.ConsistencyMode, staleness: int | None = None) -> None:
         """Switches, until all servers go by it and the workers have been told."""
         assert self.switch(mode, staleness).first

@@ -540,16 +540,18 @@ def test_beginnings_by_chance_write_records_of_every_kind() -> None:
     assert sum(through) > len(BEGINNINGS) // 2
 
 
-# ---- a synchronous job that goes over to asynchronous updates
+# ---- a job that goes over between synchronous and asynchronous updates
 
-CROSSINGS = range(24)
+CROSSINGS = range(40)
+BACK = 24
+"""Seeds from here on begin with data shards."""
 CROSSING_EVENTS = 250
 CROSSING_KINDS = {"halt_asked", "halt_settled", "halt_given_up", "job_went_over", "consistency_switched"}
 
 
 class Crossing(Beginning):
-    """One job that takes steps, and is told to go over, or to stay, while servers come and go, and its coordinator may
-    die. `stands`: before which step its partitions do."""
+    """One job that takes steps, and is told to go over, or to stay, or to go back, while servers come and go, and its
+    coordinator may die. `stands`: before which step its partitions do, or their version."""
 
     settings = JobSettings(
         name="w",
@@ -566,6 +568,9 @@ class Crossing(Beginning):
         self.halt: Halt | None = None
         self.left = Generation(0)
         self.told: set[str] = set()
+        if seed >= BACK:
+            consistency = self.settings.consistency.model_copy(update={"mode": ConsistencyMode.ASYNC})
+            self.settings = self.settings.model_copy(update={"consistency": consistency})
         super().__init__(2 * seed)
         self.random = random.Random(f"crossing {seed}")
 
@@ -578,18 +583,21 @@ class Crossing(Beginning):
         chance = self.random.random()
         if chance < 0.04:
             modes = (ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED, ConsistencyMode.SYNC)
+            modes = modes if self.is_synchronous else modes[1:] + modes[2:] * 4
             self.handle(events.SwitchAsked("w", self.random.choice(modes), None))
         elif chance < 0.30 and job.deployment.stage is Stage.OPEN and self.is_synchronous:
             self.handle(events.FeedOpened(self.caller, 0, FEEDS[1]))
             self._take_a_step()
         elif chance < 0.36 and not self.is_synchronous:
+            self.handle(events.FeedOpened(self.caller, 0, FEEDS[1]))
             lease = self.handle(events.LeaseRequested(self.caller, 0))
             if isinstance(lease, DataLease):
                 returned = events.LeaseReturned(self.caller, 0, lease.source, lease.token)
                 self.handle(events.LedgerRead(returned, 2, job.deployment.generation or Generation(1)))
-        elif chance < 0.46:
+        elif chance < 0.46 + 0.1 * (not self.is_synchronous):
             number = self.halt.number if self.halt is not None else 0
-            halted = (self.random.choice((number, number, 1)), self.reached) if number else None
+            reached = 0 if self.halt is not None and self.halt.drains else self.reached
+            halted = (self.random.choice((number, number, 1)), reached) if number else None
             standing = self.handle(
                 events.HeartbeatReceived(self.worker, Report(self.stands, halted=halted, switches=number))
             )
@@ -602,7 +610,7 @@ class Crossing(Beginning):
         placed = self.handle(events.VariablesRegistered(self.caller, VARIABLES, SGD))
         generation = self.machines.machine.jobs[-1].deployment.generation or Generation(1)
         self.handle(events.VariablesCommitted(self.caller, generation))
-        if isinstance(placed, effects.Placed) and not self.is_synchronous:
+        if isinstance(placed, effects.Placed):
             assert placed.map.generation > self.left, "a map of partitions that the job has left"
 
     def _take_a_step(self) -> None:
@@ -634,13 +642,16 @@ class Crossing(Beginning):
             self.step()
             self.machines.check(self.now_ms)
             job = self.machines.machine.jobs[-1]
-            assert was or not self.is_synchronous, "it went back"
-            if was and not self.is_synchronous:
+            if was is not self.is_synchronous:
                 committed = job.keeping.book.committed
                 assert committed is not None
-                assert committed.step == self.stands, "it went over from another step"
+                if was:
+                    assert committed.step == self.stands, "it went over from another step"
+                else:
+                    assert committed.step >= self.stands, "its first step has been before"
+                    self.stands = self.reached = committed.step
                 self.left = job.deployment.generation or Generation(0)
-                self.told.add("went over")
+                self.told.add("went over" if was else "went back")
             if job.state.ended:  # a server was gone before there was a checkpoint
                 return
 
@@ -652,11 +663,12 @@ def test_job_that_goes_over_is_in_one_mode_whoever_dies(seed: int) -> None:
 
 def test_crossings_by_chance_write_records_of_every_kind() -> None:
     written: set[str] = set()
-    over = 0
+    told: list[str] = []
     for seed in CROSSINGS:
         crossing = Crossing(seed)
         crossing.run()
         written |= crossing.kinds | {each.kind for each in crossing.machines.persisted}
-        over += bool(crossing.told)
+        told += crossing.told
     assert written >= CROSSING_KINDS
-    assert over >= 4
+    assert told.count("went over") >= 4
+    assert told.count("went back") >= 2

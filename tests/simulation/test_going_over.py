@@ -1,5 +1,6 @@
-"""A whole yard under faults whose synchronous job is switched to asynchronous updates: whatever dies on the way, it is
-in one mode, and each sample counts once an epoch (rule B8). SHARDYARD_SEEDS says how many seeds are run."""
+"""A whole yard under faults whose job is switched from synchronous to asynchronous updates, or back, or by turns:
+whatever dies on the way, it is in one mode, and each sample counts once an epoch (rules B8, B10). SHARDYARD_SEEDS says
+how many seeds are run."""
 
 from __future__ import annotations
 
@@ -19,30 +20,42 @@ from simulator.parallel import run_seeds
 from simulator.yard import make_plan, run_plan, simulation, warm_up
 
 from shardyard.ground.types import JobId
-from shardyard_coordinator.jobs import Job
+from shardyard_coordinator.data_ledger import DataLedger
+from shardyard_coordinator.going_over import GoingOver
+from shardyard_coordinator.halting import Halting
 from shardyard_ps_server.store import PartitionState, Restore
 from shardyard_worker.brake import Brake
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 60
 KIND = "sync-switch-checkpoint"
+TO_STEPS = "async-over-checkpoint"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1_200)
-def test_yard_that_goes_over_counts_each_sample_once_under_every_seed() -> None:
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [
+        (KIND, {"went over": SEEDS // 2}),
+        (TO_STEPS, {"went over to steps": SEEDS // 2, "went over": SEEDS // 6}),
+        ("sync-over-checkpoint", {"went over": SEEDS // 2, "went over to steps": SEEDS // 6}),
+    ],
+)
+def test_yard_that_goes_over_counts_each_sample_once_under_every_seed(kind: str, least: dict[str, int]) -> None:
     met: Counter[str] = Counter()
-    for found in run_seeds(range(SEEDS), kind=KIND):
+    for found in run_seeds(range(SEEDS), kind=kind):
         assert not found["violations"], f"seed {found['seed']}: {found['violations']}"
         met.update(set(found["happened"]))
-    assert met["went over"] >= SEEDS // 2
+    assert all(met[what] >= often for what, often in least.items()), met
     assert met["kill server"] + met["kill coordinator"] + met["kill worker"] >= SEEDS // 2
 
 
 def test_job_with_logs_stays_as_it_is() -> None:
-    for found in run_seeds(range(2), kind="sync-switch-wal"):
-        assert not found["violations"], f"seed {found['seed']}: {found['violations']}"
-        assert "went over" not in found["happened"]
+    for kind in ("sync-switch-wal", "async-over-wal"):
+        for found in run_seeds(range(2), kind=kind):
+            assert not found["violations"], f"seed {found['seed']}: {found['violations']}"
+            assert not {"went over", "went over to steps"} & set(found["happened"])
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +72,16 @@ def goes_on_behind_the_halt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes over from the newest, whatever its step."""
-    real: Callable[..., Any] = Job._go_over
+    real: Callable[..., Any] = GoingOver._go_over
 
-    def go_over(job: Job, now_ms: int) -> Any:
+    def go_over(going_over: GoingOver, now_ms: int) -> Any:
+        job = going_over._job
         committed = job.keeping.book.committed
         if job.halting.step is not None and committed is not None and job.ranks is not None:
             job.keeping.book.committed = replace(committed, step=job.halting.step)
-        return real(job, now_ms)
+        return real(going_over, now_ms)
 
-    monkeypatch.setattr(Job, "_go_over", go_over)
+    monkeypatch.setattr(GoingOver, "_go_over", go_over)
 
 
 def forgets_what_steps_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,20 +94,67 @@ def forgets_what_steps_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Restore, "adapted", adapted)
 
 
+def goes_over_in_the_midst_of_data_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DataLedger, "is_drained", property(lambda _: True))
+
+
+def begins_data_shards_while_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Any] = DataLedger.lease
+    monkeypatch.setattr(DataLedger, "lease", lambda self, feed, worker, *, fresh: real(self, feed, worker))
+
+
+def takes_a_checkpoint_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was begun before all data shards were done."""
+    real: Callable[..., Any] = Halting.settle
+    monkeypatch.setattr(Halting, "settle", lambda self, step, ticket=0: real(self, step, ticket and 1))
+
+
+def settles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever partitions go back to since."""
+    monkeypatch.setattr(Halting, "reopen", lambda _: None)
+
+
+def forgets_where_ranks_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Restore.adapted
+
+    def adapted(restore: Restore, state: PartitionState, job: JobId) -> PartitionState:
+        return real(replace(restore, step=0), state, job)
+
+    monkeypatch.setattr(Restore, "adapted", adapted)
+
+
+def deals_the_epoch_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = DataLedger.place
+
+    def place(ledger: DataLedger, feed: int) -> tuple[int, int, int]:
+        epochs, _, per_shard = real(ledger, feed)
+        return epochs, 0, per_shard
+
+    monkeypatch.setattr(DataLedger, "place", place)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "mutation",
+    ("mutation", "kind"),
     [
-        goes_on_behind_the_halt,
-        takes_any_checkpoint,
-        forgets_what_steps_have_counted,
+        (goes_on_behind_the_halt, KIND),
+        (takes_any_checkpoint, KIND),
+        (forgets_what_steps_have_counted, KIND),
+        (goes_over_in_the_midst_of_data_shards, TO_STEPS),
+        (begins_data_shards_while_it_drains, TO_STEPS),
+        (takes_a_checkpoint_of_before, TO_STEPS),
+        (settles_once, TO_STEPS),
+        (forgets_where_ranks_stand, TO_STEPS),
+        (deals_the_epoch_from_its_beginning, TO_STEPS),
     ],
-    ids=lambda each: each.__name__,
+    ids=lambda each: getattr(each, "__name__", ""),
 )
 @pytest.mark.usefixtures("simulated")
-def test_without_a_part_of_rule_b8_some_seed_is_red(mutation: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_part_of_the_rule_some_seed_is_red(
+    mutation: object, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutation(monkeypatch)  # type: ignore[operator]
     for seed in range(SEEDS_FOR_A_MUTATION):
-        if run_plan(make_plan(seed, KIND)).red:
+        if run_plan(make_plan(seed, kind)).red:
             return
     pytest.fail(f"{SEEDS_FOR_A_MUTATION} seeds are green")

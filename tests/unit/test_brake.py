@@ -79,3 +79,24 @@ def test_stop_ends_steps_that_a_halt_would_hold() -> None:
     assert brake.permits(6) is None
     brake.take(Stop("enough", Incarnation(3), True, 6))
     assert [brake.permits(step) for step in (5, 6)] == [True, False]
+
+
+def test_halt_that_drains_lets_no_push_of_the_workers_own_begin_and_steps_go_on() -> None:
+    brake = Brake()
+    assert brake.begin_own()
+    brake.take_halt(Halt(2, drains=True))
+    assert (brake.halted, brake.drains, brake.begin_own()) == ((2, 1), True, False)
+    assert brake.permits(5), "where there are steps it is over"
+    brake.take_halt(Halt(2, True, 9, drains=True))
+    assert (brake.halted, brake.begin_own()) == (None, False)
+    brake.take_halt(None)
+    assert brake.begin_own()
+
+
+def test_steps_that_a_worker_has_taken_are_no_pushes_of_its_own() -> None:
+    brake = Brake()
+    brake.may_begin(41)
+    brake.take_halt(Halt(1, drains=True))
+    assert brake.halted == (1, 0)
+    brake.take_halt(Halt(2))
+    assert brake.halted == (2, 42)

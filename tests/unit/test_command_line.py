@@ -782,6 +782,7 @@ def test_status_says_what_a_job_was_switched_to_and_who_is_behind() -> None:
             "servers": servers,
             "workers_behind": behind,
             "before_step": None,
+            "draining": None,
         }
 
 
@@ -797,6 +798,20 @@ def test_status_says_before_which_step_a_synchronous_job_goes_over() -> None:
         status_view.show(found, Console(file=shown, width=200))
         assert said in re.sub(r" +\n", "\n", shown.getvalue())
         assert json.loads(status_view.to_json(found))["jobs"][1]["switch"]["before_step"] == (step or None)
+
+
+def test_status_says_which_data_shards_are_to_be_done_before_a_job_goes_over_to_steps() -> None:
+    found = report()
+    sync = wire.Consistency(number=3, mode=wire.CONSISTENCY_MODE_SYNC)
+    switch = wire.SwitchStatus(consistency=sync, behind=[4], step=0, draining="data shard 0.1.2 (worker 1.4)")
+    found.status.jobs[1].consistency.CopyFrom(switch)
+    shown = io.StringIO()
+    status_view.show(found, Console(file=shown, width=200))
+    assert "switched to sync; to be done first: data shard 0.1.2 (worker 1.4)\n" in re.sub(
+        r" +\n", "\n", shown.getvalue()
+    )
+    told = json.loads(status_view.to_json(found))["jobs"][1]["switch"]
+    assert (told["draining"], told["before_step"]) == ("data shard 0.1.2 (worker 1.4)", None)
 
 
 def test_status_says_how_old_rows_of_a_hybrid_job_may_be() -> None:

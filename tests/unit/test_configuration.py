@@ -474,7 +474,7 @@ def test_documentation_names_every_variable() -> None:
 
 
 EXAMPLES = ["local", "sync", "async", "async-stale", "bounded", "compose", "compression", "checkpoints", "metrics"]
-EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up"]
+EXAMPLES += ["mixed-precision", "recommender", "hybrid", "warm-up", "cool-down"]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

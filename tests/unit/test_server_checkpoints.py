@@ -384,7 +384,53 @@ def test_job_goes_over_with_all_of_its_partitions_under_a_higher_generation_or_n
 def test_data_shards_that_are_begun_are_bounded(tmp_path: Path, count: int) -> None:
     shard = wire.BegunDataShard(data_shard=common.DataShardName(feed=0), next=0 if count == 1 else 1)
     with pytest.raises((InvalidRequest, TooLarge), match="data shard"):
-        _restore(wire.Restore(url=str(tmp_path), begun=[shard] * count))
+        _restore(wire.Restore(url=str(tmp_path), begun=[shard] * count), 2)
+
+
+def shards_then_steps(tmp_path: Path) -> tuple[Store, Restore]:
+    """An asynchronous job of two updates, and how it goes on from there: all of it stands before step 7."""
+    store = leased(server())
+    push(store, 0)
+    push(store, 1)
+    saved = save(store, tmp_path, 1)
+    return store, Restore(str(tmp_path), entries(saved), 1, job=JOB, step=7, ranks=2)
+
+
+def test_job_goes_over_to_steps_that_begin_at_one_version_of_all_partitions(tmp_path: Path) -> None:
+    store, restore = shards_then_steps(tmp_path)
+    before = values(store)
+    order = pushed(2, SHARD)
+    admitted = store.admit_push(order)
+    for _ in range(2):  # the same order again does nothing
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.SYNC, 2, restore, switches=1)
+    with pytest.raises(StaleGeneration):  # what was admitted before
+        store.push(admitted, order, gradient(order))
+    assert values(store, generation=NEXT) == before
+    hosted = store.hosted()[0]
+    assert (hosted.mode, hosted.pacing) == (UpdateMode.SYNC, None)
+    assert [hosted.partitions[p].describe()[0] for p in OWNED] == [Version(2, 7)] * 2
+    leased(store, NEXT)
+    assert push(store, 6, source=RankSource(Rank(0)), generation=NEXT) == {Outcome.DUPLICATE}
+    with pytest.raises(SequenceGap):
+        push(store, 8, source=RankSource(Rank(0)), generation=NEXT)
+    for rank in range(2):
+        assert push(store, 7, source=RankSource(Rank(rank)), generation=NEXT) <= {Outcome.APPLIED, Outcome.RECORDED}
+    assert [hosted.partitions[p].describe()[0].number for p in OWNED] == [8, 8]
+    with pytest.raises(InvalidRequest, match="which is sync"):
+        store.open_sources(hosted, [(SourceKey(SHARD), Token(5))])
+
+
+def test_partitions_that_are_beyond_the_step_or_are_asynchronous_are_refused(tmp_path: Path) -> None:
+    store, restore = shards_then_steps(tmp_path)
+    before = values(store)
+    beyond = dataclasses.replace(restore, step=1)
+    for mode, given in ((UpdateMode.SYNC, beyond), (UpdateMode.ASYNC, restore)):
+        with pytest.raises(InvalidRequest, match="to stand before step"):
+            store.create(JOB, NEXT, LAYOUT, OWNED, mode, 2, given)
+    with pytest.raises(TooLarge, match="stand before step"):
+        _restore(wire.Restore(url=str(tmp_path), step=limits.SEQUENCE_MAX + 1), 2)
+    assert values(store) == before
+    assert push(store, 2) == {Outcome.APPLIED}
 
 
 def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_path: Path) -> None:

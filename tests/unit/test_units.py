@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardyard.ground.units import Batch, Units
+from shardyard.ground.units import Batch, Course, Units
 
 UNITS = st.builds(
     Units,
@@ -78,3 +78,35 @@ def test_one_batch_a_step_is_cut_as_ever(samples: int, ranks: int) -> None:
 def test_a_short_round_is_shared_by_all_ranks() -> None:
     units = Units(260, 10, 2, drop_last=False, local_steps=10)
     assert [units.span(1, rank) for rank in range(2)] == [(200, 230), (230, 260)]
+
+
+@given(UNITS, st.integers(1, 3), st.data())
+def test_promise_2_steps_have_what_data_shards_have_left_and_each_sample_of_an_epoch_once(
+    units: Units, epochs: int, data: st.DataObject
+) -> None:
+    assume(units.per_epoch)  # a data set of no step is refused
+    whole = range(0, units.samples, units.batch_size * units.accumulate)
+    begun_epochs, begun = data.draw(st.integers(0, epochs)), data.draw(st.sampled_from(whole))
+    begun = 0 if begun_epochs == epochs else begun
+    course = Course(units, units.per_epoch, epochs, 7, begun_epochs, begun)
+    rest = units.samples - begun
+    per_step = units.ranks * units.batch_size * units.accumulate
+    there = rest // per_step * per_step if units.drop_last else rest
+    seen: list[list[int]] = [[] for _ in range(epochs)]
+    counted = course.samples_before(7)
+    for step in range(7, course.end):
+        assert course.samples_before(step) == counted + sum(map(len, seen))
+        place = course.place(step)
+        for rank in range(units.ranks):
+            epoch, first, last = course.span(step, rank)
+            assert rank or place == (epoch, first)
+            seen[epoch] += range(first, last)
+    assert course.place(course.end) == (epochs, 0)
+    assert course.samples_before(course.end) == counted + sum(map(len, seen))
+    for epoch, samples in enumerate(seen):
+        if epoch < begun_epochs:
+            assert samples == []
+        elif epoch == begun_epochs:
+            assert samples == list(range(begun, begun + (there if begun else units.samples_per_epoch)))
+        else:
+            assert samples == list(range(units.samples_per_epoch))

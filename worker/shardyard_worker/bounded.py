@@ -64,6 +64,7 @@ class BoundedStrategy(AsyncStrategy):
         self._rest()
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
+        name = name or self._own_name()  # first: nobody waits for who waits for a switch
         if self._bound is not None and self._resting and not self._leaves:
             self.resume()  # the script's own work, of which nobody could know before
         super().contribute(name, sending)
@@ -122,7 +123,7 @@ class BoundedStrategy(AsyncStrategy):
     def _switch(self) -> None:
         """To what the job was switched to, if it was. Between two steps. Raises LostWork."""
         latest = self._session.consistency
-        if latest.number == self._consistency.number:
+        if latest.number == self._consistency.number or self.is_to_go_over:
             return
         self.drain()
         if self._bound is not None and not self._resting:

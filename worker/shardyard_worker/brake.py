@@ -1,9 +1,10 @@
-"""Where the steps of a job end before its data does, as one worker has heard it (docs/ledger.md, rules B8, B9).
+"""Where the steps of a job end before its data does, as one worker has heard it (docs/ledger.md, rules B8 to B10).
 
-Owns: the stop, and the halt, that this worker was told of, and how far it has come in a synchronous job. Invariant:
-from the moment at which it has heard of one until that is settled it begins no step, so that what it has said of itself
-stays true; behind a halt that is settled it begins none for as long as that lasts. Must not know: who decides, how it
-is told, what a step does.
+Owns: the stop, and the halt, that this worker was told of, how far it has come in a synchronous job, and how many
+pushes of its own it has begun in an asynchronous one. Invariant: from the moment at which it has heard of one until
+that is settled it begins no step, so that what it has said of itself stays true; behind a halt that is settled it
+begins none for as long as that lasts, and none of its own while one drains. Must not know: who decides, how it is told,
+what a step does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Brake:
     def __init__(self) -> None:
         self._taking = threading.Lock()
         self._reached = 0
+        self._own = 0
         self._stop: Stop | None = None
         self._halt: Halt | None = None
 
@@ -41,9 +43,19 @@ class Brake:
 
     @property
     def halted(self) -> tuple[int, int] | None:
-        """As `heard`, of a halt, with its number before."""
+        """As `heard`, of a halt, with its number before; of one that drains, how many pushes of its own this worker has
+        begun."""
+        with self._taking:
+            halt = self._halt
+            if halt is None or halt.settled:
+                return None
+            return halt.number, self._own if halt.drains else self._reached
+
+    @property
+    def drains(self) -> bool:
+        """Whether the job is to go over to steps, for which nothing is begun."""
         halt = self._halt
-        return (halt.number, self._reached) if halt is not None and not halt.settled else None
+        return halt is not None and halt.drains
 
     @property
     def halts(self) -> bool:
@@ -52,7 +64,16 @@ class Brake:
 
     def take_halt(self, halt: Halt | None) -> None:
         """The coordinator has said so. None: there is none, or no more."""
-        self._halt = halt
+        with self._taking:
+            self._halt = halt
+
+    def begin_own(self) -> bool:
+        """Whether this worker may begin a push of its own now, which it does then."""
+        with self._taking:
+            if self.drains:
+                return False
+            self._own += 1
+            return True
 
     def take(self, stop: Stop) -> None:
         """The coordinator has said so; what is settled stays so."""
@@ -63,6 +84,8 @@ class Brake:
     def permits(self, step: int) -> bool | None:
         """Whether a step of a synchronous job is computed. None: that is not settled yet."""
         stop, halt = self._stop, self._halt
+        if halt is not None and halt.drains:
+            halt = None  # over where there are steps
         if stop is not None and not stop.settled:
             return None
         if stop is not None and step >= stop.step:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardyard.ground.errors import InvalidRequest, ShardyardError, StaleToken
+from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, StaleToken
 from shardyard.ground.orders import Indices, order
 from shardyard.ground.types import DataLease, DataShardSource, PushName, Rank, RankSource, SourceKey, UpdateMode
-from shardyard.ground.units import Units
+from shardyard.ground.units import Course, Units
 from shardyard.wire import convert, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -29,7 +29,7 @@ from shardyard_worker.local import Local
 from shardyard_worker.look_ahead import Depth, LookAhead, announced
 from shardyard_worker.make_up import Batch, MakeUp
 from shardyard_worker.randomness import States, restore, seed_everything, states, undisturbed
-from shardyard_worker.strategies import LostWork, Strategy, SyncStrategy
+from shardyard_worker.strategies import AsyncStrategy, LostWork, Strategy, SyncStrategy, WentOver
 from shardyard_worker.training import Sending, Training
 
 log = logging.getLogger("shardyard.worker")
@@ -202,6 +202,7 @@ class _Shard:
 
 
 class AsyncFeed(Feed):
+    _strategy: AsyncStrategy
     _shard: _Shard | None = None
 
     def announced(self) -> Sequence[Announced]:
@@ -237,12 +238,17 @@ class AsyncFeed(Feed):
 
     def batches(self) -> Generator[Any, None, None]:
         try:
-            while not self._is_told_to_stop and (lease := self._lease()) is not None:
+            while not self._ends and (lease := self._lease()) is not None:
                 yield from self._go_through(lease)
         finally:
             self._rest()
         self._session.learn()  # a server that was given up answers who has the map of before, without what came since
         self._strategy.begin()
+
+    @property
+    def _ends(self) -> bool:
+        """Whether the job is told to stop where it is; one with steps stops before one of them."""
+        return self._is_told_to_stop and not self._strategy.is_to_go_over
 
     def _rest(self) -> None:
         """Nobody waits for this worker until it has work again."""
@@ -258,9 +264,11 @@ class AsyncFeed(Feed):
         with self._session.vigil.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
             while reply.WhichOneof("answer") == "wait":
                 self._strategy.rest()
+                if self._strategy.has_gone_over():
+                    raise WentOver
                 self._training.router.pause(min(reply.wait.retry_ms, 1_000))
                 self._session.check()
-                if self._is_told_to_stop:
+                if self._ends:
                     return None
                 reply = self._session.ask(methods.LEASE_DATA, request)
         return convert.data_lease_from_wire(reply.lease) if reply.HasField("lease") else None
@@ -398,9 +406,12 @@ class SyncFeed(Feed):
         opened: wire.OpenFeedReply,
     ) -> None:
         super().__init__(training, strategy, reader, number=number, settings=settings, opened=opened)
-        planned_end = opened.first_step + opened.units_per_epoch * settings.epochs
+        begun = opened.begun_epochs, opened.begun_samples
+        if begun[0] > settings.epochs or begun[1] >= reader.samples or (begun[1] and begun[0] == settings.epochs):
+            raise MalformedPayload(f"feed {number} of {settings.epochs} epochs, of which {begun} were begun")
+        self._course = Course(self._units, opened.units_per_epoch, settings.epochs, opened.first_step, *begun)
         backups = self._session.job_settings.consistency.backup_workers
-        self._make_up = MakeUp(self._session, number, planned_end, makes_up=bool(backups))
+        self._make_up = MakeUp(self._session, number, self._course.end, makes_up=bool(backups))
         self._read: dict[tuple[Rank, int, int], _Read] = {}
         """Batches that were read before their turn, by rank, step and number."""
 
@@ -518,8 +529,7 @@ class SyncFeed(Feed):
         self._drop("no optimizer.step() after a batch")
 
     def _samples(self, batch: Batch) -> Indices:
-        epoch, index = divmod(batch.step - self._opened.first_step, self._opened.units_per_epoch)
-        begin, end = self._units.span(index, batch.rank)
+        epoch, begin, end = self._course.span(batch.step, batch.rank)
         return self._orders.of(epoch)[begin:end]
 
     def _close(self) -> bool:

@@ -564,7 +564,7 @@ class Job:
         """The strategy of the mode that the job goes by now."""
         strategy = self._strategy
         assert strategy is not None
-        if not isinstance(strategy, SyncStrategy) or self.mode is UpdateMode.SYNC:
+        if isinstance(strategy, SyncStrategy) is (self.mode is UpdateMode.SYNC):
             return strategy
         strategy.close()
         self._strategy = self._make_strategy(self._need_training())
@@ -787,18 +787,18 @@ class Job:
             self._step_told = self._strategy.step
 
     def _make_strategy(self, training: Training) -> Strategy:
+        if self._scaler is not None:
+            self._scaler.follow(by_steps=self._session.mode is UpdateMode.SYNC)
         if self._session.mode is UpdateMode.SYNC:
             hybrid = self._session.job_settings.consistency.rows_at_once
             return HybridStrategy(training) if hybrid else SyncStrategy(training)
-        if self._scaler is not None:
-            self._scaler.step_by_itself()
         return BoundedStrategy(training)
 
     def _contribute(self, sending: Sending) -> None:
         self._session.check()
         sending = replace(sending, bases=self._need_training().bases)
         self._tell_rows()
-        if self._feed is None:
+        if self._feed is None and isinstance(self._strategy, SyncStrategy):
             with self._session.interrupts:
                 self._follow_mode()
         with self._session.interrupts:
@@ -871,6 +871,10 @@ class Job:
         self._own_steps += 1
         try:
             self._strategy.contribute(None, sending)
+        except WentOver:
+            self._own_steps -= 1
+            self._follow_mode()
+            return False
         except LostWork:
             log.info("the last batch does not count: another worker has computed it as well, or the job has stopped")
             return False

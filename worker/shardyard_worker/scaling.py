@@ -182,9 +182,9 @@ class JobScaler(torch.amp.GradScaler):
         self._latest = counts.number
         return torch.tensor(counts.number)
 
-    def step_by_itself(self) -> None:
-        """The job is asynchronous, whatever it was."""
-        self._by_steps = False
+    def follow(self, *, by_steps: bool) -> None:
+        """The job is synchronous, or is not any more, whatever it was."""
+        self._by_steps = by_steps
 
     def _counts(self) -> Counts:
         """Asynchronous: what another worker has put there may not know of what this one has said."""

@@ -201,6 +201,7 @@ class Session:
         changed = {"mode": given.mode} | ({} if given.bound is None else {"staleness": given.bound})
         settings = self.job_settings
         self.job_settings = settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
+        self.logical_ranks = self.job_settings.logical_rank_count if self.mode is UpdateMode.SYNC else 0
 
     def went_over(self, consistency: Consistency) -> None:
         """This worker goes by what its job was switched to, or started with. Returns when the coordinator knows: from

@@ -51,8 +51,9 @@ class LostWork(Exception):
 
 
 class WentOver(LostWork):
-    """The job has gone over to asynchronous updates: work of logical ranks that was not counted as a step is leased as
-    data shards. The targets stay as they are until another strategy begins."""
+    """The job has gone over to updates of another kind: work of logical ranks that was not counted as a step is leased
+    as data shards, and the rest of data shards is that of steps. The targets stay as they are until another strategy
+    begins."""
 
 
 class Strategy(ABC):
@@ -163,6 +164,43 @@ class AsyncStrategy(Strategy):
             self.drain()
         self._take_newest()
 
+    @property
+    def is_to_go_over(self) -> bool:
+        """Whether the job has gone over to steps; its partitions may be on their way."""
+        return self._session.consistency.mode.updates is UpdateMode.SYNC
+
+    def has_gone_over(self) -> bool:
+        """Whether there are steps now, whose map is followed from then on. For where nothing is under way."""
+        if self.is_to_go_over and self._training.is_behind:
+            self._training.follow_map()
+        return self._session.mode is UpdateMode.SYNC
+
+    def _own_name(self) -> PushName:
+        """Of this worker's next push without leased data, which it begins. Raises WentOver where there are steps."""
+        if self._uncertain is not None:
+            raise errors.InvalidRequest(
+                f"a push after {self._uncertain}, of which nobody knows whether all servers have it",
+                why="another gradient under the same name would be applied by some servers and skipped by others",
+                todo="let the error of that push end the script, and start it again",
+            )
+        if self.is_to_go_over or not self._session.brake.begin_own():
+            self.drain()
+            self._await_halt()
+        source = SourceKey(WorkerSource(self._session.caller.incarnation))
+        return PushName(source, Token(0), self._pushes, self._pushes)
+
+    def _await_halt(self) -> None:
+        brake = self._session.brake
+        with self._session.vigil.over(lambda: "the job to go over to steps, or to stay as it is"):
+            while True:
+                if self.has_gone_over():
+                    log.warning("a step outside of job.batches does not count: the job has gone over to steps")
+                    raise WentOver
+                if not self.is_to_go_over and brake.begin_own():
+                    return
+                self._session.refresh()
+                self._training.router.pause(SLICE_MS)
+
     def resume(self) -> None:
         """Any version will do."""
 
@@ -195,15 +233,7 @@ class AsyncStrategy(Strategy):
         self._moved = True
 
     def contribute(self, name: PushName | None, sending: Sending | None) -> None:
-        if name is None:
-            if self._uncertain is not None:
-                raise errors.InvalidRequest(
-                    f"a push after {self._uncertain}, of which nobody knows whether all servers have it",
-                    why="another gradient under the same name would be applied by some servers and skipped by others",
-                    todo="let the error of that push end the script, and start it again",
-                )
-            source = SourceKey(WorkerSource(self._session.caller.incarnation))
-            name = PushName(source, Token(0), self._pushes, self._pushes)
+        name = name or self._own_name()
         self._training.complete()
         self._open_again(name)
         sending = self._judge(name, sending)

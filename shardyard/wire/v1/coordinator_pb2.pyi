@@ -144,14 +144,16 @@ class StopHeard(_message.Message):
     def __init__(self, reached: _Optional[int] = ...) -> None: ...
 
 class Halt(_message.Message):
-    __slots__ = ("number", "settled", "step")
+    __slots__ = ("number", "settled", "step", "drains")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
     number: int
     settled: bool
     step: int
-    def __init__(self, number: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ...) -> None: ...
+    drains: bool
+    def __init__(self, number: _Optional[int] = ..., settled: bool = ..., step: _Optional[int] = ..., drains: bool = ...) -> None: ...
 
 class HaltHeard(_message.Message):
     __slots__ = ("number", "reached")
@@ -410,16 +412,20 @@ class OpenFeedRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., feed: _Optional[int] = ..., samples: _Optional[int] = ..., fingerprint: _Optional[str] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., shuffle: bool = ..., drop_last: bool = ..., accumulate: _Optional[int] = ...) -> None: ...
 
 class OpenFeedReply(_message.Message):
-    __slots__ = ("batches_per_data_shard", "units_per_epoch", "first_step", "done")
+    __slots__ = ("batches_per_data_shard", "units_per_epoch", "first_step", "done", "begun_epochs", "begun_samples")
     BATCHES_PER_DATA_SHARD_FIELD_NUMBER: _ClassVar[int]
     UNITS_PER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     batches_per_data_shard: int
     units_per_epoch: int
     first_step: int
     done: bool
-    def __init__(self, batches_per_data_shard: _Optional[int] = ..., units_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ..., done: bool = ...) -> None: ...
+    begun_epochs: int
+    begun_samples: int
+    def __init__(self, batches_per_data_shard: _Optional[int] = ..., units_per_epoch: _Optional[int] = ..., first_step: _Optional[int] = ..., done: bool = ..., begun_epochs: _Optional[int] = ..., begun_samples: _Optional[int] = ...) -> None: ...
 
 class LeaseDataRequest(_message.Message):
     __slots__ = ("caller", "feed")
@@ -998,16 +1004,18 @@ class JobStatus(_message.Message):
     def __init__(self, job: _Optional[int] = ..., name: _Optional[str] = ..., state: _Optional[_Union[JobState, str]] = ..., failure: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., mode: _Optional[_Union[_common_pb2.UpdateMode, str]] = ..., logical_ranks: _Optional[int] = ..., workers: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., samples_per_s: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., map: _Optional[_Union[_common_pb2.PartitionMap, _Mapping]] = ..., feeds: _Optional[_Iterable[_Union[FeedStatus, _Mapping]]] = ..., parameters: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., lost_pushes: _Optional[int] = ..., residuals_lost: _Optional[int] = ..., residual_lost_norm: _Optional[float] = ..., waits: _Optional[_Iterable[str]] = ..., checkpoint: _Optional[_Union[CheckpointStatus, _Mapping]] = ..., restored: _Optional[_Union[RestoredStatus, _Mapping]] = ..., recovering: bool = ..., staleness: _Optional[int] = ..., not_finite: _Optional[int] = ..., workers_quarantined: _Optional[int] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., local_steps: _Optional[int] = ..., rows_in_flight: _Optional[int] = ..., evaluation: _Optional[_Union[EvaluationStatus, _Mapping]] = ..., best: _Optional[_Union[KeptBest, _Mapping]] = ..., readers: _Optional[int] = ..., dropped: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., consistency: _Optional[_Union[SwitchStatus, _Mapping]] = ...) -> None: ...
 
 class SwitchStatus(_message.Message):
-    __slots__ = ("consistency", "servers", "behind", "step")
+    __slots__ = ("consistency", "servers", "behind", "step", "draining")
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     BEHIND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     consistency: Consistency
     servers: bool
     behind: _containers.RepeatedScalarFieldContainer[int]
     step: int
-    def __init__(self, consistency: _Optional[_Union[Consistency, _Mapping]] = ..., servers: bool = ..., behind: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ...) -> None: ...
+    draining: str
+    def __init__(self, consistency: _Optional[_Union[Consistency, _Mapping]] = ..., servers: bool = ..., behind: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., draining: _Optional[str] = ...) -> None: ...
 
 class TableStatus(_message.Message):
     __slots__ = ("name", "dim", "optimizer", "rows")

@@ -173,18 +173,20 @@ class RestoredPartition(_message.Message):
     def __init__(self, partition: _Optional[int] = ..., version: _Optional[_Union[_common_pb2.Version, _Mapping]] = ..., files: _Optional[_Iterable[_Union[CheckpointFile, _Mapping]]] = ..., logs: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[TableFiles, _Mapping]]] = ...) -> None: ...
 
 class Restore(_message.Message):
-    __slots__ = ("url", "partitions", "number", "job", "begun")
+    __slots__ = ("url", "partitions", "number", "job", "begun", "step")
     URL_FIELD_NUMBER: _ClassVar[int]
     PARTITIONS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     url: str
     partitions: _containers.RepeatedCompositeFieldContainer[RestoredPartition]
     number: int
     job: int
     begun: _containers.RepeatedCompositeFieldContainer[BegunDataShard]
-    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ..., number: _Optional[int] = ..., job: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[BegunDataShard, _Mapping]]] = ...) -> None: ...
+    step: int
+    def __init__(self, url: _Optional[str] = ..., partitions: _Optional[_Iterable[_Union[RestoredPartition, _Mapping]]] = ..., number: _Optional[int] = ..., job: _Optional[int] = ..., begun: _Optional[_Iterable[_Union[BegunDataShard, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class BegunDataShard(_message.Message):
     __slots__ = ("data_shard", "next")

@@ -48,6 +48,7 @@ from shardyard.ground.types import (
     Incarnation,
     JobId,
     Outcome,
+    PushName,
     Token,
 )
 from shardyard.runtime.settings import (
@@ -88,6 +89,7 @@ JOB = "simulated"
 PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
 STARTS_MAX = 60
+TO_STEPS = -1
 SWITCH_TRIES = 20
 STOP_CHANCE = 0.1
 """After a batch, where a job is to be told to stop."""
@@ -149,7 +151,7 @@ class Plan:
     """Of a synchronous job: so many ranks are left out of a step. Its bits depend on who was late, so samples are
     counted."""
     switches: tuple[tuple[int, int | None], ...] = ()
-    """When a person switches the job to which bound on staleness; None: to none."""
+    """When a person switches the job to which bound on staleness; None: to none; TO_STEPS: to synchronous updates."""
     lag: int = 0
     """Microseconds that the first worker takes longer for a batch than the others, at most."""
     rows: str = ""
@@ -163,6 +165,11 @@ class Plan:
     def counts(self) -> bool:
         """Whether values say how often each sample of each epoch has counted."""
         return self.mode == "async" or bool(self.backups) or bool(self.switches)
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the job goes over to synchronous updates at some time."""
+        return any(target == TO_STEPS for _, target in self.switches)
 
     @property
     def rows_count(self) -> bool:
@@ -223,13 +230,13 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     else dies; by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong;
     "rows": the job has a table, as one in hybrid mode always has; "clip", behind "sync": the job clips by norm;
     "backup": it has backup workers; behind a mode, "switch": a person switches the job, one that is "sync" to
-    asynchronous updates first; and, behind "async" or "bounded", "lag": one worker is far slower than the others, and a
-    server is killed. What it does not say is the seed's, but for tables, switches and laggards, of which it says
-    none."""
+    asynchronous updates first; "over": there and back between synchronous and asynchronous updates; and, behind "async"
+    or "bounded", "lag": one worker is far slower than the others, and a server is killed. What it does not say is the
+    seed's, but for tables, switches and laggards, of which it says none."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    others = ("stop", "clip", "backup", "switch", "lag", "rows", *WRONGS)
+    others = ("stop", "clip", "backup", "switch", "over", "lag", "rows", *WRONGS)
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
@@ -293,6 +300,8 @@ def make_plan(seed: int, kind: str = "") -> Plan:
         plan = _with_rows(plan, hybrid=hybrid)
     if "lag" in words:
         plan = _with_laggard(plan)
+    if "over" in words:
+        return _with_steps(plan)
     if "switch" in words:
         switching = random.Random(f"switch {seed}")
         times = sorted(switching.randrange(plan.calm_at) for _ in range(switching.choice((1, 2, 3, 4))))
@@ -300,6 +309,22 @@ def make_plan(seed: int, kind: str = "") -> Plan:
             plan = replace(plan, optimizer="lion", clipping=NO_CLIPPING, wrong="")
         return replace(plan, switches=tuple((at, switching.choice((None, 0, 1, 3))) for at in times))
     return plan
+
+
+def _with_steps(plan: Plan) -> Plan:
+    rng = random.Random(f"over {plan.seed}")
+    times = sorted(rng.randrange(plan.calm_at) for _ in range(rng.choice((1, 2, 4, 6))))
+    first = TO_STEPS if plan.mode == "async" else rng.choice((None, 0, 1))
+    targets = [first, *(rng.choice((None, 0, 3, TO_STEPS, TO_STEPS, TO_STEPS)) for _ in times[1:])]
+    return replace(
+        plan,
+        optimizer="lion",
+        clipping=NO_CLIPPING,
+        wrong="",
+        drops=False,
+        batch=rng.choice((1, 2)),
+        switches=tuple(zip(times, targets, strict=True)),
+    )
 
 
 def _with_rows(plan: Plan, *, hybrid: bool) -> Plan:
@@ -403,7 +428,7 @@ class Yard:
                 partitions=plan.partitions,
                 consistency=ConsistencySettings(
                     mode=self._mode(),
-                    logical_ranks=plan.ranks if sync else "auto",
+                    logical_ranks=plan.ranks if sync or plan.takes_steps else "auto",
                     staleness=plan.staleness or 0,
                     backup_workers=plan.backups,
                     rows_in_flight=1 if plan.flight is None else plan.flight,
@@ -504,7 +529,7 @@ class Yard:
                 batches = job.batches(dataset, batch_size=plan.batch, epochs=plan.epochs, look_ahead=ahead)
                 # else a loop that ends by an error is closed by whoever collects its traceback
                 with contextlib.closing(batches):
-                    if plan.mode == "async":
+                    if plan.mode == "async" and not plan.takes_steps:
                         self._train_async(job, names, size, rows, batches)
                     elif plan.counts:
                         self._train_counting(job, names, size, rows, batches)
@@ -635,8 +660,8 @@ class Yard:
         feed, name = job._feed, job._feed.work.name
         if isinstance(name.key.source, DataShardSource):
             return chosen + self._place(feed._number, name.key.source.epoch)
-        planned = feed._make_up.batch(name.key.source.rank, name.first).step
-        epoch = (planned - feed._opened.first_step) // feed._opened.units_per_epoch
+        planned = feed._make_up.batch(name.key.source.rank, name.first)
+        epoch, _, _ = feed._course.span(planned.step, planned.rank)
         return chosen + self._place(feed._number, epoch)
 
     def _push(self, job: Any, gradients: dict[str, torch.Tensor], rows: Rows | None, *, overflow: bool) -> None:
@@ -655,9 +680,12 @@ class Yard:
     def _train_counting(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
         """Where what a sample adds does not depend on its share of a step."""
         world = self.world
+        gradient = torch.zeros(size, dtype=torch.float64)
         for (chosen,) in batches:
+            name = job._feed.work.name
             coordinates = self._planned(job, chosen)
-            gradient = torch.zeros(size, dtype=torch.float64)
+            if name.first == name.last:
+                gradient = torch.zeros(size, dtype=torch.float64)
             gradient[coordinates] = -1.0
             if rows is not None:
                 rows.clear()
@@ -665,8 +693,18 @@ class Yard:
                 rows.add(rows.ids(coordinates), -1.0)
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
+            if self._accumulates(name):
+                continue
             self._push(job, dict.fromkeys(names, gradient), rows, overflow=False)
             self._stop_by_chance(job)
+
+    def _accumulates(self, name: PushName) -> bool:
+        """Whether a batch of a data shard is pushed with the next one: partitions that go back count fewer updates, or
+        more, than the others then."""
+        source = name.key.source
+        if not (self.plan.takes_steps and isinstance(source, DataShardSource)):
+            return False
+        return name.last < self._batches_of(source) - 1 and self.world.rng.random() < 0.3
 
     def _stop_by_chance(self, job: Any) -> None:
         if self.plan.stops and self.world.rng.random() < STOP_CHANCE:
@@ -690,8 +728,11 @@ class Yard:
         network = SimulatedNetwork(self.wires, current().process)
         for at, bound in self.plan.switches:
             self.world.pause(max(0, at - self.world.now))
-            mode = wire.CONSISTENCY_MODE_ASYNC if bound is None else wire.CONSISTENCY_MODE_BOUNDED
-            request = wire.SwitchConsistencyRequest(job_name=JOB, mode=mode, staleness=bound)
+            if bound == TO_STEPS:
+                request = wire.SwitchConsistencyRequest(job_name=JOB, mode=wire.CONSISTENCY_MODE_SYNC)
+            else:
+                mode = wire.CONSISTENCY_MODE_ASYNC if bound is None else wire.CONSISTENCY_MODE_BOUNDED
+                request = wire.SwitchConsistencyRequest(job_name=JOB, mode=mode, staleness=bound)
             for _ in range(SWITCH_TRIES):
                 peer = network.connect(COORDINATOR, name="coordinator", unavailable=errors.CoordinatorUnavailable)
                 try:
@@ -795,7 +836,7 @@ class Yard:
             self.happened.append("switch")
         elif kind == "job_went_over":
             self.paces.switched(JobId(body["job"]), body["number"])
-            self.happened.append("went over")
+            self.happened.append("went over to steps" if body["mode"] == "sync" else "went over")
         elif kind == "worker_gone_over":
             self.happened.append("gone over")
         elif kind == "stop_settled":
