@@ -51,6 +51,7 @@ def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int)
             if job.step_due:
                 counting.optimizer.step()
                 counting.optimizer.zero_grad()
+            assert job.mode is UpdateMode.ASYNC or job._training is None or job._training.cache is None
             seen.append((job.mode, job.step))
             time.sleep(0.005)
         return counting.counts
@@ -67,6 +68,7 @@ def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int)
         (False, 1, 2, {"worker.window": 1}),
         (False, 1, 2, {"worker.overlap": "always"}),
         (True, 1, 2, {"worker.prefetch": "always"}),
+        (True, 1, 2, {"worker.cached_rows_bytes": 1 << 20, "worker.cached_rows_steps": 1_000}),
     ],
 )
 def test_each_sample_counts_once_an_epoch_where_a_data_shard_is_the_last_one(

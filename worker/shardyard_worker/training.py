@@ -175,8 +175,7 @@ class Training:
         self._layout = layout
         if tables is not None:
             tables.adopt(layout)
-            rules = cache_rules(session.settings.worker, session.job_settings)
-            tables.cache = None if rules is None else RowCache(rules)
+            self._choose_cache(tables)
         self.feedback = self._make_feedback(copies)
         self.clipper = self._make_clipper()
         self._norm: float | None = None
@@ -247,6 +246,8 @@ class Training:
         session.follow(reply)
         if session.mode is not mode:
             self.clipper = self._make_clipper()
+            if self._tables is not None:
+                self._choose_cache(self._tables)
         if self.cache is not None:
             self.cache.clear()  # partitions may have gone back
         self._gradients.close()
@@ -262,6 +263,18 @@ class Training:
                 self.feedback.use(copies)
         old.close()
         self._follow(reply)
+
+    def _choose_cache(self, tables: JobTables) -> None:
+        """Rows are kept for steps to come in the mode that the job goes by. One that has gone over to steps reads all of
+        them; one that begins so refuses such a worker. Raises ConfigurationError."""
+        session = self.session
+        if session.mode is UpdateMode.SYNC and session.consistency.number:
+            if session.settings.worker.cached_rows_bytes:
+                log.warning("no rows are kept for steps to come (worker.cached_rows_bytes): the job is in mode sync")
+            tables.cache = None
+            return
+        rules = cache_rules(session.settings.worker, session.job_settings)
+        tables.cache = None if rules is None else RowCache(rules)
 
     @property
     def cache(self) -> RowCache | None:
