@@ -2,8 +2,9 @@
 
 One worker, one server, one thread a process. Against torch's embedding and its sparse Adagrad in a process of
 torch.distributed.rpc, in its fastest form: there too a push can bring the next rows. Checked on all sides before they
-are measured: the rows after some steps are those of a plain model. A second measurement has each call to a server take
-5 ms more, and compares look-ahead with none. A third compares a job of 8 partitions with one of 1.
+are measured: the rows after some steps are those of a plain model. In a second measurement both sides compute a batch
+while the push before it is under way, on rows that lack it. In a third each call to a server takes 5 ms more, and
+look-ahead is compared with none. A fourth compares a job of 8 partitions with one of 1.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ FIGURE = "tables-steps"
 VERIFIED_STEPS = 5
 WARM_S = 1.0
 PEER_FORM = "one-distinct"
-"""The fastest of FORMS."""
+"""The fastest of FORMS, of those whose rows have all pushes."""
+PEER_WINDOW = "window-distinct"
 CALL_MS = 5
 DELAYED = Task(ids=512)
 """The time of a step is then that of its calls, and little else."""
 PARTITIONS = 8
-OURS, AHEAD = "shardyard, rows looked up", "shardyard, look_ahead"
+OURS, AHEAD, WINDOW = "shardyard, rows looked up", "shardyard, look_ahead", "shardyard, look_ahead, window 1"
 
 
 @contextmanager
-def verified(side: Side, task: Task) -> Iterator[Side]:
+def verified(side: Side, task: Task, *, window: bool = False) -> Iterator[Side]:
     with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder:
         side.ask("verify", steps=VERIFIED_STEPS, folder=folder)
-        check(task, VERIFIED_STEPS, Path(folder))
+        check(task, VERIFIED_STEPS, Path(folder), window=window)
     side.ask("train", seconds=WARM_S)
     yield side
 
@@ -53,9 +55,10 @@ def one_measurement(side: Side, seconds: float) -> Figures:
 
 
 @contextmanager
-def our_side(task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1) -> Iterator[Side]:
+def our_side(task: Task, *, ahead: bool, delay_ms: int = 0, partitions: int = 1, window: int = 0) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(delay_ms), *(["--ahead"] if ahead else [])]
-    with shardyard_side("rows_shardyard", *arguments, workers=1, settings={"job.partitions": partitions}) as side:
+    settings = {"job.partitions": partitions, "worker.window": window}
+    with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
         yield side
 
 
@@ -67,10 +70,13 @@ def their_side(task: Task, form: str, transport: str = "default") -> Iterator[Si
 
 
 def measure_all(
-    sides: Mapping[str, AbstractContextManager[Side]], task: Task, pairs: int, seconds: float
+    sides: Mapping[str, AbstractContextManager[Side]], task: Task, pairs: int, seconds: float, *, window: bool = False
 ) -> dict[str, list[Figures]]:
     with ExitStack() as stack:
-        ready = {name: stack.enter_context(verified(stack.enter_context(side), task)) for name, side in sides.items()}
+        ready = {
+            name: stack.enter_context(verified(stack.enter_context(side), task, window=window))
+            for name, side in sides.items()
+        }
         return measure_pairs({name: partial(one_measurement, side, seconds) for name, side in ready.items()}, pairs)
 
 
@@ -82,6 +88,15 @@ def measure_steps(task: Task, pairs: int, seconds: float) -> dict[str, list[Figu
         AHEAD: our_side(task, ahead=True),
     }
     return measure_all(sides, task, pairs, seconds)
+
+
+def measure_window(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
+    """The peer's first. On both sides a batch is computed while the push before it is under way."""
+    sides = {
+        f"torch.rpc, {PEER_WINDOW}": their_side(task, PEER_WINDOW),
+        WINDOW: our_side(task, ahead=True, window=1),
+    }
+    return measure_all(sides, task, pairs, seconds, window=True)
 
 
 def measure_delayed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
@@ -106,7 +121,10 @@ def show_peers(seconds: float, repeats: int = 3) -> None:
     task = Task()
     for form in FORMS:
         for transport in ("default", "tcp"):
-            with their_side(task, form, transport) as side, verified(side, task):
+            with (
+                their_side(task, form, transport) as side,
+                verified(side, task, window=form == PEER_WINDOW),
+            ):
                 rates = column([one_measurement(side, seconds) for _ in range(repeats)], "steps_per_s")
                 print(f"torch.rpc, {form}, {transport}: {spread(rates)} steps/s", flush=True)
 
@@ -114,6 +132,8 @@ def show_peers(seconds: float, repeats: int = 3) -> None:
 def measure(pairs: int, seconds: float) -> Found:
     steps = measure_steps(Task(), pairs, seconds)
     theirs, plain, ahead = steps.values()
+    windows = measure_window(Task(), pairs, seconds)
+    theirs_window, window = windows.values()
     delayed = measure_delayed(DELAYED, pairs, seconds)
     before, after = delayed.values()
     parted = measure_partitions(Task(), pairs, seconds)
@@ -121,11 +141,15 @@ def measure(pairs: int, seconds: float) -> Found:
     found = {
         "tables_steps": ratios(ahead, theirs, "steps_per_s"),
         "tables_steps_without": ratios(plain, theirs, "steps_per_s"),
+        "tables_steps_window": ratios(window, theirs_window, "steps_per_s"),
         "prefetch": ratios(after, before, "steps_per_s"),
         "partitions": ratios(several, one, "steps_per_s"),
     }
+    all_steps = steps | windows
     panels = [
-        Panel("A million rows of 64, 4,096 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in steps.items()}),
+        Panel(
+            "A million rows of 64, 4,096 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in all_steps.items()}
+        ),
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in delayed.items()}),
     ]
-    return Found({"steps": steps, "delayed": delayed, "partitions": parted}, found, {FIGURE: panels})
+    return Found({"steps": steps, "window": windows, "delayed": delayed, "partitions": parted}, found, {FIGURE: panels})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from harness.answers import Conversation
 from harness.rows import EPS, LR, Loop, Task
 from sides import rpc_store
 
-FORMS = ("two", "two-distinct", "one", "one-distinct")
+FORMS = ("two", "two-distinct", "one", "one-distinct", "window-distinct")
 _lock = threading.Lock()
 _held: list[tuple[torch.nn.Embedding, torch.optim.Adagrad]] = []
 
@@ -45,13 +46,37 @@ def push_look_up(ids: torch.Tensor, gradients: torch.Tensor, wanted: torch.Tenso
 
 class Worker:
     """In one of several forms. two: a call for the look-up, and one for the push; one: the push brings the next rows.
-    distinct: each id is sent once, with the sum of its gradients."""
+    window: as one, of the batch after the next, while the next one is computed. distinct: each id is sent once, with
+    the sum of its gradients."""
 
     def __init__(self, task: Task, form: str) -> None:
         self._targets = task.targets()
         self._one, self._distinct = form.startswith("one"), form.endswith("distinct")
+        self._window = form.startswith("window")
 
     def run(self, batches: Iterator[torch.Tensor]) -> None:
+        if self._window:
+            self._run_in_window(batches)
+        else:
+            self._run(batches)
+
+    def _run_in_window(self, batches: Iterator[torch.Tensor]) -> None:
+        known = [self._sent(ids) for ids in itertools.islice(batches, 2)]
+        rows = [rpc.rpc_sync(rpc_store.SERVER, look_up, (sent,)) for sent, _ in known]
+        flight: torch.futures.Future[torch.Tensor] | None = None
+        while known:
+            (sent, places), had = known.pop(0), rows.pop(0)
+            gradients = self._gradients(had, places)
+            known += [self._sent(ids) for ids in itertools.islice(batches, 1)]
+            if flight is not None:
+                rows.append(flight.wait())
+            wanted = known[-1][0] if len(known) == 2 else sent[:0]
+            arguments = (sent, gradients, wanted)
+            flight = rpc.rpc_async(rpc_store.SERVER, push_look_up, arguments, {"coalesced": self._distinct})
+        if flight is not None:
+            flight.wait()
+
+    def _run(self, batches: Iterator[torch.Tensor]) -> None:
         ids = next(batches, None)
         sent, places = self._sent(ids)
         rows = rpc.rpc_sync(rpc_store.SERVER, look_up, (sent,)) if self._one and ids is not None else None

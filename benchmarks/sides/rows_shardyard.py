@@ -51,6 +51,7 @@ def main() -> None:
                 optimizer.step()
 
         def read(ids: torch.Tensor) -> torch.Tensor:
+            job.pull()  # a push may be under way
             with torch.no_grad():
                 return model(ids)
 

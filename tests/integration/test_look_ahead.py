@@ -25,6 +25,7 @@ import shardyard as sy
 from shardyard.ground import errors
 from shardyard.ground.failpoints import armed
 from shardyard.runtime import configuration
+from shardyard.transport import same_host
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_ps_server import exchanges
 from shardyard_worker import job as worker
@@ -269,6 +270,8 @@ def test_rows_pass_through_shared_memory_as_far_as_they_fit(
         backward(model.look_up(batch))
         optimizer.step()
     assert len(rooms) == 1
+    with pytest.raises(errors.NotShareable):
+        same_host.attach(rooms[0].ticket())
     assert len(taken) == (STEPS - 1 if room_bytes > 256 else sum(each <= room_bytes for each in taken))
     assert bool(taken) is (room_bytes > 64)
     assert_rows(model.state_dict(), trained_alone())

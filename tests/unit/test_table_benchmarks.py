@@ -58,12 +58,21 @@ def test_the_peers_rows_are_those_of_the_plain_model_in_each_form(
     def call(to: str, function: Any, arguments: tuple[Any, ...], options: dict[str, Any] | None = None) -> Any:
         return function(*arguments, **(options or {}))
 
+    def begin(*given: Any) -> torch.futures.Future[Any]:
+        flight: torch.futures.Future[Any] = torch.futures.Future()
+        flight.set_result(call(*given))
+        return flight
+
     monkeypatch.setattr(rows_rpc.rpc, "rpc_sync", call)
+    monkeypatch.setattr(rows_rpc.rpc, "rpc_async", begin)
     rows_rpc.hold(TASK)
     worker = rows_rpc.Worker(TASK, form)
     loop = rows.Loop(TASK, worker.run, worker.read)
     loop.verify(4, str(tmp_path))
-    rows.check(TASK, 4, tmp_path)
+    lacks = form.startswith("window")
+    rows.check(TASK, 4, tmp_path, window=lacks)
+    with pytest.raises(rows.RowsDiffer, match="are off by"):
+        rows.check(TASK, 4, tmp_path, window=not lacks)
     assert loop.train(0.0)["steps"] == 0
 
 

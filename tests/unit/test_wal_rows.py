@@ -344,6 +344,15 @@ def test_rows_beside_a_payload_in_shared_memory_are_recorded(yard: Yard) -> None
     assert everything(yard.successor(saved, 2, FIRST)) == then
 
 
+def test_places_in_shared_memory_are_not_recorded(yard: Yard) -> None:
+    first = yard.first()
+    placed = dataclasses.replace(order_of(first, 0), shared_at=0, rows_at=64, wanted_at=128)
+    order, _ = order_with(first, placed, some(first, 0))
+    said = convert.push_from_header(push_head(order), recorded=True)
+    assert (said.shared_at, said.rows_at, said.wanted_at) == (None, None, None)
+    assert (said.name, said.rows) == (order.name, order.rows)
+
+
 def test_rates_of_late_rows_come_back_to_the_bit(tmp_path: Path) -> None:
     rule = StaleRule(divides_rate=True)
     layout = dataclasses.replace(ROWS, tables=tuple(each for each in TABLES if each.optimizer != "ftrl"))

@@ -180,7 +180,8 @@ class Line:
         self.begin(offer, ())
         said = self.finish(offer)
         if room is not None:
-            self._rows_shareable = room.opened = said.rows_attached
+            room.settle(opened=said.rows_attached)
+            self._rows_shareable = room.opened
             self._room = room if room.opened else None
             if not room.opened:
                 log.info("server %s: rows travel over streams (%s)", self.server, said.rows_not_attached)

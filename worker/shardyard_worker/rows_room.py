@@ -34,6 +34,11 @@ class RowsRoom:
     def ticket(self) -> Ticket:
         return self._memory.ticket()
 
+    def settle(self, *, opened: bool) -> None:
+        """The server has opened it, or never will: nobody can from now on."""
+        self.opened = opened
+        self._memory.close()
+
     def put(self, pieces: Sequence[memoryview]) -> int | None:
         """Where these lie now, one after the other; None: they do not fit."""
         total = sum([len(piece) for piece in pieces])
