@@ -265,8 +265,8 @@ class Training:
         self._follow(reply)
 
     def _choose_cache(self, tables: JobTables) -> None:
-        """Rows are kept for steps to come in the mode that the job goes by. One that has gone over to steps reads all of
-        them; one that begins so refuses such a worker. Raises ConfigurationError."""
+        """Rows are kept for steps to come in the mode that the job goes by. One that has gone over to steps reads all
+        of them; one that begins so refuses such a worker. Raises ConfigurationError."""
         session = self.session
         if session.mode is UpdateMode.SYNC and session.consistency.number:
             if session.settings.worker.cached_rows_bytes:
