@@ -160,7 +160,7 @@ def test_switch_to_what_the_job_goes_by_already_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "mode", "staleness", "expected"),
     [
-        ({}, wire.CONSISTENCY_MODE_SYNC, None, "runs in mode async, and cannot go over to sync"),
+        ({"job.consistency.mode": "local"}, wire.CONSISTENCY_MODE_SYNC, None, "mode local, and cannot go over to sync"),
         ({}, wire.CONSISTENCY_MODE_LOCAL, None, "runs in mode async, and cannot go over to local"),
         ({"job.consistency.mode": "sync"}, wire.CONSISTENCY_MODE_LOCAL, None, "mode sync, and cannot go over to local"),
         ({"job.consistency.mode": "local"}, BOUNDED, 2, "runs in mode local, and cannot go over to bounded"),
