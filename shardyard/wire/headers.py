@@ -76,6 +76,8 @@ class HeaderReader:
             pushed, wanted = _read_rows(header[rows:rest])
             if (bool(pushed), bool(wanted)) != (bool(before.rows), bool(before.wanted)):
                 return None
+            if any(each.now_ms for each in pushed):  # no worker says so: refused where all of it is read
+                return None
             order = before.renamed(name, bases, pushed, wanted)
             convert.check_rows(order)
         self.before = order

@@ -231,6 +231,7 @@ def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: 
         ({"table": 7, "partitions": (PartitionId(9),), "rows": (1,), "id_bytes": (10,), "row_bytes": (20,)}, "list"),
         ({"rows": (1 << 25, 1)}, "at most"),
         ({"row_bytes": (20,)}, "in 1 codes"),
+        ({"now_ms": (5, 5)}, "says when it came"),
     ],
 )
 def test_rows_of_a_header_that_is_alike_are_checked_as_of_any_other(more: dict[str, Any], text: str) -> None:
@@ -240,7 +241,7 @@ def test_rows_of_a_header_that_is_alike_are_checked_as_of_any_other(more: dict[s
         reader.read(writer.write(push_order(sequence, GOOD, parts=parts)))
     header = writer.write(push_order(3, (dataclasses.replace(GOOD[0], **more),), parts=parts))
     for read in (reader.read, lambda given: convert.push_from_header(given, reader.before)):
-        with pytest.raises((MalformedPayload, TooLarge), match=text):
+        with pytest.raises((InvalidRequest, MalformedPayload, TooLarge), match=text):
             read(header)
     assert reader.before is not None
     assert reader.before.name.first == 2
