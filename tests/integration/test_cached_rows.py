@@ -134,7 +134,7 @@ def test_rows_that_may_lack_own_pushes_are_those_of_so_many_steps_before(connect
     ]
     assert seen == [[step - step % 3] * 2 for step in range(9)]
     job._tell_rows()
-    metrics = job._take_metrics()
+    metrics = job._shown
     cached = {name: value for name, value in metrics.items() if name.startswith("cached")}
     assert cached == {"cached_rows_hits": 12, "cached_rows_misses": 6, "cached_rows_age": 2}
 

@@ -330,7 +330,7 @@ def test_a_round_that_is_not_finite_does_not_count(
     assert torch.isfinite(value).all()
     assert float(value[0].detach()) == pytest.approx(seen[4] - 2.0)
     assert "logical rank 0, round 0: '0' is not finite after 2 steps" in caplog.text
-    assert job._take_metrics()["rounds_dropped"] == len(bad)
+    assert job._shown["rounds_dropped"] == len(bad)
     listed = job._session.ask(
         methods.LIST_QUARANTINED, wire.ListQuarantinedRequest(job=job._session.caller.job)
     ).batches

@@ -465,7 +465,7 @@ def test_the_share_of_rows_that_came_ahead_is_shown(connect: Connect) -> None:
         optimizer.zero_grad()
         (-model(ids)).sum().backward()
         optimizer.step()
-    assert job._take_metrics() == {"look_ahead_hits": 2 * 7 / (4 * 8)}
+    assert job._shown == {"look_ahead_hits": 2 * 7 / (4 * 8)}
 
 
 def test_a_synchronous_script_goes_on_without_look_ahead(connect: Connect) -> None:

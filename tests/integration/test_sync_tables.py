@@ -231,7 +231,7 @@ def test_rows_of_the_next_step_come_with_its_version(
         seen.append(rows.detach().flatten().tolist())
     assert seen == [[step // ranks] * 2 for step in range(12)]
     assert look_ups == ranks  # for the first step
-    assert job._take_metrics()["look_ahead_hits"] == pytest.approx((12 - ranks) / 12)
+    assert job._shown["look_ahead_hits"] == pytest.approx((12 - ranks) / 12)
 
 
 def test_nothing_comes_along_with_backup_workers_whose_steps_bring_no_values(connect: Connect) -> None:

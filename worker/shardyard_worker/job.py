@@ -810,17 +810,18 @@ class Job:
 
     def _tell_rows(self) -> None:
         if self._rows is not None and self._rows.looked_up:
-            with self._metrics_lock:
-                self._metrics[LOOK_AHEAD_METRIC] = self._rows.came_ahead / self._rows.looked_up
+            self._tell({LOOK_AHEAD_METRIC: self._rows.came_ahead / self._rows.looked_up})
         cache = None if self._training is None else self._training.cache
         if cache is not None:
             counts = cache.counts
-            with self._metrics_lock:
-                self._metrics |= {
-                    "cached_rows_hits": counts.hits,
-                    "cached_rows_misses": counts.misses,
-                    "cached_rows_age": counts.age,
-                }
+            found = {"hits": counts.hits, "misses": counts.misses, "age": counts.age}
+            self._tell({f"cached_rows_{name}": value for name, value in found.items()})
+
+    def _tell(self, found: Mapping[str, float]) -> None:
+        """Metrics that are none of the script's, and shown where those are."""
+        with self._metrics_lock:
+            self._metrics |= found
+            self._shown |= found
 
     def _step_locally(self, closure: Callable[[], float] | None) -> float | None:
         """`optimizer.step()` in local mode."""
@@ -851,10 +852,8 @@ class Job:
             self._count(sending if local.finite or looked_at else None)
         finally:
             local.leave(keeps=local.finite)
-        with self._metrics_lock:
-            for name, count in ("rounds_dropped", local.dropped), ("inner_states_lost", local.lost):
-                if count:
-                    self._metrics[name] = count
+        lost = {"rounds_dropped": local.dropped, "inner_states_lost": local.lost}
+        self._tell({name: count for name, count in lost.items() if count})
 
     def _tell_local_step(self) -> None:
         # a worker with several ranks takes a step of the same number for each
