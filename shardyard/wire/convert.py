@@ -389,6 +389,7 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
         before is not None
         and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
         and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
+        and bool(_wished(order) or order.pull is None or not _wished(before))
     )
     header = server.PushHeader(kind=_PUSH_KINDS[order.kind], weight=order.weight, again=again, detach=order.detach)
     if not again:
@@ -403,7 +404,7 @@ def push_to_wire(order: PushOrder, before: PushOrder | None = None, *, named: bo
     if order.groups:
         header.groups.extend(groups_to_wire(order.groups))
     if order.pull is not None:
-        wished = before.pull.partitions if again and before is not None and before.pull is not None else None
+        wished = _wished(before) if again and before is not None else ()
         header.pull.CopyFrom(_wish_to_wire(order.pull, wished))
     if order.shared_at is not None:
         header.shared_at = order.shared_at
@@ -611,7 +612,7 @@ def _check_sizes(order: PushOrder) -> None:
 
 
 def pull_to_wire(wish: PullWish) -> server.PullRequest:
-    message = _wish_to_wire(wish, None)
+    message = _wish_to_wire(wish, ())
     message.caller.CopyFrom(caller_to_wire(wish.caller))
     message.server = wish.server
     message.generation = wish.generation
@@ -657,7 +658,11 @@ def given_from_wire(message: server.VerdictGiven) -> tuple[StepVerdict, tuple[Pa
     return verdict_from_wire(message.verdict), tuple(map(PartitionId, partitions))
 
 
-def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...] | None) -> server.PullRequest:
+def _wished(order: PushOrder) -> tuple[PartitionId, ...]:
+    return () if order.pull is None else order.pull.partitions
+
+
+def _wish_to_wire(wish: PullWish, before: tuple[PartitionId, ...]) -> server.PullRequest:
     """Without caller, server and generation, which stand in the header."""
     return server.PullRequest(
         partitions=None if wish.partitions == before else wish.partitions,

@@ -530,6 +530,8 @@ def test_what_another_says_is_never_left_out(first: PushOrder, second: PushOrder
     message = convert.push_to_wire(second, first)
     same = (first.caller, first.server, first.generation) == (second.caller, second.server, second.generation)
     emptied = second.kind is not PushKind.NOTHING and not second.parts and bool(first.parts)
+    if first.pull is not None and second.pull is not None:
+        emptied |= bool(first.pull.partitions) and not second.pull.partitions
     assert message.again == (same and not emptied), "a list that was not empty cannot be left out as empty"
     found = convert.push_from_header(message.SerializeToString(), first)
     if second.kind is PushKind.NOTHING:
