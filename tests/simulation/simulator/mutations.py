@@ -245,7 +245,7 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
     patch.setattr(gate.Gate, "with_last", with_last)
 
 
-@mutation("B3", "sync", 10)
+@mutation("B3", "sync", 72, 88)
 def one_version_is_kept(patch: Patch) -> None:
     """a partition keeps its newest version only"""
     real = Versions.find
@@ -294,7 +294,7 @@ def a_verdict_of_another_step(patch: Patch) -> None:
     patch.setattr(gate.Gate, "judges", lambda self, verdict: self.awaits_verdict)
 
 
-@mutation("B6", "sync-wal-clip", 154, 300)
+@mutation("B6", "sync-wal-clip", 72, 88)
 def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     """what a step that was taken was made of is not told any more, to who brings the verdict to other partitions"""
     real = gate.Gate.gathered
@@ -412,7 +412,7 @@ def a_log_is_not_synced(patch: Patch) -> None:
     patch.setattr(SimulatedOs, "fdatasync", lambda self, descriptor: None)
 
 
-@mutation("C2", "async-wal", 99, 105)
+@mutation("C2", "async-wal", 16, 57)
 def nobody_looks_for_the_fence(patch: Patch) -> None:
     """who was only asleep goes on with a log that was taken over"""
     patch.setattr(LogFiles, "is_taken", property(lambda self: False))
@@ -490,7 +490,7 @@ def rows_do_not_go_back(patch: Patch) -> None:
     patch.setattr(PartitionTables, "become", become)
 
 
-@mutation("A1", "hybrid-checkpoint", 22, 42)
+@mutation("A1", "hybrid-checkpoint", 10, 39)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
@@ -558,7 +558,7 @@ def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
     patch.setattr(HybridStrategy, "_load", load)
 
 
-@mutation("B3", "sync-rows", 40)
+@mutation("B3", "sync-rows", 164, 187)
 def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     """who looks up rows of a version is given the newest"""
     real = Partition.look_up
