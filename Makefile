@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
 STAMP  := $(VENV)/.installed
 # test processes side by side
-JOBS   ?= 2
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 LONGEST := tests/simulation/ tests/chaos/ tests/integration/
 TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/,$(wildcard tests/*/))
 NODE   := tests/integration/node

@@ -76,6 +76,7 @@ def test_run_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
     assert values(url) == {20.0}
 
 
+@pytest.mark.long("1-async", "0-sync")
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("window", [0, 1])
 def test_script_takes_a_checkpoint_of_all_that_it_has_pushed(

@@ -188,6 +188,7 @@ def test_run_of_a_script_that_raises_shows_its_traceback_and_fails(shell: Shell)
     assert list(shell.temporary.iterdir()) == []
 
 
+@pytest.mark.long
 def test_run_ends_with_the_exit_code_of_the_script(shell: Shell) -> None:
     assert shell.run("run", "--workers", "1", shell.script("raise SystemExit(9)\n")).returncode == 9
 

@@ -42,6 +42,7 @@ def train(here: Yard, seen: list[tuple[UpdateMode, int]], *, epochs: int, tables
         return counting.counts
 
 
+@pytest.mark.long("False-1-2-given0", "True-1-2-given1")
 @pytest.mark.parametrize(
     ("tables", "accumulate", "workers", "given"),
     [

@@ -57,6 +57,7 @@ def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int)
         return counting.counts
 
 
+@pytest.mark.long("False-1-2-given0", "True-1-2-given8")
 @pytest.mark.parametrize(
     ("tables", "accumulate", "workers", "given"),
     [

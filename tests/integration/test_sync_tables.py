@@ -162,6 +162,7 @@ def test_promise_6_rows_have_the_bits_of_one_process_that_computes_the_ranks_one
         assert [name for name in expected if found[name] != expected[name]] == []
 
 
+@pytest.mark.long("adam-norm", "adagrad-value")
 @pytest.mark.parametrize("given", [{"job.clip.norm": 0.1}, {"job.clip.value": 0.02}], ids=["norm", "value"])
 @pytest.mark.parametrize("optimizer", [sy.tables.Adagrad(lr=0.3), sy.tables.Adam(lr=0.1)], ids=["adagrad", "adam"])
 def test_promise_6_clipped_rows_are_the_same_on_any_number_of_servers(

@@ -251,6 +251,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.long("True")
 @pytest.mark.parametrize("bounded", [False, True])
 @settings(max_examples=250, deadline=None)
 @given(given_settings=table_settings(), operations=OPERATIONS)

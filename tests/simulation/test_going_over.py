@@ -28,6 +28,8 @@ from shardyard_worker.brake import Brake
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 60
+RED_FIRST = {"goes_on_behind_the_halt": (23,), "settles_once": (33,)}
+"""Seeds that were red with a part switched off; they are tried first, which saves time and nothing else."""
 KIND = "sync-switch-checkpoint"
 TO_STEPS = "async-over-checkpoint"
 
@@ -151,10 +153,10 @@ def deals_the_epoch_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("simulated")
 def test_without_a_part_of_the_rule_some_seed_is_red(
-    mutation: object, kind: str, monkeypatch: pytest.MonkeyPatch
+    mutation: Callable[[pytest.MonkeyPatch], None], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutation(monkeypatch)  # type: ignore[operator]
-    for seed in range(SEEDS_FOR_A_MUTATION):
+    mutation(monkeypatch)
+    for seed in (*RED_FIRST.get(mutation.__name__, ()), *range(SEEDS_FOR_A_MUTATION)):
         if run_plan(make_plan(seed, kind)).red:
             return
     pytest.fail(f"{SEEDS_FOR_A_MUTATION} seeds are green")

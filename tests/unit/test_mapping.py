@@ -44,6 +44,7 @@ def huge_bytes(address: int) -> int:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
+@pytest.mark.long("4097", "4198400")
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, HUGE_BYTES, 2 * HUGE_BYTES + PAGE])
 def test_address_fits_and_nothing_is_left(file: int, nbytes: int) -> None:
     before = mapped()
