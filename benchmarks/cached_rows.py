@@ -138,7 +138,7 @@ def main() -> None:
     columns = {figure: {name: column(each, figure) for name, each in raw.items()} for figure in ("read_mib", "loss")}
     panels = [Panel("values that servers have sent", "MiB", columns["read_mib"])]
     panels.append(Panel("loss at the end", "", columns["loss"]))
-    report("cached_rows", raw, found, panels=panels)
+    report("cached_rows", raw, found, panels=panels, folder=given.figures)
 
 
 if __name__ == "__main__":
