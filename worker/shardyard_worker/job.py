@@ -564,12 +564,12 @@ class Job:
         """The strategy of the mode that the job goes by now."""
         strategy = self._strategy
         assert strategy is not None
-        if isinstance(strategy, SyncStrategy) is (self.mode is UpdateMode.SYNC):
-            return strategy
-        strategy.close()
-        self._strategy = self._make_strategy(self._need_training())
-        self._strategy.begin()
-        return self._strategy
+        # one that begins may meet the map of a mode after its own
+        while isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
+            strategy.close()
+            strategy = self._strategy = self._make_strategy(self._need_training())
+            strategy.begin()
+        return strategy
 
     def _iterate(self, feed: Feed, look_ahead: LookAhead | None) -> Iterator[Any]:
         self._refuse_nesting()
