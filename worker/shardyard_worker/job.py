@@ -561,14 +561,15 @@ class Job:
                 return
 
     def _follow_mode(self) -> Strategy:
-        """The strategy of the mode that the job goes by now."""
+        """The strategy of the mode that the job goes by now, begun."""
         strategy = self._strategy
-        assert strategy is not None
-        # one that begins may meet the map of a mode after its own
-        while isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
-            strategy.close()
+        while strategy is None or isinstance(strategy, SyncStrategy) is not (self.mode is UpdateMode.SYNC):
+            if strategy is not None:
+                strategy.close()
             strategy = self._strategy = self._make_strategy(self._need_training())
-            strategy.begin()
+            # which may meet the map of the mode after its own
+            with contextlib.suppress(WentOver):
+                strategy.begin()
         return strategy
 
     def _iterate(self, feed: Feed, look_ahead: LookAhead | None) -> Iterator[Any]:
@@ -782,9 +783,7 @@ class Job:
                 self._rows = ServerRows(self._training, tables)
                 tables.begin(self._rows)
             self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
-            self._strategy = self._make_strategy(self._training)
-            self._strategy.begin()
-            self._step_told = self._strategy.step
+            self._step_told = self._follow_mode().step
 
     def _make_strategy(self, training: Training) -> Strategy:
         if self._scaler is not None:
