@@ -783,7 +783,7 @@ class Catalogue:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """Made once in a process: nothing that reads a configuration takes longer."""
+    """Made once in a process: each configuration that is read needs it."""
     settings: dict[str, Setting] = {}
     sections: list[str] = []
     _collect(Settings, "", settings, sections)
