@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ from shardyard_worker.verdicts import Verdicts
 
 from .disk import SimulatedOs
 from .world import SECOND, current_world
+from .yard import Ending, Plan, prepare, run_plan
 
 Patch = pytest.MonkeyPatch
 
@@ -64,6 +65,18 @@ def mutation(rule: str, mode: str, *first: int) -> Callable[[Callable[[Patch], N
         return apply
 
     return add
+
+
+def first_red(plans: Iterable[Plan], switch_off: Callable[[Patch], object]) -> Ending | None:
+    """The first run that goes wrong where something is switched off. What it is held against is as it is shipped."""
+    for plan in plans:
+        prepare(plan)
+        with Patch.context() as patch:
+            switch_off(patch)
+            found = run_plan(plan)
+        if found.red:
+            return found
+    return None
 
 
 # ---- A: names and ledgers
@@ -133,7 +146,7 @@ def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
     patch.setattr(Finiteness, "_report", lambda self, *said: None)
 
 
-@mutation("A5", "async", 68)
+@mutation("A5", "async", 81)
 def tokens_are_not_looked_at(patch: Patch) -> None:
     """a lease that was overtaken still counts, where its worker could not be fenced"""
     patch.setattr(Ledger, "is_duplicate", _whatever_its_token(Ledger.is_duplicate))
@@ -175,7 +188,7 @@ def the_data_ledger_is_copied_last(patch: Patch) -> None:
     patch.setattr(safekeeping.Safekeeping, "end_checkpoint", end_checkpoint)
 
 
-@mutation("A10", "sync-checkpoint", 10)
+@mutation("A10", "sync-checkpoint", 6)
 def lives_are_alike(patch: Patch) -> None:
     """a partition that is restored stays in its life"""
     real = recovery.Recovery.begin
@@ -190,7 +203,7 @@ def lives_are_alike(patch: Patch) -> None:
     patch.setattr(recovery.Recovery, "begin", begin)
 
 
-@mutation("A11", "async-checkpoint", 9, 24)
+@mutation("A11", "async-checkpoint", 12)
 def closed_is_closed(patch: Patch) -> None:
     """data shards that a restore has taken back stay closed"""
     patch.setattr(data_ledger.DataLedger, "reopen", lambda self, kept: [])
@@ -208,13 +221,24 @@ def a_straddling_range_counts(patch: Patch) -> None:
     _instead_of(patch, StraddlingRange)
 
 
-@mutation("A11", "sync-checkpoint", 10)
+@mutation("A11", "sync-checkpoint", 27)
 def the_last_steps_are_not_looked_at_again(patch: Patch) -> None:
     """who waits for the end of a synchronous job's data does not see that it went back"""
     patch.setattr(SyncStrategy, "has_moved", lambda self: False)
 
 
 # ---- B: synchronous steps
+
+
+@mutation("B1", "sync", 4)
+def ranks_are_alike(patch: Patch) -> None:
+    """the mean of a step is not weighted by samples"""
+
+    def verdict(contributions: Any) -> Any:
+        found = gate.verdict(contributions)
+        return found._replace(shares=tuple(1.0 / len(found.shares) for _ in found.shares))
+
+    patch.setattr(partition, "verdict", verdict)
 
 
 @mutation("B1", "sync", 0, 1)
@@ -357,7 +381,7 @@ def state_of_the_next_step(patch: Patch) -> None:
     patch.setattr(StateCut, "keep", lambda self, begin, end: None)
 
 
-@mutation("B7", "sync-checkpoint", 16, 20)
+@mutation("B7", "sync-checkpoint", 27)
 def contributions_of_the_next_step(patch: Patch) -> None:
     """a checkpoint of a step counts contributions to the next, which it does not have"""
     real = Partition._cut
@@ -490,20 +514,20 @@ def rows_do_not_go_back(patch: Patch) -> None:
     patch.setattr(PartitionTables, "become", become)
 
 
-@mutation("A1", "hybrid-checkpoint", 10, 39)
+@mutation("A1", "hybrid-checkpoint", 18)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""
     patch.setattr(Ledger, "counts_rows", lambda self, name: True)
 
 
-@mutation("A1", "hybrid-checkpoint", 22, 42)
+@mutation("A1", "hybrid-checkpoint", 18)
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not say which rows of the next step it has"""
     real = Ledger.marks
     patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != LANE_OF_ROWS))
 
 
-@mutation("A1", "hybrid-checkpoint", 22, 42)
+@mutation("A1", "hybrid-checkpoint", 18)
 def the_lane_of_rows_ends_with_the_step(patch: Patch) -> None:
     """a checkpoint says of rows, as of variables, that none of the next step has counted"""
     real = Partition._cut
@@ -558,6 +582,17 @@ def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
     patch.setattr(HybridStrategy, "_load", load)
 
 
+@mutation("B1", "sync-rows", 4)
+def ranks_are_alike_in_rows(patch: Patch) -> None:
+    """the mean of a step's rows is not weighted by samples"""
+    real = PartitionTables.mean
+
+    def mean(self: Any, given: Any, shares: Any, limit: float) -> Any:
+        return real(self, given, [1.0 / len(shares) for _ in shares], limit)
+
+    patch.setattr(PartitionTables, "mean", mean)
+
+
 @mutation("B3", "sync-rows", 164, 187)
 def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     """who looks up rows of a version is given the newest"""
@@ -603,7 +638,7 @@ def rows_are_not_in_the_log(patch: Patch) -> None:
     patch.setattr(replay, "read_rows", lambda *given: ({}, {}))
 
 
-@mutation("promise 4", "async", 68)
+@mutation("promise 4", "async", 81)
 def the_dead_are_not_refused(patch: Patch) -> None:
     """a server does not refuse whom it was told to"""
     _nobody_is_fenced(patch)

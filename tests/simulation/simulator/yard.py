@@ -980,11 +980,10 @@ def _undisturbed(plan: Plan) -> Ending:
     return found
 
 
-def warm_up() -> None:
-    """Does all synchronous work undisturbed, as it is shipped, before anything is switched off."""
-    for seed in range(SYNC_WORKS):
-        for kind in ("sync", "sync-clip"):
-            _undisturbed(make_plan(seed, kind).undisturbed)
+def prepare(plan: Plan) -> None:
+    """Does the work undisturbed that a run is held against, where that is needed and has not been done."""
+    if not plan.counts:
+        _undisturbed(plan.undisturbed)
 
 
 # ---- in one process
@@ -1183,8 +1182,8 @@ PREFIX = folder_name(os.getpid())
 def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: bool = True) -> Ending:
     """One run, within `simulation`."""
     os_ = _os[-1]
-    if judged and not plan.counts:
-        _undisturbed(plan.undisturbed)
+    if judged:
+        prepare(plan)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=SHM if SHM.is_dir() else None))
     was = gc.isenabled()
     gc.disable()  # what it finds ends in whichever task has the baton
