@@ -20,7 +20,7 @@ from simulator.yard import make_plan, run_plan, simulation
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "1000"))
 RED_SEEDS = Path(__file__).with_name("red_yards.txt")
 SAMPLE = range(24)
-SEEDS_FOR_A_MUTATION = 200
+SEEDS_FOR_A_MUTATION = 400
 OF_THE_TEST = ("TypeError", "AttributeError", "ValueError")
 """What a patch raises that does not fit what it takes the place of."""
 

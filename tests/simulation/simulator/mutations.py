@@ -318,7 +318,7 @@ def a_verdict_of_another_step(patch: Patch) -> None:
     patch.setattr(gate.Gate, "judges", lambda self, verdict: self.awaits_verdict)
 
 
-@mutation("B6", "sync-wal-clip", 72, 88)
+@mutation("B6", "sync-wal-clip", 129)
 def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     """what a step that was taken was made of is not told any more, to who brings the verdict to other partitions"""
     real = gate.Gate.gathered
