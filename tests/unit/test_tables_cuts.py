@@ -212,6 +212,21 @@ def test_what_expires_is_in_the_cut_before_and_removed_in_the_next() -> None:
         assert sorted(second.removed.tolist()) == sorted(gone.tolist())
 
 
+def test_an_id_that_was_removed_twice_since_is_told_once() -> None:
+    """A checkpoint in which an id comes twice is damaged."""
+    table = make()
+    push(table, IDS, 1)
+    first = table.cut()
+    list(first)
+    for step in (2, 3):
+        table.remove(IDS[:100])
+        push(table, IDS[:100], step)
+    table.remove(IDS[50:150])
+    with table.cut(first.generation) as second:
+        assert second.removed.tolist() == IDS[:150].tolist()
+        assert len(contents(iter(second))) == 50
+
+
 # ---- threads
 
 

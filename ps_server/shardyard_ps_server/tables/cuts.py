@@ -93,8 +93,8 @@ class Ending(enum.Enum):
 
 
 class Cut:
-    """Iterate once, then `close`, or before if not all of it is wanted. `removed`: ids that are to be taken out before
-    the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one, until the cut
+    """Iterate once, then `close`, or before if not all of it is wanted. `removed`: ids, each once, that are to be taken
+    out before the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one, until the cut
     is closed. `updates`, `now_ms`, `rows`, `entries`: as in Moment."""
 
     def __init__(
@@ -115,7 +115,7 @@ class Cut:
 
     @property
     def removed(self) -> Numbers:
-        return np.concatenate([_NOBODY, *self._moment.removed])
+        return np.unique(np.concatenate([_NOBODY, *self._moment.removed]))
 
     @property
     def cells(self) -> npt.NDArray[np.uint8] | None:
