@@ -49,11 +49,10 @@ def check_settings(tables: Tables, settings: JobSettings) -> None:
             "set job.consistency.mode to sync, hybrid, async or bounded",
         ),
         (
-            settings.consistency.mode is ConsistencyMode.SYNC
-            and any(each.expiry != ExpirySettings() for each in tables),
-            "whose rows expire, in a job with job.consistency.mode sync",
-            "which rows go depends on where a walk stands, and a step's bits depend on its work alone",
-            "let rows stay, or set job.consistency.mode to hybrid, async or bounded",
+            settings.consistency.mode is ConsistencyMode.SYNC and any(each.expiry.by_time for each in tables),
+            "whose rows expire by seconds, in a job with job.consistency.mode sync",
+            "which rows go depends on the time, and a step's bits depend on its work alone",
+            "tell ages in steps, or set job.consistency.mode to hybrid, async or bounded",
         ),
         (
             bool(settings.consistency.rows_at_once and settings.clip.norm),

@@ -130,8 +130,9 @@ class Partition:
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._tables = PartitionTables(layout, clock, recorded=logged, budget=budget)
         self._rows_at_once = rows_at_once and bool(layout.tables)
+        swept = mode is UpdateMode.SYNC and not self._rows_at_once
+        self._tables = PartitionTables(layout, clock, recorded=logged, swept=swept, budget=budget)
         self._former: FormerRows | None = None
         """Of a synchronous job that updates rows with its steps, from when the first is taken: what it has changed."""
         self._readers = ReadersRows(HELD_ROWS_BYTES_MAX // len(layout.partitions))
@@ -586,7 +587,7 @@ class Partition:
             with self._changed:
                 self._former = former
                 self._readers.keep([former])
-        if not rows:
+        if not rows and not gone:
             return
         if former is None:
             self._set_aside_for_readers([rows, gone], begins=True)
@@ -733,10 +734,11 @@ class Partition:
             self._spare += self._kept
             self._kept = [own]
             return Outcome.RECORDED
-        former = self._set_aside(rows)
+        gone = self._sweep(rows)
+        former = self._set_aside(rows, gone)
         new = self._next(taken)
         early()
-        self._push_rows(rows, groups, former)
+        self._push_rows(rows, groups, former, gone)
         with self._changed:
             advance()
             gate.next_step()
@@ -753,19 +755,23 @@ class Partition:
         rows = [member.rows for member in taken.members]
         return self._tables.mean(rows, taken.shares, self._clipping.value), groups
 
-    def _set_aside(self, rows: Sequence[Rows]) -> FormerRows | None:
+    def _sweep(self, rows: Sequence[Rows]) -> Sequence[Gone]:
+        """What expires with the step that changes these rows."""
+        return () if self._rows_at_once else self._tables.sweep(rows, self._versions.newest.number + 1)
+
+    def _set_aside(self, rows: Sequence[Rows], gone: Sequence[Gone]) -> FormerRows | None:
         """What a step is about to change. Raises TooLarge."""
         if not self._tables.names or self._rows_at_once:
             return None
         number = self._versions.newest.number
         try:
-            return self._tables.set_aside(rows, number)
+            return self._tables.set_aside([*rows, *gone], number)
         except TooLarge:
             with self._changed:
                 if not self._readers.nbytes:
                     raise
                 self._readers.lose("the server needs the memory for a step")
-        return self._tables.set_aside(rows, number)
+        return self._tables.set_aside([*rows, *gone], number)
 
     def _gather(self, members: Sequence[Contribution], shares: Sequence[float]) -> tuple[Contribution, Bytes]:
         """The mean, in memory of our own, and that memory. Raises TooLarge."""
@@ -797,9 +803,10 @@ class Partition:
             assert verdict.square_norm is not None
             scale = scale_of(verdict.square_norm, self._clipping.norm)
             rows = scaled(mean.rows, scale)
-            former = self._set_aside(rows)
+            gone = self._sweep(rows)
+            former = self._set_aside(rows, gone)
             new = self._next(Verdict(() if mean.groups is None else (mean,), (1.0,)), scale)
-            self._push_rows(rows, mean.table_groups, former)
+            self._push_rows(rows, mean.table_groups, former, gone)
             with self._changed:
                 gate.next_step()
                 self._mean = None

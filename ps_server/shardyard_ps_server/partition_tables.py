@@ -77,16 +77,23 @@ class Gone(NamedTuple):
 
 
 class PartitionTables:
-    """`recorded`: what expires with a push is decided by `await_push`, and not when it takes effect. Raises TableError
-    where the address space for rows is refused."""
+    """`recorded`: what expires with a push is decided by `await_push`, and not when it takes effect. `swept`: it is
+    asked for by `sweep`, and goes with that update. Raises TableError where the address space for rows is refused."""
 
     def __init__(
-        self, layout: JobLayout, clock: Clock, *, recorded: bool = False, budget: Budget | None = None
+        self,
+        layout: JobLayout,
+        clock: Clock,
+        *,
+        recorded: bool = False,
+        swept: bool = False,
+        budget: Budget | None = None,
     ) -> None:
         self._settings = layout.tables
         self._clock = clock
         self.names = frozenset(settings.name for settings in layout.tables)
         self._recorded = recorded
+        self._swept = swept
         self._awaiting = threading.Lock()
         self._awaited: list[Sequence[Rows]] = []
         self._decided: set[int] = set()
@@ -125,21 +132,34 @@ class PartitionTables:
         return tuple([Rows(number, *row_sums.mean_of(found[number], limit)) for number in sorted(found)])
 
     def set_aside(self, rows: Sequence[Rows | Gone], number: int) -> FormerRows:
-        """What these, each table once, read as now, which is version `number`. Raises TooLarge."""
-        found = {}
+        """What these, each id of a table once, read as now, which is version `number`. Raises TooLarge."""
+        changing: dict[int, list[Ids]] = {}
         for each in rows:
-            of = self._of(each)
+            changing.setdefault(each.table, []).append(each.ids)
+        found = {}
+        for index, parts in changing.items():
+            of = self._at(index)
             try:
-                values = (
-                    np.empty_like(each.values)
-                    if isinstance(each, Rows)
-                    else np.empty((each.ids.size, of.settings.dim), np.float32)
-                )
+                ids = parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+                values = np.empty((ids.size, of.settings.dim), np.float32)
             except MemoryError:
-                raise TooLarge(f"{each.ids.size} rows of {of.settings.name!r} to be kept; there is no memory") from None
-            of.look_up(each.ids, values)
-            found[each.table] = each.ids, values
+                n = sum([part.size for part in parts])
+                raise TooLarge(f"{n} rows of {of.settings.name!r} to be kept; there is no memory") from None
+            of.look_up(ids, values)
+            found[index] = ids, values
         return FormerRows(number, found)
+
+    def sweep(self, rows: Sequence[Rows], step: int) -> tuple[Gone, ...]:
+        """What expires with update number `step`, which changes these rows."""
+        found = []
+        for number, settings in enumerate(self._settings):
+            if settings.expiry == _STAYS or step % settings.expiry.sweep_steps:
+                continue
+            pushed = [each.ids for each in rows if each.table == number]
+            ids = self._at(number).sweep(step, pushed[0] if pushed else _NOBODY)
+            if ids.size:
+                found.append(Gone(number, ids))
+        return tuple(found)
 
     def push(
         self,
@@ -159,7 +179,7 @@ class PartitionTables:
                 counts = None if each.counts is None else each.counts[part]
                 values = each.values[part]
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
-            if into.settings.expiry != _STAYS and not self._recorded:
+            if into.settings.expiry != _STAYS and not (self._recorded or self._swept):
                 self._expire(each, step, time_ms, hold)
         for expired in gone:
             self._of(expired).remove_expired(expired.ids)
@@ -179,7 +199,6 @@ class PartitionTables:
             return
         ids = into.expiring(step, budget, ())  # at the time that the push has told
         if ids.size:
-            ids.sort()
             hold(Gone(rows.table, ids))
             into.remove_expired(ids)
 
@@ -223,7 +242,7 @@ class PartitionTables:
 
     def _expiring(self, rows: Rows, step: int) -> Ids:
         table, into = rows.table, self._of(rows)
-        if into.settings.expiry == _STAYS:
+        if into.settings.expiry == _STAYS or self._swept:
             return rows.ids[:0]
         owed = min(self._owed.get(table, 0) + HOMES_PER_ROW * rows.ids.size, HOMES_MAX)
         with self._awaiting:
@@ -234,7 +253,6 @@ class PartitionTables:
         if waits:
             return rows.ids[:0]
         ids = into.expiring(step, owed, besides)
-        ids.sort()
         if ids.size:
             with self._awaiting:
                 self._decided.add(table)
@@ -281,6 +299,7 @@ def scaled(rows: Sequence[Rows], scale: float) -> tuple[Rows, ...]:
 
 
 _STAYS: Final = ExpirySettings()
+_NOBODY: Final[Ids] = np.empty(0, np.int64)
 
 
 @functools.cache

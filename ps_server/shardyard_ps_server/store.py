@@ -42,7 +42,6 @@ from shardyard.ground.errors import (
 from shardyard.ground.failpoints import failpoint
 from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.row_ids import Ids
-from shardyard.ground.table_settings import ExpirySettings
 from shardyard.ground.types import (
     LANE_OF_ROWS,
     NO_CLIPPING,
@@ -1411,12 +1410,12 @@ def _check_tables(
     rows_at_once: bool,
 ) -> None:
     """Raises InvalidRequest for what rows cannot be part of."""
-    expiring = next((each for each in layout.tables if each.expiry != ExpirySettings()), None)
-    if mode is UpdateMode.SYNC and not rows_at_once and expiring is not None:
+    by_time = next((each for each in layout.tables if each.expiry.by_time), None)
+    if mode is UpdateMode.SYNC and not rows_at_once and by_time is not None:
         raise InvalidRequest(
-            f"table {expiring.name!r} of job {job}, which is synchronous, with rows that expire",
-            why="which rows go depends on where a walk stands, and a step's bits depend on its work alone",
-            todo="let rows of synchronous jobs stay",
+            f"table {by_time.name!r} of job {job}, which is synchronous, with rows that expire by seconds",
+            why="which rows go depends on the time, and a step's bits depend on its work alone",
+            todo="tell ages of synchronous jobs in steps",
         )
     if rows_at_once and clipping.norm:
         raise InvalidRequest(

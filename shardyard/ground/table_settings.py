@@ -17,6 +17,9 @@ from shardyard.ground.limits import FREQUENCY_MAX, TABLE_DIM_MAX, TABLE_ROWS_MAX
 
 AGE_UNITS: Final = 1 << 14
 """An age that expires is cut into at least so many units."""
+SWEEPS_PER_AGE: Final = 16
+SWEEP_STEPS: Final = 64
+"""From one sweep to the next, where no age is told."""
 CELLS_MAX: Final = 1 << 32
 
 
@@ -95,6 +98,12 @@ class ExpirySettings:
         """Steps, or milliseconds, that are told apart no further: ages are told in units of so many, a power of two."""
         longest = max(self.age_steps, self.grace_steps, self.age_ms, self.grace_ms)
         return 1 << max(0, (longest // AGE_UNITS).bit_length())
+
+    @property
+    def sweep_steps(self) -> int:
+        """In a synchronous job what expires goes with each update whose number is a multiple of this."""
+        longest = max(self.age_steps, self.grace_steps)
+        return max(1, longest // SWEEPS_PER_AGE) if longest else SWEEP_STEPS
 
     @property
     def age_units(self) -> int:

@@ -43,14 +43,15 @@ SETTINGS: dict[str, Any] = {
 
 
 class Model(torch.nn.Module):
-    """What it learns of words depends on rows that other steps have changed."""
+    """What it learns of words depends on rows that other steps have changed. `age`: of more steps users expire."""
 
-    def __init__(self, optimizer: sy.tables.RowOptimizer | None = None) -> None:
+    def __init__(self, optimizer: sy.tables.RowOptimizer | None = None, age: int = 0) -> None:
         super().__init__()
         optimizer = optimizer or sy.tables.SGD(lr=LR)
         words = sy.tables.Table(4, name="words", seed=3, optimizer=optimizer)
         self.words = sy.EmbeddingBag(4, "mean", table=words)
-        self.user = sy.Embedding(2, table=sy.tables.Table(2, name="users", seed=4, optimizer=optimizer))
+        expiry = sy.tables.Expiry(age_steps=age) if age else None
+        self.user = sy.Embedding(2, table=sy.tables.Table(2, name="users", seed=4, optimizer=optimizer, expiry=expiry))
         self.top = torch.nn.Linear(6, 1)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(1)
@@ -76,9 +77,9 @@ def digest(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def learn(
-    job: sy.Job, optimizer_of_rows: sy.tables.RowOptimizer | None = None, *, ahead: bool = False
+    job: sy.Job, optimizer_of_rows: sy.tables.RowOptimizer | None = None, *, ahead: bool = False, age: int = 0
 ) -> dict[str, bytes]:
-    model = Model(optimizer_of_rows)
+    model = Model(optimizer_of_rows, age)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
     asked = (lambda batch: {model.words: batch[0][:, 1:], model.user: batch[0][:, 0]}) if ahead else None
     for ids, wanted in job.batches(data(), batch_size=BATCH, epochs=EPOCHS, shuffle=False, look_ahead=asked):
@@ -88,9 +89,10 @@ def learn(
     return digest(model)
 
 
-def learned_by_one_process() -> dict[str, bytes]:
-    """Ranks one after the other; the mean in their order, weighted by samples; an update of each row."""
-    model = Model()
+def learned_by_one_process(age: int = 0) -> dict[str, bytes]:
+    """Ranks one after the other; the mean in their order, weighted by samples; an update of each row. Users that were
+    not updated for more than `age` steps begin anew."""
+    model, updated, steps = Model(), dict[int, int](), 0
     _watched = sy.tables.Optimizer(model)
     tables = [model.words.table, model.user.table]
     ids, wanted = data().tensors
@@ -116,6 +118,12 @@ def learned_by_one_process() -> dict[str, bytes]:
                 chosen = np.array(sorted(mean))
                 values = torch.from_numpy(table.rows.look_up(chosen))
                 table.put(torch.from_numpy(chosen), values - LR * torch.stack([mean[int(number)] for number in chosen]))
+            steps += 1
+            updated |= dict.fromkeys(rows[1], steps)
+            gone = [number for number, last in updated.items() if age and steps - last > age]
+            tables[1].rows.drop(np.array(gone, np.int64))
+            for number in gone:
+                del updated[number]
     return digest(model)
 
 
@@ -159,6 +167,20 @@ def test_promise_6_rows_have_the_bits_of_one_process_that_computes_the_ranks_one
     expected = learned_by_one_process()
     for found in together({"yard.servers": servers} | given, workers, lambda job, _: learn(job, ahead=ahead)):
         assert found.keys() == expected.keys()
+        assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("servers", "workers", "given"),
+    [(1, 1, {}), (2, 3, {"worker.same_host": "never"}), (4, 2, {"job.clip.norm": 1e6})],
+)
+@pytest.mark.parametrize("ahead", [False, True], ids=["looked-up", "ahead"])
+def test_promise_6_the_same_rows_expire_wherever_they_are(
+    servers: int, workers: int, given: dict[str, Any], ahead: bool
+) -> None:
+    expected = learned_by_one_process(age=1)
+    assert expected != learned_by_one_process()
+    for found in together({"yard.servers": servers} | given, workers, lambda job, _: learn(job, ahead=ahead, age=1)):
         assert [name for name in expected if found[name] != expected[name]] == []
 
 

@@ -77,10 +77,22 @@ class PlainTable:
             self.cells[at] = max(self.cells[at], min(fewest + times, 255))
         return fewest
 
+    def swept(self, step: int, now_ms: int, besides: set[int]) -> set[int]:
+        """The ids that go with a sweep."""
+        frequencies = {number: entry.frequency for number, entry in self.entries.items() if entry.row is not None}
+        too_many = len(frequencies) - self.settings.expiry.rows_kept
+        gone = self.expired(step, now_ms)
+        if self.settings.expiry.rows_kept and too_many > 0:
+            fewest = sorted(frequencies.values())[too_many - 1]
+            fewer = {number for number, frequency in frequencies.items() if frequency < fewest}
+            tied = [number for number, frequency in frequencies.items() if frequency == fewest]
+            tied = sorted(set(tied) - besides, key=lambda number: int(word_of(number, 0)))
+            gone |= fewer | set(tied[: too_many - len(fewer)])
+        return gone - besides
+
     def expired(self, step: int, now_ms: int = 0) -> set[int]:
-        """The ids that go in a walk through the whole table; for a table that does not keep the most frequent alone."""
+        """The ids that go in a walk through the whole table, but for those that are too many."""
         expiry = self.settings.expiry
-        assert not expiry.rows_kept
         by_time = expiry.age_ms or expiry.grace_ms
         longest, grace = (expiry.age_ms, expiry.grace_ms) if by_time else (expiry.age_steps, expiry.grace_steps)
         unit, gone = expiry.age_unit, set()

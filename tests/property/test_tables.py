@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,20 @@ OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(
             ["push"] * 6
-            + ["count", "look_up", "remove", "expire", "expire", "copy", "load", "cut", "cut", "finish", "again"]
+            + [
+                "count",
+                "look_up",
+                "remove",
+                "expire",
+                "expire",
+                "sweep",
+                "copy",
+                "load",
+                "cut",
+                "cut",
+                "finish",
+                "again",
+            ]
         ),
         st.integers(0, 2**32),
         st.lists(IDS, max_size=80),
@@ -183,6 +197,8 @@ class Pair:
             assert sorted(gone.tolist()) == sorted(set(ids) & set(self.plain.entries))
             for number in gone.tolist():
                 del self.plain.entries[number]
+        elif what == "sweep" or (what == "expire" and self.settings.expiry.rows_kept):
+            self.sweep(ids)
         elif what == "expire":
             self.expire()
         elif what == "load":
@@ -231,6 +247,13 @@ class Pair:
         for number in gone:
             del self.plain.entries[number]
 
+    def sweep(self, besides: list[int]) -> None:
+        gone = self.table.sweep(self.step, np.array(besides, np.int64))
+        assert gone.tolist() == sorted(self.plain.swept(self.step, self.now_ms, set(besides)))
+        self.table.remove_expired(gone)
+        for number in gone.tolist():
+            del self.plain.entries[number]
+
     def finish(self) -> None:
         assert self.cut is not None
         self.chunks.extend(self.cut)
@@ -273,4 +296,18 @@ def test_a_table_is_a_dictionary(
     pair = Pair(given_settings, bound() if bounded else None)
     for what, seed, ids in operations:
         pair.do(what, seed, ids)
+    pair.check()
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@settings(max_examples=100, deadline=None)
+@given(given_settings=table_settings(), operations=OPERATIONS, rows_kept=st.integers(1, 60))
+def test_a_sweep_takes_the_least_frequent_by_entries_alone(
+    bounded: bool, given_settings: TableSettings, operations: list[tuple[str, int, list[int]]], rows_kept: int
+) -> None:
+    expiry_too = replace(given_settings.expiry, rows_kept=rows_kept)
+    pair = Pair(replace(given_settings, expiry=expiry_too), bound() if bounded else None)
+    for what, seed, ids in operations:
+        pair.do(what, seed, ids)
+    pair.sweep([])
     pair.check()

@@ -49,6 +49,7 @@ HALF = (0.5, *RATE[1:])
 WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
 NARROW = TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12)
 EXPIRING = dataclasses.replace(NARROW, expiry=ExpirySettings(age_steps=5))
+IN_SECONDS = dataclasses.replace(NARROW, expiry=ExpirySettings(age_ms=5_000))
 PARTITION = PartitionId(0)
 LAYOUT = JobLayout(
     (VariableSpec("a", DType.FLOAT32, (16,)),),
@@ -134,10 +135,11 @@ def server(
     *,
     on_failure: Any = None,
     generation: Generation = GENERATION,
+    layout: JobLayout = LAYOUT,
     **rules: Any,
 ) -> Store:
     store = made(on_failure=on_failure)
-    store.create(JOB, generation, LAYOUT, [PARTITION], UpdateMode.SYNC, ranks, restore, **rules)
+    store.create(JOB, generation, layout, [PARTITION], UpdateMode.SYNC, ranks, restore, **rules)
     if restore is NO_RESTORE:
         store.open(JOB, generation)
     leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]

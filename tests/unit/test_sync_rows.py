@@ -29,11 +29,12 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import armed
 from shardyard.ground.optimizers import make_group
-from shardyard.ground.table_settings import TableSettings
+from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Caller,
     Clipping,
     Generation,
+    JobLayout,
     LookUp,
     Outcome,
     PushKind,
@@ -54,7 +55,7 @@ from shardyard_coordinator.tables import check_settings
 from shardyard_ps_server import partition_tables, row_sums
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.former_rows import FormerRows
-from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import PartitionTables, Rows
 from shardyard_ps_server.row_sums import Given, Mean
 from shardyard_ps_server.store import Restore
@@ -68,6 +69,7 @@ from rows_in_steps import (
     HALF,
     HERE,
     IDS,
+    IN_SECONDS,
     INITIAL,
     JOB,
     LAYOUT,
@@ -231,8 +233,11 @@ def test_a_step_for_which_memory_is_refused_has_changed_nothing(monkeypatch: pyt
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(row_sums.np if place == "mean_of" else partition_tables.np, "empty_like", refuse)
-        patch.setattr(row_sums.np, "unique", refuse if place == "mean_of" else np.unique)
+        if place == "mean_of":
+            patch.setattr(row_sums.np, "empty_like", refuse)
+            patch.setattr(row_sums.np, "unique", refuse)
+        else:
+            patch.setattr(partition_tables.np, "empty", refuse)
         with pytest.raises(TooLarge):
             push(partition, 1, 0, work({1: 1.0}, dense=1.0))
     assert partition.describe()[0].number == 0
@@ -520,6 +525,98 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
         read(only(store), 1)
 
 
+# ---- what expires
+
+
+def expiring(**reasons: Any) -> JobLayout:
+    return dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, expiry=ExpirySettings(**reasons)), NARROW))
+
+
+def rows_of(partition: Partition) -> dict[int, tuple[bytes, int, int]]:
+    return {
+        number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
+        for chunk in partition.items(0)
+        for i, number in enumerate(chunk.ids.tolist())
+    }
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1_000.0)])
+def test_rule_b3_a_row_expires_with_its_step_and_is_there_in_the_version_before(clipping: Clipping) -> None:
+    partition = partition_of(1, expiring(age_steps=5), clipping=clipping)
+    for step in range(6):
+        push(partition, 0, step, work({0 if step == 0 else 1: 1.0}))
+        judge(partition, step)
+    assert partition.tables["wide"].rows == 2
+    # six steps ago: also with a step that changes no row
+    push(partition, 0, 6, work())
+    judge(partition, 6)
+    assert partition.tables["wide"].rows == 1
+    assert moved(partition, 6) == pytest.approx({0: -1.0, 1: -5.0})
+    assert moved(partition, 7) == moved(partition) == pytest.approx({1: -5.0})
+    push(partition, 0, 7, work({0: 1.0}))
+    judge(partition, 7)
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -5.0})
+
+
+def test_a_row_that_is_pushed_with_the_step_stays() -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    for step in range(1, 6):
+        push(partition, 0, step, work())
+    push(partition, 0, 6, work({0: 1.0}))
+    assert moved(partition) == pytest.approx({0: -2.0})
+
+
+def test_a_sweep_comes_sixteen_times_in_an_age_and_else_every_64_steps() -> None:
+    assert [ExpirySettings(age_steps=age).sweep_steps for age in (1, 16, 31, 32, 1_600)] == [1, 1, 1, 2, 100]
+    assert ExpirySettings(frequency_min=2, grace_steps=320).sweep_steps == 20
+    assert ExpirySettings(rows_kept=9).sweep_steps == 64
+    partition = partition_of(1, expiring(age_steps=64))
+    push(partition, 0, 0, work({0: 1.0}))
+    for step in range(1, 67):
+        assert moved(partition) == pytest.approx({0: -1.0}), step
+        push(partition, 0, step, work())
+    assert partition.describe()[0].number == 67
+    push(partition, 0, 67, work())  # makes version 68, a multiple of 4; the row has been due since 66
+    assert moved(partition) == {}
+
+
+@pytest.mark.parametrize("reasons", [{"age_steps": 4}, {"rows_kept": 5}, {"frequency_min": 30, "grace_steps": 8}])
+def test_rule_b7_the_same_rows_expire_after_a_restore_and_whoever_comes_first(
+    tmp_path: Path, reasons: dict[str, int]
+) -> None:
+    layout = expiring(**reasons)
+    work_of = np.random.default_rng(5).zipf(1.5, (150, 2, 3)) % IDS.size
+
+    def train(partition: Partition, begin: int, end: int, order: tuple[int, int]) -> None:
+        for step in range(begin, end):
+            for rank in order:
+                push(partition, rank, step, work({int(place): 1.0 + rank for place in work_of[step, rank]}))
+
+    straight = partition_of(2, layout)
+    train(straight, 0, 150, (0, 1))
+    assert straight.tables["wide"].expired > 0
+    store = server(layout=layout)
+    train(only(store), 0, 61, (1, 0))
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveOrder(1, 61, 0, 0), str(tmp_path))
+    entry = PartitionEntry(saved.partition, Version(2, 61), (saved.file,), saved.tables)
+    again = only(server(Restore(str(tmp_path), (entry,)), layout=layout))
+    train(again, 61, 150, (1, 0))
+    assert rows_of(again) == rows_of(straight)
+
+
+def test_a_reader_that_holds_a_version_has_the_rows_that_expired_since() -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    wanted = partition.want(None, rows=True)
+    for step in range(1, 9):
+        push(partition, 0, step, work({1: 1.0}))
+    assert moved(partition) == pytest.approx({1: -9.0})
+    out = np.empty((IDS.size, 2), np.float32)
+    partition.look_up_held([Asked(0, IDS, out)], wanted)
+    assert (out - INITIAL)[:3, 0].tolist() == pytest.approx([-1.0, -1.0, 0.0])
+
+
 # ---- asked over the wire
 
 
@@ -533,10 +630,10 @@ def test_a_look_up_that_waits_too_long_is_refused() -> None:
         wire_tables.look_up_from_header(wire_tables.look_up_to_header(asked(number=1, wait_ms=1_001)))
 
 
-def test_rows_that_expire_are_refused_in_a_synchronous_job() -> None:
+def test_rows_that_expire_by_seconds_are_refused_in_a_synchronous_job() -> None:
     store = made()
-    layout = dataclasses.replace(LAYOUT, tables=(WIDE, EXPIRING))
-    with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire"):
+    layout = dataclasses.replace(LAYOUT, tables=(WIDE, IN_SECONDS))
+    with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire by seconds"):
         store.create(JOB, GENERATION, layout, [PARTITION], UpdateMode.SYNC, 2)
     assert not store.hosted()
 
@@ -546,7 +643,9 @@ def test_rows_that_expire_are_refused_in_a_synchronous_job() -> None:
     [
         ("sync", (WIDE, NARROW), ""),
         ("async", (WIDE, EXPIRING), ""),
-        ("sync", (WIDE, EXPIRING), "whose rows expire, in a job with job.consistency.mode sync"),
+        ("async", (WIDE, IN_SECONDS), ""),
+        ("sync", (WIDE, EXPIRING), ""),
+        ("sync", (WIDE, IN_SECONDS), "whose rows expire by seconds, in a job with job.consistency.mode sync"),
         ("local", (WIDE,), "in a job with job.consistency.mode local"),
         ("local", (), ""),
     ],

@@ -234,6 +234,35 @@ def test_expiry_goes_on_where_it_stopped_while_others_push() -> None:
     assert table.rows == min(calls * 1_000, fresh.size)
 
 
+def test_what_expires_and_stays_is_told_once_however_crowded_its_place() -> None:
+    """A record of a log has ids that ascend strictly."""
+    table = make(expiry=ExpirySettings(age_steps=10))
+    ids = np.arange(60_000)
+    push(table, ids, 1)
+    assert table.expiring(20, 1 << 30, [ids[:7]]).tolist() == ids[7:].tolist()
+    assert table.rows == 60_000
+
+
+def test_a_sweep_tells_the_same_whatever_the_private_seed() -> None:
+    first, second = (make(expiry=ExpirySettings(rows_kept=350, frequency_min=2)) for _ in range(2))
+    for step in range(1, 9):
+        push(first, IDS[: step * 100], step)
+        push(second, IDS[: step * 100][::-1].copy(), step)
+    gone = first.sweep(9, IDS[:0])
+    assert gone.tolist() == second.sweep(9, IDS[:0]).tolist() == sorted(gone.tolist())
+    # of 800 as many go as are too many; those of one frequency by no order of their own
+    assert gone.size == 450
+    kept = np.setdiff1d(IDS[:800], gone)
+    assert set(kept.tolist()) > set(IDS[:300].tolist())
+    assert set(kept.tolist()) < set(IDS[:400].tolist())
+    assert kept[300:].tolist() != IDS[300:350].tolist()
+    besides = gone[::2].copy()
+    assert not set(first.sweep(9, besides).tolist()) & set(besides.tolist())
+    first.remove_expired(gone)
+    assert (first.rows, first.expired) == (350, 450)
+    assert first.sweep(9, IDS[:0]).size == 0
+
+
 def test_nothing_expires_without_a_reason() -> None:
     table = make()
     push(table, IDS, 1)

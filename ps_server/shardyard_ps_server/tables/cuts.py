@@ -94,8 +94,8 @@ class Ending(enum.Enum):
 
 class Cut:
     """Iterate once, then `close`, or before if not all of it is wanted. `removed`: ids, each once, that are to be taken
-    out before the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one, until the cut
-    is closed. `updates`, `now_ms`, `rows`, `entries`: as in Moment."""
+    out before the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one,
+    until the cut is closed. `updates`, `now_ms`, `rows`, `entries`: as in Moment."""
 
     def __init__(
         self, memory: Memory, moment: Moment, end: Callable[[Ending], None], close: Callable[[], None]

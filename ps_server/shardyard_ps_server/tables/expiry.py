@@ -1,24 +1,30 @@
-"""What goes, a little at a time: walks for a table's expiry settings.
+"""What goes, a little at a time or all at once: walks for a table's expiry settings.
 
 Owns: where the walk is, and what it has learned of frequencies. Invariants: a pinned id stays; what goes is told, since
-where a walk stands depends on the index's private seed: whoever needs the same rows again records the ids (rule C1).
+where a walk stands depends on the index's private seed: whoever needs the same rows again records the ids (rule C1), or
+sweeps, which depends on it in nothing.
 Must not know: when it is called.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from shardyard.ground.limits import FREQUENCY_MAX
+from shardyard.ground.splitmix import mixed
 from shardyard.ground.table_settings import ExpirySettings
 from shardyard_ps_server.tables import moves, walks
 from shardyard_ps_server.tables.layout import Memory, Numbers
 
 HOMES_PER_STEP: Final = 512
 _GONE: Final = 2 * HOMES_PER_STEP
+
+Together = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,44 @@ class Expiry:
         if over:
             self._begun = False
         return Expired(gone[:n].copy(), over=over)
+
+    def sweep(self, memory: Memory, unit: int, rows: int, pinned: Numbers, together: Together) -> Numbers:
+        """All ids that expire at `unit`, ascending, of a table that nobody changes meanwhile. They follow from its
+        entries alone: of rows that are as frequent, those go whose mixed ids are smallest. `together`: what a few
+        hundred buckets are looked at within."""
+        nothing = np.zeros(1, np.int64)
+        reasons = self._reasons(unit, pinned)._replace(fewest=0, ties=nothing)
+        gone = self._all(memory, reasons, together)
+        if not 0 < self.settings.rows_kept < rows:
+            return np.unique(gone)
+        self._begin(rows)
+        while self._histogram is not None:
+            with together():
+                self.step(memory, unit, rows, pinned)
+        self._begun = False
+        fewest, ties = self._fewest, int(self._ties[0])
+        least = walks.Reasons(unit, 0, 0, 0, 0.0, fewest, nothing, pinned)
+        fewer = self._all(memory, least, together)
+        tied = np.setdiff1d(self._all(memory, least._replace(fewest=fewest + 1), together), fewer)
+        chosen = tied[np.argsort(mixed(tied.view(np.uint64)))[:ties]]
+        return np.unique(np.concatenate([gone, fewer, chosen]))
+
+    def _all(self, memory: Memory, reasons: walks.Reasons, together: Together) -> Numbers:
+        """What expires for these, in no order."""
+        found: list[Numbers] = []
+        cursor, over, room = np.uint64(0), False, _GONE
+        while not over:
+            if reasons.square_norm_min > 0:
+                moves.bring_window(memory, cursor, HOMES_PER_STEP, not_copied=False, only_changed=False)
+            gone = np.empty(room, np.int64)
+            with together():
+                n, after, over = walks.expire_some(memory, cursor, HOMES_PER_STEP, self.dim, reasons, gone, True)
+            if n == room:  # there may be more
+                over, room = False, 2 * room
+                continue
+            found.append(gone[:n])
+            cursor = np.uint64(after)
+        return np.concatenate(found)
 
     def bring(self, memory: Memory) -> None:
         """What the next step reads of rows is in memory: their values, or all of what goes where a cut is taken."""

@@ -26,7 +26,7 @@ from shardyard.ground.limits import FREQUENCY_MAX
 from shardyard.ground.row_admission import draws_key, share_of
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.row_values import row_key
-from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
+from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables import loops, rules
 from shardyard_ps_server.tables.batches import Batches, batch_in
 from shardyard_ps_server.tables.budget import Budget
@@ -327,12 +327,21 @@ class Table:
         return self._expire(step, budget, now_ms, stays=False)
 
     def expiring(self, step: int, budget: int, besides: Sequence[Ids]) -> Ids:
-        """What `expire` would take out at `step`, but for `besides`: told, for who takes it out with `remove_expired`
-        before it asks again."""
-        return self._expire(step, budget, 0, stays=True, besides=besides).ids
+        """What `expire` would take out at `step`, but for `besides`, ascending: told, for who takes it out with
+        `remove_expired` before it asks again."""
+        # who is not at home, and stays, is met again from there on
+        return np.unique(self._expire(step, budget, 0, stays=True, besides=besides).ids)
+
+    def sweep(self, step: int, besides: Ids) -> Ids:
+        """All that expires at `step`, ascending, but for `besides`, from the entries alone: two tables with the same
+        entries tell the same. Told, for who takes it out with `remove_expired`, and beside whom nobody pushes."""
+        unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
+        with self._expiring:
+            pinned = self._pinned_ids([besides])
+            return self._expiry.sweep(self._memory, unit, self.rows, pinned, self._gate.together)
 
     def remove_expired(self, ids: Ids) -> None:
-        """What `expiring` has told, here or where a log was written."""
+        """What `expiring` or `sweep` has told, here or where a log was written."""
         self._expired += self.remove(ids).size
 
     def _expire(self, step: int, budget: int, now_ms: int, *, stays: bool, besides: Sequence[Ids] = ()) -> Expired:
@@ -344,9 +353,7 @@ class Table:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
                 self._expiry.bring(self._memory)
                 with self._gate.together():
-                    with self._counting:
-                        pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
-                    pinned = np.unique(np.concatenate(pins)) if pins else _NOBODY
+                    pinned = self._pinned_ids(besides)
                     done = self._expiry.step(self._memory, unit, self.rows, pinned, stays=stays)
                     if not stays:
                         self._tell_removed(done.ids)
@@ -356,6 +363,12 @@ class Table:
                 if over:
                     break
         return Expired(np.concatenate(gone), over)
+
+    def _pinned_ids(self, besides: Sequence[Ids]) -> Ids:
+        """Those that stay, ascending."""
+        with self._counting:
+            pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
+        return np.unique(np.concatenate(pins)) if pins else _NOBODY
 
     # ---- cutting
 
@@ -608,13 +621,16 @@ def warm() -> None:
     """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with tables
     (shardyard_ps_server.table_loops)."""
     budget = Budget(1, lambda: os.memfd_create("rows"))  # so rows go to a file, and come back
+    expiry = ExpirySettings(rows_kept=1_000)
     for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):
-        table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission), budget)
+        table = Table(TableSettings("warm", 1, "ftrl", rows_max=4_096, admission=admission, expiry=expiry), budget)
         ids = np.arange(2_000, dtype=np.int64)
         for part in (ids[:1_500], ids[500:], ids):
             table.push(part, np.zeros((part.size, 1), np.float32), 1, counts=np.ones(part.size, np.int64))
         table.look_up(ids, np.zeros((ids.size, 1), np.float32))
         for chunk in table.items():
             table.load(chunk.ids, chunk.values, chunk.state, chunk.frequencies, chunk.steps)
-        table.remove(ids)
+        table.sweep(1, ids[:9])
         table.expire(1, 1)
+        table.expire(1, 1 << 20)
+        table.remove(ids)

@@ -110,7 +110,8 @@ def expire_some(
     memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers, stays: bool
 ) -> tuple[int, np.uint64, bool]:
     """Takes out what expires of the next `homes` homes; `gone` has room for so many ids. `stays`: they are told and
-    left there; those for which there is no room come with a later walk. As `copy_some`."""
+    left there, some of them again with the next homes; those for which there is no room come with a later walk. As
+    `copy_some`."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     base = memory.stripes[at + BASE]

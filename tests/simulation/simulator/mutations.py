@@ -29,6 +29,7 @@ from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.partition_tables import PartitionTables
 from shardyard_ps_server.store import Store
+from shardyard_ps_server.tables.table import Table as TableOfPartition
 from shardyard_ps_server.versions import Versions
 from shardyard_ps_server.wal import Wal
 from shardyard_ps_server.wal_files import END, LogFiles
@@ -604,6 +605,24 @@ def rows_are_looked_up_as_they_are(patch: Patch) -> None:
         real(self, asked)
 
     patch.setattr(Partition, "look_up", look_up)
+
+
+@mutation("B3", "sync-rows", 62)
+def what_expires_is_gone_in_the_version_before(patch: Patch) -> None:
+    """rows that expire with a step are not there for who computes it again"""
+    real = Partition._set_aside
+    patch.setattr(Partition, "_set_aside", lambda self, rows, gone: real(self, rows, ()))
+
+
+@mutation("B7", "sync-checkpoint-rows", 18)
+def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
+    """rows come back as if they had been pushed with the checkpoint"""
+    real = TableOfPartition.load
+
+    def load(self: Any, ids: Any, values: Any, state: Any, frequencies: Any, steps: Any) -> None:
+        real(self, ids, values, state, frequencies, steps + 1)
+
+    patch.setattr(TableOfPartition, "load", load)
 
 
 @mutation("B6", "sync-overflow-rows", 0, 2)

@@ -19,6 +19,7 @@ from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_ids import partition_of
 from shardyard_worker import row_updates
 from shardyard_worker.job_tables import JobTables
+from shardyard_worker.row_lives import Expiry
 from shardyard_worker.table import Table, Wanted
 
 Ids = npt.NDArray[np.int64]
@@ -80,11 +81,11 @@ def spread(ids: Ids, rows: npt.NDArray[np.float32], coordinates: int, partitions
 
 class Rows:
     """One worker's end of the table. `coordinates`: how many there are, with one more at the end for what each push may
-    count in."""
+    count in. `age`: after so many steps without a push a row expires; 0: never."""
 
-    def __init__(self, optimizer: str, coordinates: int, partitions: int) -> None:
-        zeros = InitialValues(InitialKind.ZEROS)
-        self.table = Table(DIM, name=NAME, initial=zeros, optimizer=OPTIMIZERS[optimizer], seed=7)
+    def __init__(self, optimizer: str, coordinates: int, partitions: int, age: int = 0) -> None:
+        zeros, expiry = InitialValues(InitialKind.ZEROS), Expiry(age_steps=age) if age else None
+        self.table = Table(DIM, name=NAME, initial=zeros, optimizer=OPTIMIZERS[optimizer], expiry=expiry, seed=7)
         self.tables = JobTables({NAME: self.table}, [{"params": [self.table.weight], "lr": 1.0}])
         self._coordinates, self._partitions = coordinates, partitions
 

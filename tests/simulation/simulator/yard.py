@@ -156,6 +156,8 @@ class Plan:
     """Microseconds that the first worker takes longer for a batch than the others, at most."""
     rows: str = ""
     """The optimizer of the job's table, if it has one (rows.OPTIMIZERS)."""
+    rows_age: int = 0
+    """After so many steps without a push they expire; 0: never."""
     flight: int | None = None
     """Of a synchronous job that updates rows as they come: so many steps before their own they are looked up."""
     looks_ahead: bool = False
@@ -331,7 +333,8 @@ def _with_rows(plan: Plan, *, hybrid: bool) -> Plan:
     rng, work = random.Random(f"rows {plan.seed}"), random.Random(f"rows {plan.seed % SYNC_WORKS}")
     flight, looks_ahead = rng.choice((0, 1, 2)), rng.random() < 0.6
     if plan.mode == "sync" and not hybrid:
-        return replace(plan, rows=work.choice(("sgd", "adagrad", "adam")))
+        age = random.Random(f"age {plan.seed % SYNC_WORKS}").choice((0, 1, 2))
+        return replace(plan, rows=work.choice(("sgd", "adagrad", "adam")), rows_age=age)
     return replace(plan, rows="sgd", flight=flight if hybrid else None, looks_ahead=looks_ahead)
 
 
@@ -519,7 +522,7 @@ class Yard:
         size = plan.coordinates if plan.counts else SYNC_ELEMENTS
         with worker_job.connect(self.settings) as job:
             firsts = torch.zeros(size, dtype=torch.float64)
-            rows = Rows(plan.rows, plan.row_coordinates, plan.partitions) if plan.rows else None
+            rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.rows_age) if plan.rows else None
             if rows is not None:  # as job.prepare does, which a model's parameters come with
                 job._register = functools.partial(job._register, tables=rows.tables)  # type: ignore[method-assign]
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
