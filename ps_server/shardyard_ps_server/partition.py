@@ -587,7 +587,7 @@ class Partition:
             with self._changed:
                 self._former = former
                 self._readers.keep([former])
-        if not rows and not gone:
+        if not rows:
             return
         if former is None:
             self._set_aside_for_readers([rows, gone], begins=True)
@@ -734,7 +734,7 @@ class Partition:
             self._spare += self._kept
             self._kept = [own]
             return Outcome.RECORDED
-        gone = self._sweep(rows)
+        gone = self._tables.sweep(rows, self._versions.newest.number + 1)
         former = self._set_aside(rows, gone)
         new = self._next(taken)
         early()
@@ -755,23 +755,20 @@ class Partition:
         rows = [member.rows for member in taken.members]
         return self._tables.mean(rows, taken.shares, self._clipping.value), groups
 
-    def _sweep(self, rows: Sequence[Rows]) -> Sequence[Gone]:
-        """What expires with the step that changes these rows."""
-        return () if self._rows_at_once else self._tables.sweep(rows, self._versions.newest.number + 1)
-
     def _set_aside(self, rows: Sequence[Rows], gone: Sequence[Gone]) -> FormerRows | None:
         """What a step is about to change. Raises TooLarge."""
         if not self._tables.names or self._rows_at_once:
             return None
         number = self._versions.newest.number
+        changing: list[Rows | Gone] = [*rows, *self._tables.with_rows(gone)]
         try:
-            return self._tables.set_aside([*rows, *gone], number)
+            return self._tables.set_aside(changing, number)
         except TooLarge:
             with self._changed:
                 if not self._readers.nbytes:
                     raise
                 self._readers.lose("the server needs the memory for a step")
-        return self._tables.set_aside([*rows, *gone], number)
+        return self._tables.set_aside(changing, number)
 
     def _gather(self, members: Sequence[Contribution], shares: Sequence[float]) -> tuple[Contribution, Bytes]:
         """The mean, in memory of our own, and that memory. Raises TooLarge."""
@@ -803,7 +800,7 @@ class Partition:
             assert verdict.square_norm is not None
             scale = scale_of(verdict.square_norm, self._clipping.norm)
             rows = scaled(mean.rows, scale)
-            gone = self._sweep(rows)
+            gone = self._tables.sweep(rows, self._versions.newest.number + 1)
             former = self._set_aside(rows, gone)
             new = self._next(Verdict(() if mean.groups is None else (mean,), (1.0,)), scale)
             self._push_rows(rows, mean.table_groups, former, gone)

@@ -4,10 +4,10 @@ Owns: which rows of a push belong to the partition, what they do to its tables, 
 rows are decoded and checked, all of them, before anything changes: ids ascend strictly and are the partition's own,
 gradients are finite; room for the rows of all tables is made sure of before the first changes, in a synchronous job
 when they are recorded; who fails after that has left the tables torn, and says so; a table's clock goes on from where
-it was when the table was cut. Where a walk finds what expires depends on a seed that nobody knows; so in a job with a
-log it is decided when a push is recorded, and recorded with it: what expires is in no push that was recorded and has
-not taken effect. Whoever changes tables has the partition's turn. Must not know: names, ledgers, which version is the
-newest, logs.
+it was when the table was cut. Where a walk finds what expires depends on a seed that nobody knows; so in an
+asynchronous job with a log it is decided when a push is recorded, and recorded with it: what expires is in no push that
+was recorded and has not taken effect. In a synchronous job it follows from the step and the rows. Whoever changes
+tables has the partition's turn. Must not know: names, ledgers, which version is the newest, logs.
 """
 
 from __future__ import annotations
@@ -145,20 +145,32 @@ class PartitionTables:
             except MemoryError:
                 n = sum([part.size for part in parts])
                 raise TooLarge(f"{n} rows of {of.settings.name!r} to be kept; there is no memory") from None
-            of.look_up(ids, values)
+            for part in _parts(ids.size):
+                of.look_up(ids[part], values[part])
             found[index] = ids, values
         return FormerRows(number, found)
 
     def sweep(self, rows: Sequence[Rows], step: int) -> tuple[Gone, ...]:
-        """What expires with update number `step`, which changes these rows."""
-        found = []
-        for number, settings in enumerate(self._settings):
-            if settings.expiry == _STAYS or step % settings.expiry.sweep_steps:
+        """What expires with update number `step`, which changes these rows; nothing unless `swept`. Raises TooLarge."""
+        found: list[Gone] = []
+        for number in sorted({each.table for each in rows}) if self._swept else ():
+            expiry, table_ = self._settings[number].expiry, self._at(number)
+            if expiry == _STAYS or step % expiry.sweep_steps:
                 continue
-            pushed = [each.ids for each in rows if each.table == number]
-            ids = self._at(number).sweep(step, pushed[0] if pushed else _NOBODY)
+            try:
+                ids = table_.sweep(step, [each.ids for each in rows if each.table == number])
+            except MemoryError:
+                raise TooLarge(f"a sweep of {table_.settings.name!r}, for which there is no memory") from None
             if ids.size:
                 found.append(Gone(number, ids))
+        return tuple(found)
+
+    def with_rows(self, gone: Sequence[Gone]) -> tuple[Gone, ...]:
+        """Those of them that have a row: the others read the same when they have gone."""
+        found = []
+        for each in gone:
+            having = [self._of(each).having_row(each.ids[part]) for part in _parts(each.ids.size)]
+            found.append(Gone(each.table, np.concatenate(having)))
         return tuple(found)
 
     def push(
@@ -174,15 +186,15 @@ class PartitionTables:
         for each in rows:
             into = self._of(each)
             time_ms = self._time_ms(each)
-            for begin in range(0, each.ids.size, ROWS_PER_PART_MAX):  # several ranks may have more together
-                part = slice(begin, begin + ROWS_PER_PART_MAX)
+            for part in _parts(each.ids.size):  # several ranks may have more together
                 counts = None if each.counts is None else each.counts[part]
                 values = each.values[part]
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
             if into.settings.expiry != _STAYS and not (self._recorded or self._swept):
                 self._expire(each, step, time_ms, hold)
         for expired in gone:
-            self._of(expired).remove_expired(expired.ids)
+            for part in _parts(expired.ids.size):
+                self._of(expired).remove_expired(expired.ids[part])
 
     def _time_ms(self, rows: Rows) -> int:
         """By the table's clock. What a log has goes on from where the clock stood then, however long ago that is."""
@@ -299,7 +311,11 @@ def scaled(rows: Sequence[Rows], scale: float) -> tuple[Rows, ...]:
 
 
 _STAYS: Final = ExpirySettings()
-_NOBODY: Final[Ids] = np.empty(0, np.int64)
+
+
+def _parts(n: int) -> Iterator[slice]:
+    """Of n rows, so many as a table takes at a time."""
+    return (slice(begin, begin + ROWS_PER_PART_MAX) for begin in range(0, n, ROWS_PER_PART_MAX))
 
 
 @functools.cache

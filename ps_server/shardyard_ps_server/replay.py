@@ -198,7 +198,10 @@ def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -
     verdict, numbers = convert.given_from_wire(wire.VerdictGiven.FromString(record.head))
     for number in numbers:
         if number in partitions:
-            partitions[number].take_verdict(verdict, _check_nothing)
+            try:
+                partitions[number].take_verdict(verdict, _check_nothing)
+            except MemoryError as error:
+                raise TooLarge(f"{verdict}, for which there is no memory now") from error
 
 
 def _aligned(piece: Bytes) -> Bytes:

@@ -81,14 +81,14 @@ class PlainTable:
         """The ids that go with a sweep."""
         frequencies = {number: entry.frequency for number, entry in self.entries.items() if entry.row is not None}
         too_many = len(frequencies) - self.settings.expiry.rows_kept
-        gone = self.expired(step, now_ms)
+        gone = self.expired(step, now_ms) - besides
         if self.settings.expiry.rows_kept and too_many > 0:
             fewest = sorted(frequencies.values())[too_many - 1]
-            fewer = {number for number, frequency in frequencies.items() if frequency < fewest}
-            tied = [number for number, frequency in frequencies.items() if frequency == fewest]
-            tied = sorted(set(tied) - besides, key=lambda number: int(word_of(number, 0)))
-            gone |= fewer | set(tied[: too_many - len(fewer)])
-        return gone - besides
+            gone |= {number for number, frequency in frequencies.items() if frequency < fewest} - besides
+            going = sum(frequencies.get(number, fewest + 1) <= fewest for number in gone)
+            tied = {number for number, frequency in frequencies.items() if frequency == fewest} - gone - besides
+            gone |= set(sorted(tied, key=lambda number: int(word_of(number, step)))[: max(too_many - going, 0)])
+        return gone
 
     def expired(self, step: int, now_ms: int = 0) -> set[int]:
         """The ids that go in a walk through the whole table, but for those that are too many."""

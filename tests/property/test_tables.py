@@ -131,6 +131,7 @@ def _small() -> Iterator[None]:
         patch.setattr(stripes, "_DOUBLED_HOMES", 16)
         for module in (cuts, expiry):
             patch.setattr(module, "HOMES_PER_STEP", 5)
+        patch.setattr(expiry, "HOMES_PER_SWEEP", 5)
         patch.setattr(cuts, "_STEP_ENTRIES", 7)
         patch.setattr(cuts, "CHUNK_ENTRIES", 11)
         patch.setattr(cold, "PIECE_BYTES_LEAST", 1_000)
@@ -248,7 +249,9 @@ class Pair:
             del self.plain.entries[number]
 
     def sweep(self, besides: list[int]) -> None:
-        gone = self.table.sweep(self.step, np.array(besides, np.int64))
+        gone = self.table.sweep(self.step, [np.array(besides, np.int64)])
+        has_row = [number for number in gone.tolist() if self.plain.entries[number].row is not None]
+        assert self.table.having_row(gone).tolist() == has_row
         assert gone.tolist() == sorted(self.plain.swept(self.step, self.now_ms, set(besides)))
         self.table.remove_expired(gone)
         for number in gone.tolist():

@@ -29,7 +29,7 @@ from shardyard.ground.errors import (
 )
 from shardyard.ground.failpoints import armed
 from shardyard.ground.optimizers import make_group
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Caller,
     Clipping,
@@ -59,6 +59,7 @@ from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import PartitionTables, Rows
 from shardyard_ps_server.row_sums import Given, Mean
 from shardyard_ps_server.store import Restore
+from shardyard_ps_server.tables import expiry, table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -547,15 +548,24 @@ def test_rule_b3_a_row_expires_with_its_step_and_is_there_in_the_version_before(
         push(partition, 0, step, work({0 if step == 0 else 1: 1.0}))
         judge(partition, step)
     assert partition.tables["wide"].rows == 2
-    # six steps ago: also with a step that changes no row
-    push(partition, 0, 6, work())
+    push(partition, 0, 6, work({1: 1.0}))
     judge(partition, 6)
     assert partition.tables["wide"].rows == 1
     assert moved(partition, 6) == pytest.approx({0: -1.0, 1: -5.0})
-    assert moved(partition, 7) == moved(partition) == pytest.approx({1: -5.0})
+    assert moved(partition, 7) == moved(partition) == pytest.approx({1: -6.0})
     push(partition, 0, 7, work({0: 1.0}))
     judge(partition, 7)
-    assert moved(partition) == pytest.approx({0: -1.0, 1: -5.0})
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -6.0})
+
+
+def test_nothing_expires_in_a_table_that_a_step_does_not_change() -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    for step in range(1, 30):
+        push(partition, 0, step, work({2: 1.0}, table=1) if step % 2 else work())
+    assert partition.tables["wide"].rows == 2
+    push(partition, 0, 30, work({1: 1.0}))
+    assert moved(partition) == pytest.approx({1: -2.0})
 
 
 def test_a_row_that_is_pushed_with_the_step_stays() -> None:
@@ -574,11 +584,11 @@ def test_a_sweep_comes_sixteen_times_in_an_age_and_else_every_64_steps() -> None
     partition = partition_of(1, expiring(age_steps=64))
     push(partition, 0, 0, work({0: 1.0}))
     for step in range(1, 67):
-        assert moved(partition) == pytest.approx({0: -1.0}), step
-        push(partition, 0, step, work())
+        push(partition, 0, step, work({1: 1.0}))
+        assert moved(partition).keys() == {0, 1}, step
     assert partition.describe()[0].number == 67
-    push(partition, 0, 67, work())  # makes version 68, a multiple of 4; the row has been due since 66
-    assert moved(partition) == {}
+    push(partition, 0, 67, work({1: 1.0}))  # makes version 68, a multiple of 4; the row has been due since 66
+    assert moved(partition).keys() == {1}
 
 
 @pytest.mark.parametrize("reasons", [{"age_steps": 4}, {"rows_kept": 5}, {"frequency_min": 30, "grace_steps": 8}])
@@ -603,6 +613,65 @@ def test_rule_b7_the_same_rows_expire_after_a_restore_and_whoever_comes_first(
     again = only(server(Restore(str(tmp_path), (entry,)), layout=layout))
     train(again, 61, 150, (1, 0))
     assert rows_of(again) == rows_of(straight)
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1_000.0)])
+def test_a_sweep_for_which_memory_is_refused_has_changed_nothing(
+    monkeypatch: pytest.MonkeyPatch, clipping: Clipping
+) -> None:
+    partition = partition_of(1, expiring(age_steps=5), clipping=clipping)
+    push(partition, 0, 0, work({0: 1.0}))
+    judge(partition, 0)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    def take_step() -> None:
+        push(partition, 0, 1, work({1: 1.0}))
+        judge(partition, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(expiry.np, "unique", refuse)
+        with pytest.raises(TooLarge, match="a sweep of 'wide'"):
+            take_step()
+    assert (partition.describe()[0].number, partition.torn) == (1, None)
+    take_step()
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -1.0})
+
+
+def test_more_rows_expire_than_a_table_takes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work(dict.fromkeys(range(7), 1.0)))
+    monkeypatch.setattr(partition_tables, "ROWS_PER_PART_MAX", 2)
+    monkeypatch.setattr(table, "BATCH_IDS_MAX", 2)
+    for step in range(1, 7):
+        push(partition, 0, step, work({7: 1.0}))
+    assert partition.tables["wide"].rows == 1
+    for place in range(0, 16, 2):
+        out = np.empty((2, 2), np.float32)
+        partition.look_up([Asked(0, IDS[place : place + 2], out)], 6)
+        moved_by = (out - INITIAL[place : place + 2])[:, 0]
+        assert moved_by.tolist() == pytest.approx([-5.0 if at == 7 else -1.0 * (at < 7) for at in (place, place + 1)])
+
+
+def test_ids_without_a_row_are_not_set_aside() -> None:
+    layout = dataclasses.replace(
+        LAYOUT,
+        tables=(
+            dataclasses.replace(
+                WIDE, admission=AdmissionSettings(Admission.COUNT, 2), expiry=ExpirySettings(age_steps=5)
+            ),
+            NARROW,
+        ),
+    )
+    partition = partition_of(1, layout)
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    push(partition, 0, 1, work({0: 1.0}))
+    for step in range(2, 8):
+        push(partition, 0, step, work({2: 1.0}))
+    assert partition.tables["wide"].expired == 2
+    assert partition._former is not None
+    assert partition._former.rows[0][0].tolist() == IDS[[0, 2]].tolist()
 
 
 def test_a_reader_that_holds_a_version_has_the_rows_that_expired_since() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.runtime.clock import SystemClock
 from shardyard_ps_server.partition_tables import PartitionTables, warm
 from shardyard_ps_server.tables import budget as budgets
-from shardyard_ps_server.tables import cold, layout, moves, tier, walks
+from shardyard_ps_server.tables import cold, heap, layout, moves, tier, walks
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from shardyard_ps_server.tables.table import Table
@@ -71,6 +73,27 @@ def look(table: Table, ids: np.ndarray) -> np.ndarray:
     out = np.full((ids.size, DIM), np.nan, np.float32)
     table.look_up(ids, out)
     return out
+
+
+def test_rows_are_counted_right_while_the_limit_of_memory_moves() -> None:
+    """A checkpoint has the number, and is damaged where it has other rows."""
+    table, ids = make(Budget(UNLIMITED, in_memory)), many(ROWS)
+    table.push(ids, gradients(ids.size), 1)
+    table.remove(ids[::2])
+    stop = threading.Event()
+
+    def move() -> None:
+        for limit in itertools.cycle((ROWS, ROWS // 4)):
+            heap.set_limit(table._memory, limit)
+            if stop.is_set():
+                return
+
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        seen = {table.rows for _ in range(20_000)}
+        stop.set()
+        moving.result(30)
+    assert seen == {ids.size - ids[::2].size}
 
 
 def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:

@@ -84,7 +84,8 @@ class Expiry:
     whatever its frequency and norm.
     A table tells ages in steps or in seconds, not in both.
 
-    Rows go a few at a time, with the steps that follow. An id that comes again begins anew. Raises TableError.
+    Rows go a few at a time, with the steps that follow, in a synchronous job all at once. An id that comes again begins
+    anew. Raises TableError.
     """
 
     age_steps: int = 0

@@ -22,6 +22,8 @@ from shardyard_ps_server.tables import moves, walks
 from shardyard_ps_server.tables.layout import Memory, Numbers
 
 HOMES_PER_STEP: Final = 512
+HOMES_PER_SWEEP: Final = 16 * HOMES_PER_STEP
+"""With each call of a sweep, beside which nobody pushes."""
 _GONE: Final = 2 * HOMES_PER_STEP
 
 Together = Callable[[], AbstractContextManager[None]]
@@ -68,44 +70,6 @@ class Expiry:
             self._begun = False
         return Expired(gone[:n].copy(), over=over)
 
-    def sweep(self, memory: Memory, unit: int, rows: int, pinned: Numbers, together: Together) -> Numbers:
-        """All ids that expire at `unit`, ascending, of a table that nobody changes meanwhile. They follow from its
-        entries alone: of rows that are as frequent, those go whose mixed ids are smallest. `together`: what a few
-        hundred buckets are looked at within."""
-        nothing = np.zeros(1, np.int64)
-        reasons = self._reasons(unit, pinned)._replace(fewest=0, ties=nothing)
-        gone = self._all(memory, reasons, together)
-        if not 0 < self.settings.rows_kept < rows:
-            return np.unique(gone)
-        self._begin(rows)
-        while self._histogram is not None:
-            with together():
-                self.step(memory, unit, rows, pinned)
-        self._begun = False
-        fewest, ties = self._fewest, int(self._ties[0])
-        least = walks.Reasons(unit, 0, 0, 0, 0.0, fewest, nothing, pinned)
-        fewer = self._all(memory, least, together)
-        tied = np.setdiff1d(self._all(memory, least._replace(fewest=fewest + 1), together), fewer)
-        chosen = tied[np.argsort(mixed(tied.view(np.uint64)))[:ties]]
-        return np.unique(np.concatenate([gone, fewer, chosen]))
-
-    def _all(self, memory: Memory, reasons: walks.Reasons, together: Together) -> Numbers:
-        """What expires for these, in no order."""
-        found: list[Numbers] = []
-        cursor, over, room = np.uint64(0), False, _GONE
-        while not over:
-            if reasons.square_norm_min > 0:
-                moves.bring_window(memory, cursor, HOMES_PER_STEP, not_copied=False, only_changed=False)
-            gone = np.empty(room, np.int64)
-            with together():
-                n, after, over = walks.expire_some(memory, cursor, HOMES_PER_STEP, self.dim, reasons, gone, True)
-            if n == room:  # there may be more
-                over, room = False, 2 * room
-                continue
-            found.append(gone[:n])
-            cursor = np.uint64(after)
-        return np.concatenate(found)
-
     def bring(self, memory: Memory) -> None:
         """What the next step reads of rows is in memory: their values, or all of what goes where a cut is taken."""
         is_cut = memory.log_rows.shape[0] > 1
@@ -141,3 +105,72 @@ class Expiry:
             self._ties,
             pinned,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Through a table into which nobody pushes meanwhile, and beside which rows may go to a file and come back.
+    `together`: within it some thousand buckets are looked at."""
+
+    settings: ExpirySettings
+    dim: int
+    memory: Memory
+    together: Together
+
+    def expiring(self, unit: int, entries: int, besides: Numbers, draw: int) -> Numbers:
+        """All ids that expire at `unit`, ascending, but for `besides`, which ascend. They follow from the table's
+        entries alone, of which there are `entries`, and from `draw`: of rows that are as frequent, those go whose ids
+        are mixed with it to the smallest numbers."""
+        settings = self.settings
+        kept, too_many, fewest = settings.rows_kept, 0, 0
+        if 0 < kept < entries:
+            below = np.cumsum(self._histogram())
+            too_many = max(int(below[-1]) - kept, 0)
+            fewest = int(np.searchsorted(below, too_many)) if too_many else 0
+        no_ties = np.zeros(1, np.int64)
+        reasons = walks.Reasons(
+            unit=unit,
+            age_units=settings.age_units,
+            grace_units=settings.grace_units,
+            frequency_min=settings.frequency_min,
+            square_norm_min=float(settings.norm_min) ** 2,
+            fewest=fewest,
+            ties=no_ties,
+            pinned=besides,
+        )
+        gone = np.unique(self._walk(reasons))
+        if not too_many:
+            return gone
+        nothing_else = reasons._replace(age_units=0, grace_units=0, frequency_min=0, square_norm_min=0.0)
+        least = np.unique(self._walk(nothing_else._replace(fewest=fewest + 1)))
+        goes = np.isin(least, gone, assume_unique=True)
+        tied, left = least[~goes], max(too_many - int(goes.sum()), 0)
+        chosen = tied[np.argsort(mixed(tied.view(np.uint64) ^ np.uint64(draw)))[:left]]
+        return np.union1d(gone, chosen)
+
+    def _walk(self, reasons: walks.Reasons) -> Numbers:
+        """What expires for these, some of it twice, in no order."""
+        found: list[Numbers] = []
+        cursor, over, room = np.uint64(0), False, HOMES_PER_SWEEP
+        while not over:
+            if reasons.square_norm_min > 0:
+                moves.bring_window(self.memory, cursor, HOMES_PER_SWEEP, not_copied=False, only_changed=False)
+            gone = np.empty(room, np.int64)
+            with self.together():
+                n, after, over = walks.expire_some(self.memory, cursor, HOMES_PER_SWEEP, self.dim, reasons, gone, True)
+            if n == room:  # there may be more
+                over, room = False, 2 * room
+                continue
+            found.append(gone[:n].copy())
+            cursor = np.uint64(after)
+        return np.concatenate(found)
+
+    def _histogram(self) -> Numbers:
+        """How many rows have each frequency."""
+        found = np.zeros(FREQUENCY_MAX + 1, np.int64)
+        cursor, over = np.uint64(0), False
+        while not over:
+            with self.together():
+                after, over = walks.count_some(self.memory, cursor, HOMES_PER_SWEEP, found)
+            cursor = np.uint64(after)
+        return found

@@ -127,6 +127,25 @@ def set_limit(memory: Memory, limit: int) -> None:
 
 
 @compiled
+def rows_of(memory: Memory) -> int:
+    """That are taken, in memory and in the file."""
+    shared = memory.shared
+    _lock(shared)
+    found = shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS]
+    unlock(shared, HEAP_LOCK)
+    return int(found)
+
+
+@compiled
+def cut_off(memory: Memory) -> None:
+    """Rows beyond the limit, which nobody has, have never been taken."""
+    shared = memory.shared
+    _lock(shared)
+    shared[NEXT_ROW], shared[FREE_HIGH], shared[HIGH_FREED] = shared[LIMIT], 0, 0
+    unlock(shared, HEAP_LOCK)
+
+
+@compiled
 def _lock(shared: Numbers) -> None:
     while not try_lock(shared, HEAP_LOCK):
         pass

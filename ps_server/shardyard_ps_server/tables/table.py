@@ -27,19 +27,17 @@ from shardyard.ground.row_admission import draws_key, share_of
 from shardyard.ground.row_ids import Ids, writable
 from shardyard.ground.row_values import row_key
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard_ps_server.tables import loops, rules
+from shardyard_ps_server.tables import heap, loops, rules
 from shardyard_ps_server.tables.batches import Batches, batch_in
 from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.cuts import Chunk, Cut, Ending, Moment
 from shardyard_ps_server.tables.estimates import Estimates
-from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry
+from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry, Sweep
 from shardyard_ps_server.tables.gate import Gate
 from shardyard_ps_server.tables.layout import (
     ADMITTED,
     COLD_ROWS,
     FIELDS,
-    FREED,
-    HIGH_FREED,
     LIMIT,
     LOGGED,
     MARK,
@@ -123,8 +121,7 @@ class Table:
 
     @property
     def rows(self) -> int:
-        shared = self._memory.shared
-        return int(shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS])
+        return int(heap.rows_of(self._memory))
 
     @property
     def entries(self) -> int:
@@ -329,16 +326,21 @@ class Table:
     def expiring(self, step: int, budget: int, besides: Sequence[Ids]) -> Ids:
         """What `expire` would take out at `step`, but for `besides`, ascending: told, for who takes it out with
         `remove_expired` before it asks again."""
-        # who is not at home, and stays, is met again from there on
+        # what is not at home, and stays, is met again from there on
         return np.unique(self._expire(step, budget, 0, stays=True, besides=besides).ids)
 
-    def sweep(self, step: int, besides: Ids) -> Ids:
+    def sweep(self, step: int, besides: Sequence[Ids]) -> Ids:
         """All that expires at `step`, ascending, but for `besides`, from the entries alone: two tables with the same
         entries tell the same. Told, for who takes it out with `remove_expired`, and beside whom nobody pushes."""
-        unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
-        with self._expiring:
-            pinned = self._pinned_ids([besides])
-            return self._expiry.sweep(self._memory, unit, self.rows, pinned, self._gate.together)
+        expiry = self.settings.expiry
+        sweep = Sweep(expiry, self.settings.dim, self._memory, self._gate.together)
+        return sweep.expiring(expiry.time(step, self._now_ms) // self._age_unit, self.entries, _distinct(besides), step)
+
+    def having_row(self, ids: Ids) -> Ids:
+        """Those that have one; for a caller beside whom nobody pushes."""
+        self._check_ids(ids)
+        with self._gate.together():
+            return ids[~self._without_row(ids)]
 
     def remove_expired(self, ids: Ids) -> None:
         """What `expiring` or `sweep` has told, here or where a log was written."""
@@ -353,7 +355,9 @@ class Table:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
                 self._expiry.bring(self._memory)
                 with self._gate.together():
-                    pinned = self._pinned_ids(besides)
+                    with self._counting:
+                        pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
+                    pinned = _distinct(pins)
                     done = self._expiry.step(self._memory, unit, self.rows, pinned, stays=stays)
                     if not stays:
                         self._tell_removed(done.ids)
@@ -363,12 +367,6 @@ class Table:
                 if over:
                     break
         return Expired(np.concatenate(gone), over)
-
-    def _pinned_ids(self, besides: Sequence[Ids]) -> Ids:
-        """Those that stay, ascending."""
-        with self._counting:
-            pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
-        return np.unique(np.concatenate(pins)) if pins else _NOBODY
 
     # ---- cutting
 
@@ -569,9 +567,12 @@ class Table:
 
     def _missing(self, ids: Ids) -> int:
         """How many of the ids have no row."""
+        return np.unique(ids[self._without_row(ids)]).size
+
+    def _without_row(self, ids: Ids) -> npt.NDArray[np.bool_]:
         missing = np.zeros(ids.size, np.bool_)
         loops.find_missing(self._memory, self._batches.arrange(self._memory, ids, self._stripes.count), missing)
-        return np.unique(ids[missing]).size
+        return missing
 
     def _fresh_state(self, values: Floats) -> Floats:
         """The state of new rows that begin with these values."""
@@ -613,6 +614,11 @@ class Table:
             )
 
 
+def _distinct(ids: Sequence[Ids]) -> Ids:
+    """Ascending."""
+    return np.unique(np.concatenate(ids)) if ids else _NOBODY
+
+
 def _no_log(stride: int) -> dict[str, Any]:
     return {"log_words": np.zeros(3, np.uint64), "log_rows": np.zeros((1, stride), np.float32)}
 
@@ -630,7 +636,7 @@ def warm() -> None:
         table.look_up(ids, np.zeros((ids.size, 1), np.float32))
         for chunk in table.items():
             table.load(chunk.ids, chunk.values, chunk.state, chunk.frequencies, chunk.steps)
-        table.sweep(1, ids[:9])
+        table.having_row(table.sweep(1, [ids[:9]]))
         table.expire(1, 1)
         table.expire(1, 1 << 20)
         table.remove(ids)

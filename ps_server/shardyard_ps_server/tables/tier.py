@@ -23,7 +23,6 @@ from shardyard_ps_server.tables.cold import ColdFile
 from shardyard_ps_server.tables.gate import Gate
 from shardyard_ps_server.tables.layout import (
     COLD_ROWS,
-    FREE_HIGH,
     FREED,
     HIGH_FREED,
     LIMIT,
@@ -108,7 +107,7 @@ class Tier:
 
     def _set_limit(self, needed: int) -> int:
         shared = self._memory.shared
-        rows = int(shared[NEXT_ROW] - shared[FREED] - shared[HIGH_FREED] + shared[COLD_ROWS]) + needed
+        rows = int(heap.rows_of(self._memory)) + needed
         record_bytes = int(self._memory.slab.shape[1]) * 4
         wanted = self._budget.limit_of(self, index_bytes=self._stripes.nbytes, rows=rows, record_bytes=record_bytes)
         now = int(shared[LIMIT])
@@ -198,6 +197,6 @@ class Tier:
             if self._beyond():
                 return
             begin, end = int(shared[LIMIT]), int(shared[NEXT_ROW])
-            shared[NEXT_ROW], shared[FREE_HIGH], shared[HIGH_FREED] = begin, 0, 0
+            heap.cut_off(self._memory)
             record_bytes = int(self._memory.slab.shape[1]) * 4
             give_back(self._memory.slab, begin * record_bytes, end * record_bytes)
