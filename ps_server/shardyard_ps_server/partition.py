@@ -587,7 +587,7 @@ class Partition:
             with self._changed:
                 self._former = former
                 self._readers.keep([former])
-        if not rows:
+        if not rows and not gone:
             return
         if former is None:
             self._set_aside_for_readers([rows, gone], begins=True)

@@ -153,10 +153,10 @@ class PartitionTables:
     def sweep(self, rows: Sequence[Rows], step: int) -> tuple[Gone, ...]:
         """What expires with update number `step`, which changes these rows; nothing unless `swept`. Raises TooLarge."""
         found: list[Gone] = []
-        for number in sorted({each.table for each in rows}) if self._swept else ():
-            expiry, table_ = self._settings[number].expiry, self._at(number)
-            if expiry == _STAYS or step % expiry.sweep_steps:
+        for number, settings in enumerate(self._settings if self._swept else ()):
+            if settings.expiry == _STAYS or step % settings.expiry.sweep_steps:
                 continue
+            table_ = self._at(number)
             try:
                 ids = table_.sweep(step, [each.ids for each in rows if each.table == number])
             except MemoryError:
