@@ -607,13 +607,6 @@ def rows_are_looked_up_as_they_are(patch: Patch) -> None:
     patch.setattr(Partition, "look_up", look_up)
 
 
-@mutation("B3", "sync-rows", 62)
-def what_expires_is_gone_in_the_version_before(patch: Patch) -> None:
-    """rows that expire with a step are not there for who computes it again"""
-    real = Partition._set_aside
-    patch.setattr(Partition, "_set_aside", lambda self, rows, gone: real(self, rows, ()))
-
-
 @mutation("B7", "sync-checkpoint-rows", 18)
 def when_a_row_was_pushed_last_is_not_in_a_checkpoint(patch: Patch) -> None:
     """rows come back as if they had been pushed with the checkpoint"""
