@@ -264,8 +264,8 @@ def test_rule_b9_worker_that_is_killed_while_a_job_stops_is_not_missed(
 @pytest.mark.long
 def test_worker_on_standby_ends_with_a_job_that_is_stopped(yard: LocalCluster, probes: Probes) -> None:
     common = {"coordinator": yard.coordinator, "job": "standby", **SYNC_3, "job__workers_expected": 4}
-    started = [probes.start("model", "--pause-ms", "30", **common) for _ in range(4)]
-    started[0][0].wait_for(" job 'standby'")
+    # so long that who starts last finds a job
+    started = [probes.start("model", "--pause-ms", "600", **common) for _ in range(4)]
     stop = [sys.executable, *ROLE, "stop", "standby", "--coordinator", yard.coordinator]
     for script, _ in started:
         script.wait_for(" job 'standby'")

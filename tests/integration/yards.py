@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -109,6 +109,14 @@ class Script:
     @property
     def output(self) -> str:
         return "\n".join(self.lines[-60:])
+
+
+def wait_for_any(scripts: Sequence[Script], text: str, *, timeout_s: float = 60) -> None:
+    """Until a line of one of them contains the text."""
+    until = time.monotonic() + timeout_s
+    while not any(text in line for script in scripts for line in tuple(script.lines)):
+        assert time.monotonic() < until, [script.output for script in scripts]
+        time.sleep(0.01)
 
 
 class Probes:
