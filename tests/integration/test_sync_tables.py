@@ -452,6 +452,16 @@ def test_gradients_of_several_batches_are_one_contribution(connect: Connect) -> 
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_who_stands_by_knows_the_step_of_what_it_ends_with() -> None:
+    def work(job: sy.Job, _: int) -> Any:
+        return learn(job), job.step
+
+    # whoever has a rank keeps it
+    found = together({"job.consistency.logical_ranks": 1, "job.rank_grace_ms": 60_000}, 3, work)
+    assert [each for each in found if each != found[0]] == []
+    assert found[0][1] == EPOCHS * -(-SAMPLES // BATCH)  # type: ignore[comparison-overlap]
+
+
 def test_who_stands_by_evaluates_on_the_newest_rows(connect: Connect) -> None:
     loaded = configuration.load(None, {}, SETTINGS | SYNC | {"job.workers_expected": 1}).settings
     inside = loaded.model_copy(update={"coordinator": COORDINATOR})

@@ -474,7 +474,9 @@ class SyncStrategy(Strategy):
             if self._held:
                 self._align()
                 return
-            if self._training.pull_step(at_least, unless=self._is_wanted):
+            number = self._training.pull_step(at_least, unless=self._is_wanted)
+            if number is not None:
+                self._step = number
                 return
 
     def _is_wanted(self) -> bool:

@@ -659,9 +659,10 @@ class Training:
         self.load()
         return answer
 
-    def pull_step(self, at_least: int, *, unless: Callable[[], bool] = lambda: False) -> bool:
+    def pull_step(self, at_least: int, *, unless: Callable[[], bool] = lambda: False) -> int | None:
         """Waits for a version, and puts it or a later one into the targets: the same of all partitions, while others
-        go on with the steps of a synchronous job. Gives up, False, when `unless`, which is asked now and then."""
+        go on with the steps of a synchronous job. Its number. Gives up, None, when `unless`, which is asked now and
+        then."""
         number, answer = at_least, Answer()
         with self.session.vigil.over(lambda: f"version {number}: {explain(answer)}"):
             self.router.abandon_pull()
@@ -680,9 +681,9 @@ class Training:
                 self.session.check()
                 if unless():
                     self.router.abandon_pull()
-                    return False
+                    return None
         self.load()
-        return True
+        return number
 
     # ---- first values
 
