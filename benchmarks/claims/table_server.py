@@ -3,12 +3,15 @@
 lookup: 65,536 uniform ids in 10M rows, against torch.index_select. update: the same with Adagrad, against torch's
 sparse Adagrad. Both in the processor time of one thread, and with their answers compared. two_threads: look-ups and
 updates by two threads against one, in elapsed time. row_overhead_bytes: resident memory for each row beyond its values
-and state. growth_pause_ms: the longest look-up of 1,024 ids while another thread makes 20M rows. flood: look-ups and
-pushes of 200,000 ids that would meet in one bucket if the index had a seed that is known, against random ids.
+and state. growth_pause_ms: the longest look-up of 1,024 ids while another thread makes 20M rows. sweep_ms: what a step
+of a synchronous job takes longer in which a sixteenth of 10M rows expires, sweep_least_ms: in which none does. flood:
+look-ups and pushes of 200,000 ids that would meet in one bucket if the index had a seed that is known, against random
+ids.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +26,7 @@ from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import TableSettings
+from shardyard.ground.table_settings import SWEEPS_PER_AGE, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table, warm
 
 FIGURE = "tables"
@@ -33,6 +36,7 @@ SMALL_IDS = 1_024
 GROWTH_IDS = 4_096
 FLOOD_IDS = 200_000
 LOAD_IDS = 1 << 18
+SWEEPS_OF_EACH = 5
 LR, EPS = 0.05, 1e-8
 KNOWN_SEEDS = (0x0123456789ABCDEF, 0x42)
 
@@ -214,6 +218,30 @@ def measure_growth(rows: int) -> Figures:
     }
 
 
+def measure_sweep(rows: int) -> dict[str, list[float]]:
+    """Elapsed, of what a partition does before and after the push of such a step."""
+    expiry = ExpirySettings(age_steps=SWEEPS_PER_AGE)
+    table = Table(dataclasses.replace(make_table(16, "sgd", rows + GROWTH_IDS).settings, expiry=expiry))
+    part = -(-rows // SWEEPS_PER_AGE)
+    for step in range(1, SWEEPS_PER_AGE + 1):
+        ids = raw_ids(np.arange((step - 1) * part, min(step * part, rows)))
+        for begin in range(0, ids.size, LOAD_IDS):
+            of = ids[begin : begin + LOAD_IDS]
+            table.push(of, np.zeros((of.size, 16), np.float32), step)
+    found: dict[str, list[float]] = {"sweep_ms": [], "sweep_least_ms": []}
+    for step in range(1, 1 + SWEEPS_OF_EACH):
+        for name, due in (("sweep_least_ms", step), ("sweep_ms", step + 1)):
+            begin_s = time.perf_counter()
+            gone = table.sweep(SWEEPS_PER_AGE + due, [])
+            out = np.empty((gone.size, 16), np.float32)
+            table.look_up(gone, out)
+            table.remove_expired(gone)
+            found[name].append(1e3 * (time.perf_counter() - begin_s))
+            if gone.size != (part if name == "sweep_ms" else 0):
+                raise WrongAnswer(f"{gone.size} rows expire, of {table.rows}")
+    return found
+
+
 # ---- floods
 
 
@@ -267,6 +295,7 @@ def measure(rows: int, grown: int, pairs: int) -> Found:
     raw["growth"] = growth = measure_growth(grown)
     print(", ".join(f"{name} {value:.4g}" for name, value in growth.items()), flush=True)
     found["growth_pause_ms"] = [growth["look_up_max_ms"]]
+    found |= measure_sweep(rows)
     found["flood"] = measure_flood(pairs)
     return Found(raw, found, {FIGURE: panels})
 

@@ -117,17 +117,22 @@ def expire_some(
     base = memory.stripes[at + BASE]
     buckets = buckets_of(memory.stripes, stripe)
     stop = min(home + homes, memory.stripes[at + HOMES])
+    slab, ties, pinned = memory.slab, reasons.ties, reasons.pinned
+    unit, age_units, grace_units = reasons.unit, reasons.age_units, reasons.grace_units
+    frequency_min, square_norm_min, fewest = reasons.frequency_min, reasons.square_norm_min, reasons.fewest
     b, n = home, 0
     while b < stop or buckets[2 * b + 1] != EMPTY:
         word = buckets[2 * b + 1]
-        if word != EMPTY and _expires(memory, word, base, dim, reasons):
+        if word != EMPTY and _expires(
+            slab, word, base, dim, unit, age_units, grace_units, frequency_min, square_norm_min, fewest, ties[0]
+        ):
             number = signed(buckets[2 * b])
-            if not _is_in(reasons.pinned, number):
+            if not _is_in(pinned, number):
                 if n == gone.size:
                     stop = stop if stays else home
                     break
-                if reasons.fewest > 0 and signed((word >> FREQUENCY_SHIFT) & FREQUENCY) == reasons.fewest:
-                    reasons.ties[0] -= 1
+                if fewest > 0 and signed((word >> FREQUENCY_SHIFT) & FREQUENCY) == fewest:
+                    ties[0] -= 1
                 gone[n] = number
                 n += 1
                 if not stays:
@@ -140,22 +145,35 @@ def expire_some(
 
 
 @compiled
-def _expires(memory: Memory, word: np.uint64, base: int, dim: int, reasons: Reasons) -> bool:
-    age = reasons.unit - (base + signed(word >> AGE_SHIFT))
-    if reasons.age_units > 0 and age > reasons.age_units:
+def _expires(
+    slab: Floats,
+    word: np.uint64,
+    base: int,
+    dim: int,
+    unit: int,
+    age_units: int,
+    grace_units: int,
+    frequency_min: int,
+    square_norm_min: float,
+    fewest: int,
+    ties: int,
+) -> bool:
+    """Numbers one by one: of a tuple with arrays each call would count references, which takes longer than the rest."""
+    age = unit - (base + signed(word >> AGE_SHIFT))
+    if age_units > 0 and age > age_units:
         return True
     frequency, row = signed((word >> FREQUENCY_SHIFT) & FREQUENCY), signed(word & ROW) - 1
-    if row >= 0 and (frequency < reasons.fewest or (frequency == reasons.fewest and reasons.ties[0] > 0)):
+    if row >= 0 and (frequency < fewest or (frequency == fewest and ties > 0)):
         return True
-    if age < reasons.grace_units:
+    if age < grace_units:
         return False
-    if frequency < reasons.frequency_min:
+    if frequency < frequency_min:
         return True
-    if row >= 0 and reasons.square_norm_min > 0:
+    if row >= 0 and square_norm_min > 0:
         total = 0.0
         for d in range(dim):
-            total += np.float64(memory.slab[row, d]) ** 2
-        return total < reasons.square_norm_min
+            total += np.float64(slab[row, d]) ** 2
+        return total < square_norm_min
     return False
 
 
