@@ -78,7 +78,7 @@ def check_processes(outcome: Outcome) -> None:
     assert outcome.job_state == wire.JOB_STATE_FINISHED, outcome.job_state
     # a place to die at may be passed as late as this
     off = {name: code for name, code in outcome.codes.items() if code not in (None, 0, EXIT_CODE)}
-    assert off == {}, "services that did not end well"
+    assert off == {}, f"services that did not end well: {off}"
     strange = [ending for ending in outcome.endings if not any(each.search(ending) for each in EXPECTED_ENDINGS)]
     assert not strange, strange
 

@@ -26,6 +26,8 @@ AGAIN_S = 0.3
 """After so long a process that has died by itself is started again."""
 STARTS_MAX = 20
 END_S = 30.0
+ERROR_CODE = 1
+"""Of a service that says why it has ended."""
 TAIL_LINES = 25
 KEPT_ENVIRONMENT = {key: text for key, text in os.environ.items() if not key.startswith("SHARDYARD")}
 
@@ -108,7 +110,7 @@ class Place:
         if code == 0:
             self.is_done = True
             return
-        self.endings.append(f"{self.name}, start {self.starts}: exit code {code}: {last_error(self.text)}")
+        self._has_ended(code)
         assert self.starts < STARTS_MAX, "\n".join([*self.endings, self.text])
         self._due_s = time.monotonic() + AGAIN_S
 
@@ -119,7 +121,7 @@ class Place:
 
     def end(self) -> int | None:
         """Ends it, with SIGKILL if it does not when asked; its exit code, None where none was there, or was not ready
-        yet: Python has its own way to end then."""
+        yet: Python has its own way to end then. Where an error was quicker that is one of its endings."""
         was_ready = self.starts > 0 and self.is_ready
         process, self._process, self.is_done = self._process, None, True
         if process is None:
@@ -131,7 +133,15 @@ class Place:
         except subprocess.TimeoutExpired:
             process.kill()
             return process.wait()
+        # who had said why, and was on its way out, may be ended by the signal
+        if was_ready and code in (ERROR_CODE, -signal.SIGTERM) and last_error(self.text).startswith("error: "):
+            self._has_ended(code)
+            return None
         return code if was_ready else None
+
+    def _has_ended(self, code: int) -> None:
+        """By itself."""
+        self.endings.append(f"{self.name}, start {self.starts}: exit code {code}: {last_error(self.text)}")
 
     # ---- what is known of it
 
