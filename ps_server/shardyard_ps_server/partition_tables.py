@@ -156,11 +156,11 @@ class PartitionTables:
         for number, settings in enumerate(self._settings if self._swept else ()):
             if settings.expiry == _STAYS or step % settings.expiry.sweep_steps:
                 continue
-            table_ = self._at(number)
+            swept = self._at(number)
             try:
-                ids = table_.sweep(step, [each.ids for each in rows if each.table == number])
+                ids = swept.sweep(step, [each.ids for each in rows if each.table == number])
             except MemoryError:
-                raise TooLarge(f"a sweep of {table_.settings.name!r}, for which there is no memory") from None
+                raise TooLarge(f"a sweep of {swept.settings.name!r}, for which there is no memory") from None
             if ids.size:
                 found.append(Gone(number, ids))
         return tuple(found)
