@@ -81,10 +81,12 @@ def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
     return wire.PassOverRequest(worker=worker, next=next_sequence).SerializeToString()
 
 
-def replay(files: LogFiles, base: int, layout: JobLayout, partitions: Mapping[PartitionId, Partition]) -> None:
-    """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says. Raises
-    StorageUnavailable, LogDamaged, TooLarge."""
-    end = files.take_over()
+def replay(
+    files: LogFiles, generation: Generation, base: int, layout: JobLayout, partitions: Mapping[PartitionId, Partition]
+) -> None:
+    """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says.
+    `generation`: under which they are given to another. Raises StorageUnavailable, LogDamaged, TooLarge."""
+    end = files.take_over(generation)
     begins = _begins(files, files.records(base, end, payloads=False))
     counted = 0
     for record in files.records(base, end):

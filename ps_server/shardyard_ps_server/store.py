@@ -612,7 +612,7 @@ class Store:
             if each.state.partition in nobodys:
                 partitions[each.state.partition].restore(each.state, each.tables)
         if hosted.wal is not None:
-            self._replay(hosted, {number: partitions[number] for number in sorted(nobodys)}, restore)
+            self._replay(hosted, generation, {number: partitions[number] for number in sorted(nobodys)}, restore)
         with hosted.deciding():
             if hosted.wal is not None:
                 self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
@@ -637,7 +637,13 @@ class Store:
         with wal.turn(ticket):
             """What comes next in the log is theirs."""
 
-    def _replay(self, hosted: HostedJob, restored: Mapping[PartitionId, Partition], restore: Restore) -> None:
+    def _replay(
+        self,
+        hosted: HostedJob,
+        generation: Generation,
+        restored: Mapping[PartitionId, Partition],
+        restore: Restore,
+    ) -> None:
         """Raises StorageUnavailable, LogDamaged, TooLarge."""
         assert self._logs is not None
         job, layout = hosted.job, hosted.layout
@@ -649,7 +655,7 @@ class Store:
             for server in trail:
                 what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
                 with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    replay(self._logs.log(job, server), restore.number, layout, partitions)
+                    replay(self._logs.log(job, server), generation, restore.number, layout, partitions)
 
     def _check_again(
         self, hosted: HostedJob, generation: Generation, owned: Sequence[PartitionId], *, matches: bool
@@ -737,22 +743,22 @@ class Store:
         if hosted.wal is not None:
             with hosted.wal.admission:
                 hosted.wal.rotate(order.number)
-            self._prune(hosted.wal, hosted.job, order)
+            self._prune(hosted.wal, hosted.job, generation, order)
         partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
         # a part of the next step that was recorded before the new segment would be in neither
         saved = hosted.saver.save(partitions, order, open_storage(url), between=hosted.wal is not None)
         hosted.check_generation(generation)  # else some of them were cut before, some after they were restored
         return saved
 
-    def _prune(self, wal: Wal, job: JobId, order: SaveOrder) -> None:
+    def _prune(self, wal: Wal, job: JobId, generation: Generation, order: SaveOrder) -> None:
+        """`generation`: that of the order."""
         assert self._logs is not None
         wal.prune(order.oldest)
-        others = self._logs.others(job, self.incarnation)
-        ended = [other for other in others if other.server not in order.logs and other.is_fenced]
-        # a server that was given up, and wakes, has orders of before others became owners, and died; asked after the
-        # others' fences were seen: while this log is not taken the order says who is needed
-        if not wal.is_taken:
-            for other in ended:
+        for other in self._logs.others(job, self.incarnation):
+            fenced = other.fenced_under
+            # an order may come late, to a server that was given up and woke: of others that became owners since, and
+            # died, it does not say that their logs are needed; they were taken over under a later generation
+            if other.server not in order.logs and fenced is not None and fenced <= generation:
                 other.remove()
 
     def forget(

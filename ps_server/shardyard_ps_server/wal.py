@@ -176,11 +176,6 @@ class Wal:
                 self._fail_here(self._taken_over() if self._files.is_taken else error)
                 raise self._failed() from error
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether successors have it: this server was given up."""
-        return self._files.is_taken
-
     def prune(self, oldest: int) -> None:
         """Deletes the segments that no checkpoint from number `oldest` on needs. What cannot be deleted stays."""
         numbers = self._files.numbers()

@@ -3,7 +3,8 @@
     ROOT/id                                        names the folder, so that servers which share it can be told
     ROOT/JOB/SERVER/000000000007.log               the segment that began with checkpoint 7 (0: with the job)
                     synced                         up to where the log is durable
-                    fenced                         a successor reads it: its owner makes nothing visible any more
+                    fenced                         a successor reads it: its owner makes nothing visible any more; in it
+                                                   the generation of the job under which that one was appointed
                     end                            up to where it counts, as its first successor has found it
     ROOT/JOB/SERVER.of-another-yard-1f2e3d4c/      what was there before under these numbers, and is nobody's now
     ROOT/JOB/SERVER.of-an-ended-job-1f2e3d4c/      whose server had died when the job ended, and nobody has read it
@@ -13,7 +14,7 @@ it for what it was, should a journal that was lost be found again.
 
 Owns: the folders, and the order of what a successor does: it raises the fence, durably, before it reads, and says where
 the log ends before it believes it. Invariants: a log that was read once ends for all readers at the same place; a fence
-is never lowered. Must not know: what records mean, who is alive.
+is never lowered, nor is it said that it was raised earlier than it was. Must not know: what records mean, who is alive.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Final
 
 from shardyard.ground.errors import StorageUnavailable
 from shardyard.ground.failpoints import failpoint
-from shardyard.ground.types import Incarnation, JobId
+from shardyard.ground.types import Generation, Incarnation, JobId
 from shardyard_ps_server.wal_records import (
     MARK_BYTES,
     Mark,
@@ -130,6 +131,16 @@ class LogFiles:
         when no checkpoint needed that any more."""
         return self.is_fenced or not os.path.exists(self.folder / SYNCED)
 
+    @property
+    def fenced_under(self) -> Generation | None:
+        """The highest generation of the job under which a successor has raised the fence; None: none has, or it cannot
+        be told."""
+        with contextlib.suppress(OSError, ValueError):
+            said = (self.folder / FENCED).read_bytes()
+            if said.endswith(b"\n"):  # else not all of it is there
+                return Generation(int(said))
+        return None
+
     def begin(self) -> Path | None:
         """Makes the folder, empty. A coordinator whose journal was lost gives the numbers of its jobs and servers
         again: what lies there under them is put aside, into the folder that is given. Raises OSError, and
@@ -185,9 +196,9 @@ class LogFiles:
 
     # ---- for successors
 
-    def take_over(self) -> Mark:
-        """Where this log, whose owner is gone, ends for ever. Raises StorageUnavailable where it is not here,
-        LogDamaged."""
+    def take_over(self, generation: Generation) -> Mark:
+        """Where this log, whose owner is gone, ends for ever. `generation`: that of the job under which it is read.
+        Raises StorageUnavailable where it is not here, LogDamaged."""
         if not self.folder.is_dir():
             raise StorageUnavailable(
                 f"the log of server {self.server} is not at {self.folder}",
@@ -197,7 +208,8 @@ class LogFiles:
             )
         with storing(self.folder):
             failpoint("wal.before_fence")
-            write_durably(self.folder / FENCED, b"")
+            if generation > (self.fenced_under or -1):
+                write_durably(self.folder / FENCED, b"%d\n" % generation)
             failpoint("wal.after_fence")
             end = self.folder / END
             if not end.exists():

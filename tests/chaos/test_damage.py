@@ -30,12 +30,13 @@ from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged
 from shardyard.ground.failpoints import EXIT_CODE
-from shardyard.ground.types import Incarnation, JobId
+from shardyard.ground.types import Generation, Incarnation, JobId
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.replay import replay
 from shardyard_ps_server.wal_files import END, FENCED, SYNCED, LogFiles, LogRoot
 from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_mark
 
+LATER = Generation(1_000)
 PLACES = 1_000
 SEED = 7
 SHM = Path("/dev/shm")
@@ -170,14 +171,14 @@ class Log(Artifact):
             partition = made[state.partition] = Partition(self._layout, state.partition, self._mode, 1)
             partition.restore(state)
         try:
-            replay(self._files, self._base, self._layout, made)
+            replay(self._files, LATER, self._base, self._layout, made)
         except LogDamaged as error:
             return Sight((error.what,))
         return Sight(content=[_standing(partition) for partition in made.values()])
 
     def _taken_over(self) -> Mark:
         self._taken_over_by_nobody()
-        return self._files.take_over()
+        return self._files.take_over(LATER)
 
     def _taken_over_by_nobody(self) -> None:
         for name in (FENCED, END):

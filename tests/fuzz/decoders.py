@@ -479,7 +479,8 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
             each.unlink()
         segment.write_bytes(data)
         (files.folder / SYNCED).write_bytes(durable)
-        return replay(files, number, layout, {PartitionId(0): Partition(layout, PartitionId(0), UpdateMode.ASYNC, 0)})
+        partition = Partition(layout, PartitionId(0), UpdateMode.ASYNC, 0)
+        return replay(files, Generation(2), number, layout, {PartitionId(0): partition})
 
     def read_sealed(head: bytes, payload: bytes) -> object:
         data = sealed(head, payload)

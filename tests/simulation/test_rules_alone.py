@@ -140,7 +140,7 @@ def a_gradient_that_changes_while_it_is_logged(folder: Path) -> list[str]:
         log = logs.log(JOB, HERE)
         (logged,) = (
             record.payload.view(np.float64)[:ELEMENTS].copy()
-            for record in log.records(0, log.take_over())
+            for record in log.records(0, log.take_over(GENERATION))
             if record.kind is RecordKind.PUSH
         )
     return [] if np.array_equal(applied, logged) else [f"{applied} was applied, {logged} is in the log"]

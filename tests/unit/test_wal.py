@@ -358,7 +358,7 @@ def test_what_a_successor_finds_of_a_log_is_durable_before_it_counts(
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    yard.logs.log(JOB, FIRST).take_over()
+    yard.logs.log(JOB, FIRST).take_over(NEXT)
     names = [name.rpartition("-")[0] or name for name in synced]
     assert names.index("000000000001.log") < names.index(f".{END}")
 
@@ -1038,10 +1038,42 @@ def test_server_that_was_given_up_deletes_no_log_of_its_successors(yard: Yard) -
     saved = yard.save(first, 2)
     push(first, 0)
     yard.successor(saved, 2, FIRST)
-    log_of(yard, SECOND).take_over()
+    log_of(yard, SECOND).take_over(Generation(NEXT + 1))
     with contextlib.suppress(ShardyardError):
         yard.save(first, 3, oldest=2, logs=[FIRST])
     assert log_of(yard, SECOND).folder.is_dir()
+
+
+def test_rule_c2_server_whose_own_log_nobody_took_over_deletes_none_of_later_owners(yard: Yard) -> None:
+    """It was given up before there was a checkpoint, so values were given again, and nobody has read its log."""
+    first = yard.first()
+    second = yard.empty(SECOND)
+    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    second.open(JOB, NEXT)
+    leases(second)
+    saved = yard.save(second, 2, logs=[SECOND])
+    push(second, 0)
+    before = state(second)
+    yard.successor(saved, 2, SECOND, incarnation=THIRD, generation=Generation(NEXT + 1))
+    yard.save(first, 1, logs=[FIRST])
+    fourth = yard.successor(saved, 2, SECOND, incarnation=Incarnation(THIRD + 1), generation=Generation(NEXT + 2))
+    assert state(fourth) == before
+
+
+def test_fence_says_the_highest_generation_under_which_it_was_raised_or_nothing(yard: Yard) -> None:
+    first = yard.first()
+    push(first, 0)
+    files = log_of(yard)
+    assert files.fenced_under is None
+    files.take_over(Generation(12))
+    files.take_over(NEXT)
+    assert files.fenced_under == 12
+    for torn in (b"", b"1", b"12", b"twelve\n"):
+        (files.folder / FENCED).write_bytes(torn)
+        assert files.fenced_under is None
+        assert files.is_fenced
+    files.take_over(NEXT)
+    assert files.fenced_under == NEXT
 
 
 def test_a_job_that_ends_leaves_no_log(yard: Yard) -> None:
@@ -1128,7 +1160,7 @@ def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplo
     former = yard.first()
     push(former, 0)
     former.close()
-    log_of(yard).take_over()
+    log_of(yard).take_over(NEXT)
     first = yard.first()
     saved = yard.save(first, 2)
     push(first, 0)
@@ -1142,7 +1174,7 @@ def test_numbers_that_are_given_again_begin_a_log_of_their_own(yard: Yard, caplo
 
 def test_server_that_slept_until_its_log_was_deleted_knows_why_no_segment_can_be_begun(yard: Yard) -> None:
     first = yard.first()
-    log_of(yard).take_over()
+    log_of(yard).take_over(NEXT)
     log_of(yard).remove()
     with pytest.raises(NotReady):
         yard.save(first, 2)

@@ -67,6 +67,7 @@ from test_wal import (
     GENERATION,
     JOB,
     LAYOUT,
+    NEXT,
     OWNED,
     SECOND,
     SGD,
@@ -223,7 +224,7 @@ def ids_of(partition: int, count: int, begin: int = 0) -> np.ndarray:
 def expired(yard: Yard, base: int = 1) -> int:
     """Ids that a log says have expired. The server's end."""
     log = log_of(yard)
-    records = log.records(base, log.take_over())
+    records = log.records(base, log.take_over(NEXT))
     orders = [convert.push_from_header(r.head, recorded=True) for r in records if r.kind is RecordKind.PUSH]
     return sum(sum(each.rows) for order in orders for each in order.expired)
 

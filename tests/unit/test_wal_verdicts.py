@@ -33,7 +33,7 @@ from shardyard_worker.verdicts import Verdicts
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_wal import FIRST, JOB, OWNED, WORKER, Yard, log_of, order_of, push, state, step, yard_of
+from test_wal import FIRST, JOB, NEXT, OWNED, WORKER, Yard, log_of, order_of, push, state, step, yard_of
 
 CLIPPING = Clipping(norm=0.5)
 BOTH = (RankSource(Rank(0)), RankSource(Rank(1)))
@@ -76,7 +76,7 @@ def take_step(store: Store, number: int) -> None:
 def records(yard: Yard) -> list[RecordKind]:
     """Since checkpoint 1. The server's end."""
     log = log_of(yard)
-    return [record.kind for record in log.records(1, log.take_over(), payloads=False)]
+    return [record.kind for record in log.records(1, log.take_over(NEXT), payloads=False)]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardyard.ground.errors import NotFound, SequenceGap, StraddlingRange
-from shardyard.ground.types import LANE_OF_ROWS, Outcome, PartResult, PushName, Rank, SourceKey, Token
+from shardyard.ground.types import LANE_OF_ROWS, Generation, Outcome, PartResult, PushName, Rank, SourceKey, Token
 from shardyard_coordinator import data_ledger, recovery, safekeeping
 from shardyard_coordinator.backups import MakeUp
 from shardyard_coordinator.checkpoints import CheckpointBook
@@ -448,11 +448,11 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
     """a log is read, which takes its time, before the fence beside it is raised"""
     real_take_over, real_find_end = LogFiles.take_over, LogFiles._find_end
 
-    def take_over(self: Any) -> Mark:
+    def take_over(self: Any, generation: Generation) -> Mark:
         if self.folder.is_dir() and not (self.folder / END).exists():
             self.__dict__["found"] = real_find_end(self)
             current_world().pause(SECOND)
-        return real_take_over(self)
+        return real_take_over(self, generation)
 
     def find_end(self: Any) -> Mark:
         found: Mark | None = self.__dict__.pop("found", None)
@@ -460,6 +460,12 @@ def a_log_is_read_before_it_is_fenced(patch: Patch) -> None:
 
     patch.setattr(LogFiles, "take_over", take_over)
     patch.setattr(LogFiles, "_find_end", find_end)
+
+
+@mutation("C2", "sync-wal", 7422)
+def late_orders_judge_logs_of_later_owners(patch: Patch) -> None:
+    """who was given up, and wakes, deletes the log of one that became an owner since, and died"""
+    patch.setattr(LogFiles, "fenced_under", property(lambda self: Generation(0) if self.is_fenced else None))
 
 
 @mutation("C3", "bounded", 3, 6)

@@ -45,6 +45,7 @@ from shardyard.ground.types import (
     ConsistencyMode,
     DataShardSource,
     Durability,
+    Generation,
     Incarnation,
     JobId,
     Outcome,
@@ -1121,8 +1122,8 @@ def _watch_logs() -> Callable[[], None]:
             if (end := folder / END).exists():
                 check(folder, decode_mark(end.read_bytes(), end))
 
-    def take_over(self: Any) -> Mark:
-        end = real_take_over(self)
+    def take_over(self: Any, generation: Generation) -> Mark:
+        end = real_take_over(self, generation)
         check(self.folder, end)
         return end
 
