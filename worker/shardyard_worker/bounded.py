@@ -6,7 +6,8 @@ and nobody waits for it while it has none (docs/ledger.md, rule C3). A job that 
 or none, between two steps.
 
 Invariants: what a gradient of leased work is computed on was given by all servers for this worker's clock, or a later
-one; a worker that waits for work, or has left its loop, has said so; before it says its pace under a bound the
+one; a worker that waits for work, or has left its loop, has said so, to the servers of the newest map that it can know,
+since those were told to expect it where it had work when the map was made; before it says its pace under a bound the
 coordinator knows that it will. Without a bound it says none, and is an asynchronous worker like any. Must not know: how
 servers count.
 """
@@ -41,6 +42,8 @@ class BoundedStrategy(AsyncStrategy):
         self._leaves = False
         self._known_to: Router | None = None
         """Whose servers have heard how far this worker is."""
+        self._rest_known_to: Router | None = None
+        """Whose servers have heard that it takes no steps."""
         self._session.went_over(self._consistency)
         self._bind_cache()
 
@@ -83,11 +86,18 @@ class BoundedStrategy(AsyncStrategy):
     def _rest(self) -> None:
         if not self._resting and self._training.cache is not None:
             self._training.cache.clear()  # others go on meanwhile
-        if not self._resting and self._bound is not None:
+        if self._bound is not None and (not self._resting or self._others_expect_it):
             with contextlib.suppress(LostWork):
                 self.drain()
             self._say_that_it_rests()
+            self._rest_known_to = self._training.router
         self._resting = True
+
+    @property
+    def _others_expect_it(self) -> bool:
+        """Whether there may be servers that wait for the steps that it took when their map was made."""
+        router = self._training.router
+        return router.is_behind or router is not self._rest_known_to
 
     def _say_that_it_rests(self) -> None:
         self._training.complete()

@@ -243,6 +243,7 @@ class AsyncFeed(Feed):
         finally:
             self._rest()
         self._session.learn()  # a server that was given up answers who has the map of before, without what came since
+        self._rest()  # also to servers that were told to expect it before its work was closed
         self._strategy.begin()
 
     @property

@@ -1,0 +1,119 @@
+"""A worker that has no work says so to whoever may have been told that it takes steps (docs/ledger.md, rule C3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardyard.ground.types import Consistency, ConsistencyMode
+from shardyard_worker.bounded import BoundedStrategy
+from shardyard_worker.router import MapChanged, Wish
+
+
+class Servers:
+    """Those of one map, as a router reaches them."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.generation = session.generation
+        self.rested: list[int] = []
+
+    @property
+    def is_behind(self) -> bool:
+        return self._session.generation > self.generation
+
+    def rest(self, turn: int) -> None:
+        if self.is_behind:
+            raise MapChanged
+        self.rested.append(turn)
+
+    def abandon_pull(self) -> None:
+        """Nothing was begun."""
+
+    def pull(self, _: Wish) -> Any:
+        return SimpleNamespace(clock=0, missing=(), ahead=None, version_max=0)
+
+
+class Session:
+    """What the coordinator tells: a bound, or none, and the number of the newest map."""
+
+    def __init__(self, bound: int | None) -> None:
+        self.generation = 1
+        self.mode = ConsistencyMode.ASYNC if bound is None else ConsistencyMode.BOUNDED
+        self.consistency = Consistency(0, self.mode, bound)
+        self.settings = SimpleNamespace(worker=SimpleNamespace(window=0))
+        self.vigil = SimpleNamespace(over=lambda _: self)
+
+    def went_over(self, _: Consistency) -> None:
+        """It was asked for by nobody."""
+
+    def __enter__(self) -> None:
+        """A wait, which is over at once."""
+
+    def __exit__(self, *_: object) -> None:
+        """It is over."""
+
+
+class Training:
+    """What a strategy goes by, without a model."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.cache = session, None
+        self.router = Servers(session)
+        self.maps = [self.router]
+
+    def reach(self, ask: Callable[[Servers], Any]) -> Any:
+        while True:
+            try:
+                return ask(self.router)
+            except MapChanged:
+                self.router = Servers(self.session)
+                self.maps.append(self.router)
+
+    def complete(self) -> None:
+        """Nothing is on its way."""
+
+    def load(self, _: object) -> None:
+        """There are no values."""
+
+
+def strategy(bound: int | None = 3) -> tuple[BoundedStrategy, Training, Session]:
+    session = Session(bound)
+    training = Training(session)
+    given: Any = training
+    return BoundedStrategy(given), training, session
+
+
+@pytest.mark.parametrize("worked", [False, True])
+def test_rule_c3_who_rests_says_so_again_to_the_servers_of_a_newer_map(worked: bool) -> None:
+    """They were told to expect it, since it had work when that map was made; what it said went to those before."""
+    made, training, session = strategy()
+    if worked:
+        made.resume()
+    for _ in range(3):
+        made.rest()
+    session.generation = 2
+    for _ in range(3):
+        made.rest()
+    assert [servers.rested for servers in training.maps] == [[0], [1]]
+
+
+def test_who_rests_says_it_again_after_each_turn() -> None:
+    made, training, _ = strategy()
+    for _ in range(3):
+        made.resume()
+        made.rest()
+    assert training.router.rested == [0, 1, 2]
+
+
+def test_without_a_bound_nobody_is_told_of_a_rest() -> None:
+    made, training, session = strategy(None)
+    made.resume()
+    made.rest()
+    session.generation = 2
+    made.rest()
+    assert training.maps == [training.router]
+    assert not training.router.rested
