@@ -65,7 +65,7 @@ from shardyard_ps_server.tables.layout import (
 )
 from shardyard_ps_server.tables.machine import add, fence, load, pointer, prefetch, will_need
 
-# not so many that their rows leave the cache between the two passes over them
+# not so many that what the first pass over them has asked for leaves the cache before the second
 _CHUNK = 256
 _CHUNK_LEAST = 16
 _CHUNK_VALUES = 4_096
@@ -253,7 +253,7 @@ def _write(
     """Up to where it is done: `end`, unless the stripe is full."""
     at = stripe * FIELDS
     depth, homes = np.uint64(memory.stripes[at + DEPTH]), np.uint64(memory.stripes[at + HOMES])
-    buckets, stride = buckets_of(memory.stripes, stripe), memory.slab.shape[1]
+    buckets = buckets_of(memory.stripes, stripe)
     units = np.uint64(units_in(memory, stripe, pushed.unit))
     counts = array_at(pointer(pushed.counts), (batch.order.size,), np.int64)
     gradients = array_at(pointer(pushed.gradients), (batch.order.size, dim), np.float32)
@@ -299,12 +299,6 @@ def _write(
                 | (last << AGE_SHIFT)
             )
             rows[p - chunk] = row
-            if row >= 0:
-                for d in range(0, stride, _LINE):
-                    prefetch(memory.slab, row * stride + d)
-                if pushed.updates:
-                    for d in range(0, dim, _LINE):
-                        prefetch(gradients, i * dim + d)
         if pushed.updates:
             rules.apply(
                 pushed.code,

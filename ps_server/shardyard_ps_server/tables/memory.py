@@ -17,6 +17,8 @@ import numpy.typing as npt
 from shardyard.ground.errors import TableError
 
 HUGE_BYTES: Final = 2 << 20
+_FILLED_BYTES: Final = HUGE_BYTES * 3 // 4
+"""The last huge page has so much of what is reserved, or comes in small pages."""
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FIXED: Final = 0x10
 
@@ -26,7 +28,7 @@ def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES)
     pages. Raises TableError where the address space is refused."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     try:
-        room = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=flags)
+        room = mmap.mmap(-1, nbytes + 2 * HUGE_BYTES, flags=flags)
     except (OSError, ValueError, OverflowError) as error:
         raise TableError(
             f"{nbytes / 2**30:.1f} GiB of address space for a table are refused ({error})",
@@ -34,11 +36,9 @@ def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES)
         ) from error
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     begin = -address % HUGE_BYTES
-    end = begin + nbytes
-    first = begin + small_bytes
-    if end - first >= HUGE_BYTES:
-        whole = (end - first) // HUGE_BYTES * HUGE_BYTES
-        room.madvise(mmap.MADV_HUGEPAGE, first, whole)
+    huge = (nbytes - small_bytes + HUGE_BYTES - _FILLED_BYTES) // HUGE_BYTES
+    if huge > 0:
+        room.madvise(mmap.MADV_HUGEPAGE, begin + small_bytes, huge * HUGE_BYTES)
     itemsize = np.dtype(dtype).itemsize
     return np.frombuffer(room, dtype, nbytes // itemsize, begin)
 

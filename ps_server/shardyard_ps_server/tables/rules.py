@@ -18,6 +18,7 @@ from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from shardyard.ground.compiling import compiled
 from shardyard_ps_server.tables.layout import Floats
+from shardyard_ps_server.tables.machine import prefetch
 
 SGD: Final = 1
 MOMENTUM: Final = 2
@@ -26,6 +27,11 @@ ROWWISE_ADAGRAD: Final = 4
 ADAM: Final = 5
 AMSGRAD: Final = 6
 FTRL: Final = 7
+
+# rows are asked for so many updates ahead; of a long row its beginning, as the processor goes on by itself
+_AHEAD: Final = 8
+_ASKED_VALUES: Final = 512
+_LINE: Final = 16
 
 Places = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
@@ -125,9 +131,20 @@ def apply(code: int, scalars: Floats, slab: Floats, rows: Rows, places: Places, 
 
 
 @compiled
+def _ask_for_later(slab: Floats, rows: Rows, k: int) -> None:
+    """Has the row of a later update than number k brought from memory."""
+    stride = slab.shape[1]
+    later = k + max(1, min(_AHEAD, _ASKED_VALUES // stride))
+    if later < rows.size and rows[later] >= 0:
+        for d in range(0, min(stride, _ASKED_VALUES), _LINE):
+            prefetch(slab, rows[later] * stride + d)
+
+
+@compiled
 def _sgd(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay = _unpacked(scalars, 3)
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -138,6 +155,7 @@ def _sgd(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: F
 def _momentum(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay, momentum, keep, nesterov = _unpacked(scalars, 6)
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -152,6 +170,7 @@ def _momentum(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradien
 def _adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: Floats, dim: int) -> None:
     sign, lr, decay, eps = _unpacked(scalars, 4)
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -169,6 +188,7 @@ def _rowwise_adagrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, 
     sign, lr, decay, eps = _unpacked(scalars, 4)
     lanes = np.zeros(8, np.float32)
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             lanes[:] = 0
@@ -189,6 +209,7 @@ def _adam(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
     rest1 = np.float32(1) - weight1
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -206,6 +227,7 @@ def _amsgrad(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradient
     sign, decay, shrink, weight1, beta2, weight2, root2, eps, rate = _unpacked(scalars, 9)
     rest1 = np.float32(1) - weight1
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
@@ -227,6 +249,7 @@ def _ftrl(scalars: Floats, slab: Floats, rows: Rows, places: Places, gradients: 
     sign, lr, beta, l1, l2 = _unpacked(scalars, 5)
     zero = np.float32(0)
     for k in range(rows.size):
+        _ask_for_later(slab, rows, k)
         r, i = rows[k], places[k]
         if r >= 0:
             for d in range(dim):
