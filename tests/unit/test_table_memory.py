@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardyard_ps_server.tables.memory import HUGE_BYTES, reserve
-from shardyard_ps_server.tables.stripes import BUCKET_BYTES, fitted, length_of
+from shardyard.ground.row_optimizers import make_group
+from shardyard.ground.table_settings import TableSettings
+from shardyard_ps_server.tables.memory import HUGE_BYTES, populate, reserve
+from shardyard_ps_server.tables.stripes import BUCKET_BYTES, Stripes, fitted, length_of
+from shardyard_ps_server.tables.table import Table
 
 ADVISED = " hg"
+POPULATES = tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14)
+"""Whether the system knows how; else pages come when they are touched."""
+PAGE = 4_096
 
 
 def mappings() -> Iterator[tuple[int, int, bool]]:
@@ -61,3 +68,45 @@ def test_what_is_small_or_would_leave_most_of_a_huge_page_empty_comes_in_small_p
     assert advised(room) == expected
     room[:] = 7
     assert int(room.min()) == 7
+
+
+def resident(array: np.ndarray, begin: int, end: int) -> int:
+    """How many of its pages between two bytes are there."""
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek((array.ctypes.data + begin) // PAGE * 8)
+        entries = np.frombuffer(pages.read((end - begin) // PAGE * 8), np.uint64)
+    return int((entries >> np.uint64(63)).sum())
+
+
+def test_pages_that_are_asked_for_are_there_and_keep_what_they_hold() -> None:
+    room = reserve(8 * HUGE_BYTES, np.uint8)
+    room[: 3 * HUGE_BYTES] = 7
+    begin, end = 2 * HUGE_BYTES + 5 * PAGE, 6 * HUGE_BYTES - 3 * PAGE
+    populate(room, begin, end)
+    if POPULATES:
+        assert resident(room, begin, end) == (end - begin) // PAGE
+    assert resident(room, 6 * HUGE_BYTES, 8 * HUGE_BYTES) == 0
+    assert int(room[: 3 * HUGE_BYTES].min()) == 7
+    assert int(room[3 * HUGE_BYTES :].max()) == 0
+
+
+def test_rows_of_a_push_have_their_pages_before_a_stripe_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(TableSettings("t", 64, "sgd", make_group("sgd", {"lr": 0.1}), 1, rows_max=1 << 20))
+    slab = table._memory.slab.reshape(-1).view(np.uint8)
+    row_bytes = 64 * 4
+    ids = np.arange(60_000, dtype=np.int64)
+    table.push(ids[:20_000], np.zeros((20_000, 64), np.float32), 1)
+    table.push(ids[20_000:20_001], np.zeros((1, 64), np.float32), 2)
+    there = resident(slab, HUGE_BYTES, 1 << 26)
+    assert there * PAGE >= 20_001 * row_bytes - HUGE_BYTES - PAGE
+    assert there * PAGE <= 20_001 * row_bytes + HUGE_BYTES  # no more than a huge page that nobody has asked for
+    found: list[int] = []
+    real = Stripes.make_room
+
+    def make_room(stripes: Stripes, stripe: int) -> None:
+        found.append(resident(slab, HUGE_BYTES, 1 << 26))
+        real(stripes, stripe)
+
+    monkeypatch.setattr(Stripes, "make_room", make_room)
+    table.push(ids[20_000:], np.zeros((40_000, 64), np.float32), 3)
+    assert not POPULATES or found[0] * PAGE >= 60_000 * row_bytes - HUGE_BYTES - PAGE

@@ -21,6 +21,7 @@ _FILLED_BYTES: Final = HUGE_BYTES * 3 // 4
 """The last huge page has so much of what is reserved, or comes in small pages."""
 _MAP_NORESERVE: Final = 0x4000
 _MAP_FIXED: Final = 0x10
+_POPULATE_WRITE: Final = 23
 
 
 def reserve(nbytes: int, dtype: npt.DTypeLike, *, small_bytes: int = HUGE_BYTES) -> npt.NDArray[Any]:
@@ -61,6 +62,16 @@ def give_back(array: npt.NDArray[Any], begin: int, end: int) -> None:
     last = (array.ctypes.data + end) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
         _MADVISE(first, last - first, mmap.MADV_DONTNEED)
+
+
+def populate(array: npt.NDArray[Any], begin: int, end: int) -> None:
+    """The pages of bytes [begin, end) of `array` come now, and not when they are touched. What is there stays. Where
+    the system cannot do that (before Linux 5.14) they come as ever."""
+    address = array.ctypes.data
+    # a huge page at a time, since nobody in this process can map or unmap anything meanwhile
+    for first in range(begin // HUGE_BYTES * HUGE_BYTES, end, HUGE_BYTES):
+        at = (address + max(first, begin)) // mmap.PAGESIZE * mmap.PAGESIZE
+        _MADVISE(at, address + min(first + HUGE_BYTES, end) - at, _POPULATE_WRITE)
 
 
 def _from_libc(name: str, result: Any, *arguments: Any) -> Any:

@@ -27,7 +27,7 @@ from shardyard_ps_server.tables.layout import (
     Memory,
     Words,
 )
-from shardyard_ps_server.tables.memory import HUGE_BYTES, reserve
+from shardyard_ps_server.tables.memory import HUGE_BYTES, populate, reserve
 from shardyard_ps_server.tables.retirement import Retirement
 
 ENTRIES_MAX: Final = 250_000
@@ -139,8 +139,10 @@ def length_of(homes: int) -> int:
 
 
 def _room(homes: int) -> Words:
-    """Empty buckets."""
+    """Empty buckets. Their pages are there: a stripe is locked while its entries move, and others wait for it."""
     length = length_of(homes)
     if length * BUCKET_BYTES < _HUGE_FROM_BYTES:
         return np.zeros(2 * length, np.uint64)
-    return reserve(length * BUCKET_BYTES, np.uint64, small_bytes=0)
+    room = reserve(length * BUCKET_BYTES, np.uint64, small_bytes=0)
+    populate(room, 0, room.nbytes)
+    return room

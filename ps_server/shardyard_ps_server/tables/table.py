@@ -49,7 +49,7 @@ from shardyard_ps_server.tables.layout import (
     Memory,
     Numbers,
 )
-from shardyard_ps_server.tables.memory import reserve
+from shardyard_ps_server.tables.memory import HUGE_BYTES, populate, reserve
 from shardyard_ps_server.tables.retirement import Retirement
 from shardyard_ps_server.tables.stripes import Stripes
 from shardyard_ps_server.tables.tier import Tier
@@ -93,6 +93,8 @@ class Table:
         self._counting = threading.Lock()
         """Of what is below: short, and never around a loop."""
         self._promised = 0
+        self._populated = HUGE_BYTES // self._memory.slab.strides[0]
+        """Rows whose pages were asked for; those of the first are small, and come one by one."""
         self._updates = 0
         self._now_ms = 0
         self._expired = 0
@@ -499,8 +501,11 @@ class Table:
             gradients = np.ascontiguousarray(gradients)
         settings = self.settings
         rule = rules.rule_of(settings.optimizer, group, step)
+        self._retirement.let_go()
         if self._tier is not None:
             self._tier.make_room(ids)
+        else:
+            self._populate(ids.size)
         with self._gate.together(), self._room_for(ids):
             self._advance(step, now_ms)
             pushed = loops.Pushed(
@@ -564,6 +569,20 @@ class Table:
         finally:
             with self._counting:
                 self._promised -= n
+
+    def _populate(self, n: int) -> None:
+        """Pages of the rows that so many ids may need are there: one that comes while a stripe is locked is waited for
+        by all who look something up in that. Where memory has a bound it comes as it is needed."""
+        slab, first = self._memory.slab, self._populated
+        row_bytes = slab.strides[0]
+        last = min(int(self._memory.shared[NEXT_ROW]) + n, self._rows_max)
+        if last > first:
+            with self._counting:
+                first = self._populated
+                last = min(max(last, first + HUGE_BYTES // row_bytes), self._rows_max)
+                self._populated = max(last, first)
+            if last > first:
+                populate(slab, first * row_bytes, last * row_bytes)
 
     def _missing(self, ids: Ids) -> int:
         """How many of the ids have no row."""
