@@ -572,17 +572,16 @@ class Yard:
         if not np.isin(found, (0.0, 1.0)).all():
             self.world.violations.append(f"{current().process} has looked up {found.tolist()}")
 
-    def _look_at_pushes(self, step: int, pushes: int) -> None:
-        """Of a hybrid job: how many pushes are in the rows that a step is computed on, in the partition that has
-        least. They lack so many steps at most, of whichever rank."""
+    def _judge_pushes(self, step: int, pushes: int) -> None:
+        """Of a hybrid job: how many pushes are in the rows that a step was computed on which has counted, in the
+        partition that has least. They lack so many steps at most, of whichever rank."""
         plan = self.plan
-        self.pushes[step] = min(pushes, self.pushes.get(step, pushes))
         assert plan.flight is not None
         lacking = plan.flight if plan.looks_ahead else 0
         least = self.pushes_before.get(step - lacking, 0)
         if pushes < least:
             self.world.violations.append(
-                f"{current().process} computes step {step} on rows with {pushes} pushes, and not {least}"
+                f"{current().process} has computed step {step} on rows with {pushes} pushes, and not {least}"
             )
 
     def _train_async(self, job: Any, names: list[str], size: int, rows: Rows | None, batches: Iterable[Any]) -> None:
@@ -628,11 +627,16 @@ class Yard:
             coordinates = self._planned(job, chosen)
             # torch's own generator, which the feed has seeded (rule B5); all simulated processes share it, so at once
             noise = {key: torch.randn(SYNC_ELEMENTS, dtype=torch.float64) for key in names}
+            generation = job._training.router.generation
             values = job.pull()
             self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
-            if rows is not None:
-                total += self._look_at_rows(rows, coordinates, job._feed.work.name.first, total)
+            step, pushes = job._feed.work.name.first, None
+            if rows is not None and self.plan.flight is not None:
+                pushes = self._count_pushes(rows, coordinates)
+                self.pushes[step] = min(pushes, self.pushes.get(step, pushes))
+            elif rows is not None:
+                total += self._look_at_rows(rows, coordinates, total)
             sent = {key: torch.sin(total + values[key]) + noise[key] for key in names}
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
@@ -640,19 +644,23 @@ class Yard:
             if wrong == "nan":
                 sent[names[-1]][0] = float("nan")
             self._push(job, sent, rows, overflow=wrong == "overflow")
+            if pushes is not None and job._training.router.generation == generation:  # else it may not have counted
+                self._judge_pushes(step, pushes)
             self._stop_by_chance(job)
 
-    def _look_at_rows(self, rows: Rows, coordinates: torch.Tensor, step: int, total: float) -> float:
-        """Looks up, and gives gradients. What variables' gradients depend on: nothing, where rows are updated as they
-        come."""
+    def _count_pushes(self, rows: Rows, coordinates: torch.Tensor) -> int:
+        """Looks up, and gives gradients, where rows are updated as they come. How many pushes they have, in the
+        partition that has least."""
         rows.clear()
-        if self.plan.flight is not None:
-            ids = np.concatenate([rows.ids(coordinates), rows.last])
-            found = rows.look_up(ids)
-            self._look_at_pushes(step, int(found[-self.plan.partitions :].min()))
-            self._check_counts(found[: -self.plan.partitions])
-            rows.add(ids, float(-self.plan.ranks))
-            return 0.0
+        ids = np.concatenate([rows.ids(coordinates), rows.last])
+        found = rows.look_up(ids)
+        self._check_counts(found[: -self.plan.partitions])
+        rows.add(ids, float(-self.plan.ranks))
+        return int(found[-self.plan.partitions :].min())
+
+    def _look_at_rows(self, rows: Rows, coordinates: torch.Tensor, total: float) -> float:
+        """Looks up, and gives gradients. What variables' gradients depend on."""
+        rows.clear()
         ids = rows.ids(coordinates % SHARED)
         found = rows.look_up(ids)
         rows.add(ids, np.sin(found + np.float32(total)))
