@@ -19,7 +19,7 @@ import logging
 from typing import NoReturn
 
 from shardyard.ground import errors
-from shardyard.ground.types import Pace, PushName, Stride
+from shardyard.ground.types import Pace, PushName, Stride, UpdateMode
 from shardyard_worker.cache_rules import check_bound
 from shardyard_worker.router import Answer, Router, Wish
 from shardyard_worker.strategies import NEWEST, AsyncStrategy, LostWork
@@ -100,8 +100,12 @@ class BoundedStrategy(AsyncStrategy):
         return router.is_behind or router is not self._rest_known_to
 
     def _say_that_it_rests(self) -> None:
+        def tell(router: Router) -> None:
+            if self._session.mode is not UpdateMode.SYNC:  # servers of a newer map may be
+                router.rest(self._turn)
+
         self._training.complete()
-        self._training.reach(lambda router: router.rest(self._turn))
+        self._training.reach(tell)
         self._turn += 1
 
     @property
