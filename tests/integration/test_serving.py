@@ -24,7 +24,7 @@ from shardyard.ground.types import Version
 from shardyard_ps_server import partition as partitions
 from shardyard_ps_server.store import Store
 from shardyard_worker import held_version
-from shardyard_worker.serving import Answer, Served
+from shardyard_worker.serving import Answer, Served, ServedVersion
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -233,6 +233,21 @@ def test_rows_of_a_hybrid_job_are_as_young_as_was_asked_for_in_the_midst_of_a_st
                 words, _, top = version.model()
                 assert torch.equal(words, answer.rows["words"])
                 assert torch.equal(top, torch.full((4,), -1.0))
+
+
+def test_answer_says_the_age_by_which_its_version_was_young_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an age that is read later, which may be above the bound."""
+    with yard() as there:
+        Training(there.connect()).step()
+        with served_by(there, staleness_ms=60_000) as served:
+            served.look_up(BOTH)
+            asks, ages = threading.current_thread(), iter((59_999.0, 60_001.0))
+
+            def age_ms(_: ServedVersion) -> float:
+                return next(ages) if threading.current_thread() is asks else 0.0
+
+            monkeypatch.setattr(ServedVersion, "age_ms", property(age_ms))
+            assert served.look_up(BOTH).age_ms == 59_999.0
 
 
 def test_no_answer_is_older_than_the_bound_when_servers_are_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,8 +226,7 @@ class Served:
         """
         until = time.monotonic() + self._options.wait_ms / 1000
         while True:
-            with self._version(until) as version:
-                age_ms = version.age_ms
+            with self._version(until) as (version, age_ms):
                 try:
                     return Answer(version.look_up(ids), version.step, version.versions, age_ms)
                 except errors.VersionPassed as error:
@@ -239,7 +238,7 @@ class Served:
     def version(self) -> Iterator[ServedVersion]:
         """One version, which stays as it is until the block is left: for several look-ups, or for the model. Raises as
         `look_up`; within the block VersionPassed where servers do not hold it any more."""
-        with self._version(time.monotonic() + self._options.wait_ms / 1000) as version:
+        with self._version(time.monotonic() + self._options.wait_ms / 1000) as (version, _):
             try:
                 yield version
             except errors.VersionPassed as error:
@@ -252,30 +251,31 @@ class Served:
             return ServingCounts(*self._counts)
 
     @contextmanager
-    def _version(self, until: float) -> Iterator[ServedVersion]:
-        version = self._take(until)
+    def _version(self, until: float) -> Iterator[tuple[ServedVersion, float]]:
+        """With its age in milliseconds, by which it was found young enough."""
+        version, age_ms = self._take(until)
         try:
-            yield version
+            yield version, age_ms
         finally:
             self._leave(version)
 
-    def _take(self, until: float) -> ServedVersion:
+    def _take(self, until: float) -> tuple[ServedVersion, float]:
         with self._changed:
-            version = self._usable()
-            if version is not None:
-                version.users += 1
+            usable = self._usable()
+            if usable is not None:
+                usable[0].users += 1
                 self._readers += 1
-                return version
+                return usable
             self._counts[3] += 1
         with ExplainedWait(self._waited_for, logger=log) as wait:
             while True:
                 self._wake.set()
                 with self._changed:
-                    version = self._usable()
-                    if version is not None:
-                        version.users += 1
+                    usable = self._usable()
+                    if usable is not None:
+                        usable[0].users += 1
                         self._readers += 1
-                        return version
+                        return usable
                     left = until - time.monotonic()
                     if left <= 0:
                         raise errors.DeadlineExceeded(
@@ -287,8 +287,8 @@ class Served:
                     self._changed.wait(min(left, SLICE_MS / 1000))
                 wait.tick()
 
-    def _usable(self) -> ServedVersion | None:
-        """Raises what the job, or this, has ended with."""
+    def _usable(self) -> tuple[ServedVersion, float] | None:
+        """With its age in milliseconds. Raises what the job, or this, has ended with."""
         if self._stop.is_set():
             raise errors.InvalidRequest("rows of a job that is not served any more", why="it was closed", todo="")
         if self._failed is not None:
@@ -296,7 +296,8 @@ class Served:
         version = self._current
         if version is None or version.held.is_lost:
             return None
-        return version if version.is_last or version.age_ms <= self._options.staleness_ms else None
+        age_ms = version.age_ms
+        return (version, age_ms) if version.is_last or age_ms <= self._options.staleness_ms else None
 
     def _waited_for(self) -> str:
         why = f" ({self._why})" if self._why else ""
