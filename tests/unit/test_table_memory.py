@@ -1,4 +1,4 @@
-"""Memory of tables: which of it may come in huge pages."""
+"""Memory of tables: which of it may come in huge pages, and when."""
 
 from __future__ import annotations
 
