@@ -33,6 +33,7 @@ from shardyard.ground.types import Incarnation, JobLayout, OptimizerSpec, Partit
 from shardyard_ps_server import table_saver
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.partition_tables import read_tables
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.tables.table import Table, warm
 
 DIM, IDS, PUSHES, EXPONENT = 16, 4_096, 50, 1.1
@@ -54,7 +55,7 @@ class Load:
         settings = TableSettings("clicks", DIM, "adagrad", rows_max=2 * rows)
         part = PartitionLayout(HERE, 0, ())
         self.layout = JobLayout((), OptimizerSpec("sgd", (group,)), (part,), (settings,))
-        self.partition = Partition(self.layout, HERE, UpdateMode.ASYNC, 1)
+        self.partition = Partition(self.layout, HERE, UpdateRules(UpdateMode.ASYNC, 1))
         self.ends = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -EXPONENT)
         self.rng = np.random.default_rng(0)
         self.step = 0

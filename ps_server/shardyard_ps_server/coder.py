@@ -12,7 +12,7 @@ from shardyard.codecs import DeltaSender, encode_values
 from shardyard.ground.compression import NONE, CodecSpec, parse_pull_rules
 from shardyard.ground.errors import ConfigurationError, InvalidRequest
 from shardyard.ground.types import JobLayout
-from shardyard_ps_server.store import Held
+from shardyard_ps_server.hosted_job import Held
 
 
 class Coder:

@@ -30,10 +30,11 @@ from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame, Scatter
 from shardyard.wire.headers import HeaderReader
 from shardyard_ps_server.coder import Coder
+from shardyard_ps_server.hosted_job import Held, HostedJob
 from shardyard_ps_server.partition_tables import AskedRows, check_wanted
 from shardyard_ps_server.runs import Run, runs_in_order
-from shardyard_ps_server.store import NO_BYTES, Held, HostedJob, Store
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard_ps_server.store import Store
+from shardyard_ps_server.versions import NO_BYTES, Bytes, aligned_empty
 
 log = logging.getLogger("shardyard.server")
 
@@ -149,7 +150,7 @@ class Exchanges:
         if self._hosted is not None and hosted is not self._hosted:
             raise InvalidRequest(f"job {hosted.job} on a stream of job {self._hosted.job}", todo="open another stream")
         if order.wanted:
-            if hosted.rows_have_versions and (order.pull is None or not order.pull.exactly):
+            if hosted.rules.rows_have_versions and (order.pull is None or not order.pull.exactly):
                 raise InvalidRequest(
                     f"rows of job {hosted.job}, which is synchronous, beside values of no version that is named",
                     todo="ask for a version exactly, or for rows with LookUp",
@@ -311,7 +312,7 @@ class Exchanges:
         wait no more. With `room` they are put there, and nothing of them is sent. Raises StaleGeneration."""
         if not asked:
             return NO_BYTES
-        number = order.pull.number if order.pull is not None and hosted.rows_have_versions else None
+        number = order.pull.number if order.pull is not None and hosted.rules.rows_have_versions else None
         found = self._store.find_rows(hosted, asked, number, into=room)
         hosted.check_generation(order.generation)  # else partitions may have gone back, or moved, meanwhile
         return found if room is None else NO_BYTES

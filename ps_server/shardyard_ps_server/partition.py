@@ -49,8 +49,6 @@ from shardyard.ground.ports import Clock
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
     LANE_OF_ROWS,
-    NO_CLIPPING,
-    Clipping,
     DoneDataShards,
     Gathered,
     Incarnation,
@@ -81,6 +79,7 @@ from shardyard_ps_server.held_rows import merged, put_back
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition_tables import Floats, Gone, PartitionTables, Rows, scaled, square_norm
 from shardyard_ps_server.readers_rows import ReadersRows
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
 from shardyard_ps_server.tables.budget import Budget
@@ -110,29 +109,22 @@ class Partition:
         self,
         layout: JobLayout,
         partition: PartitionId,
-        mode: UpdateMode,
-        logical_ranks: int,
+        rules: UpdateRules,
         memory: Memory = private_memory,
-        stale: StaleRule | None = None,
-        clipping: Clipping = NO_CLIPPING,
-        backup_workers: int = 0,
         *,
-        logged: bool = False,
-        rows_at_once: bool = False,
         clock: Clock = SYSTEM_CLOCK,
         budget: Budget | None = None,
     ) -> None:
-        """`stale`: of an asynchronous job that has a rule for gradients of older versions; `clipping`: of a
-        synchronous job's mean gradients; `backup_workers`: so many of its ranks need not count; `logged`: the job has
-        logs; `rows_at_once`: rows of a synchronous job are updated when they come, in a lane of their own; `clock`: by
-        which rows of tables age; `budget`: of all tables of the server."""
+        """`clock`: by which rows of tables age; `budget`: of all tables of the server."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
         self._blocks = Blocks(layout, self._layout)
-        self._rows_at_once = rows_at_once and bool(layout.tables)
-        swept = mode is UpdateMode.SYNC and not self._rows_at_once
-        self._tables = PartitionTables(layout, clock, recorded=logged, swept=swept, budget=budget)
+        self._rules = rules
+        self._rows_at_once = rules.rows_at_once and bool(layout.tables)
+        self._tables = PartitionTables(
+            layout, clock, recorded=rules.logged, swept=rules.rows_have_versions, budget=budget
+        )
         self._former: FormerRows | None = None
         """Of a synchronous job that updates rows with its steps, from when the first is taken: what it has changed."""
         self._readers = ReadersRows(HELD_ROWS_BYTES_MAX // len(layout.partitions))
@@ -141,16 +133,13 @@ class Partition:
         self._versions = Versions(self._layout.payload_bytes, memory)
         self._ledger = Ledger(partition)
         self._stale: Stale | None = None
-        if stale is not None:
+        if rules.stale is not None:
             row_kinds = [table.optimizer for table in layout.tables]
             kind = layout.optimizer.kind
-            self._stale = Stale(stale, partition, kind, self._versions, logged=logged, row_kinds=row_kinds)
+            self._stale = Stale(rules.stale, partition, kind, self._versions, logged=rules.logged, row_kinds=row_kinds)
         self._compensated: Bytes | None = None
         self._squares: Bytes | None = None
-        self._ranks = logical_ranks
-        self._clipping = clipping
-        self._backup_workers = backup_workers
-        self._gate: Gate[Contribution] | None = self._gate_at(0) if mode is UpdateMode.SYNC else None
+        self._gate: Gate[Contribution] | None = self._gate_at(0) if rules.mode is UpdateMode.SYNC else None
         # of the step that waits for its verdict: all its contributions in one
         self._mean: Contribution | None = None
         self._kept: list[Bytes] = []
@@ -707,9 +696,9 @@ class Partition:
     def _own_rows(self, contribution: Contribution) -> tuple[Rows, ...]:
         """What one rank alone gives to rows that are updated as they come, whatever samples the others will have.
         Raises TooLarge."""
-        mean = self._tables.mean([contribution.rows], [1.0], self._clipping.value)
+        mean = self._tables.mean([contribution.rows], [1.0], self._rules.clipping.value)
         times = {each.table: each.now_ms for each in contribution.rows}
-        return scaled([each._replace(now_ms=times[each.table]) for each in mean], 1 / self._ranks)
+        return scaled([each._replace(now_ms=times[each.table]) for each in mean], 1 / self._rules.logical_ranks)
 
     def _complete(
         self,
@@ -722,7 +711,7 @@ class Partition:
         before, when all memory that is needed is there."""
         taken = verdict(contributions)
         rows, groups = self._mean_rows(taken)
-        if self._clipping.norm and not taken.skips:  # a step that is skipped is so everywhere, whatever its norm
+        if self._rules.clipping.norm and not taken.skips:  # a step that is skipped is so everywhere, whatever its norm
             mean, own = self._gather(taken.members, taken.shares)
             whole = self._blocks.square_norm(mean) + square_norm(rows)
             early()
@@ -753,7 +742,7 @@ class Partition:
             return (), ()
         groups = next((member.table_groups for member in taken.members if member.rows), ())
         rows = [member.rows for member in taken.members]
-        return self._tables.mean(rows, taken.shares, self._clipping.value), groups
+        return self._tables.mean(rows, taken.shares, self._rules.clipping.value), groups
 
     def _set_aside(self, rows: Sequence[Rows], gone: Sequence[Gone]) -> FormerRows | None:
         """What a step is about to change. Raises TooLarge."""
@@ -774,7 +763,7 @@ class Partition:
         """The mean, in memory of our own, and that memory. Raises TooLarge."""
         self._blocks.reserve_sums()
         own = self._spare.pop() if self._spare else aligned_empty(self._layout.payload_bytes)
-        return self._blocks.gather(members, shares, self._versions.values, own, self._clipping.value), own
+        return self._blocks.gather(members, shares, self._versions.values, own, self._rules.clipping.value), own
 
     # ---- verdicts
 
@@ -798,7 +787,7 @@ class Partition:
             if not awaited or gate is None or mean is None:
                 return
             assert verdict.square_norm is not None
-            scale = scale_of(verdict.square_norm, self._clipping.norm)
+            scale = scale_of(verdict.square_norm, self._rules.clipping.norm)
             rows = scaled(mean.rows, scale)
             gone = self._tables.sweep(rows, self._versions.newest.number + 1)
             former = self._set_aside(rows, gone)
@@ -832,7 +821,7 @@ class Partition:
             return None if self._gate is None else self._gate.gathered(step)
 
     def _judges(self, verdict: StepVerdict) -> bool:
-        needed = self._clipping.norm or (self._backup_workers and verdict.members)
+        needed = self._rules.clipping.norm or (self._rules.backup_workers and verdict.members)
         if self._gate is None or not needed:
             raise InvalidRequest(f"a verdict on step {verdict.step} of partition {self.id}, whose steps need none")
         return self._gate.judges(verdict)
@@ -849,10 +838,10 @@ class Partition:
 
     def _next(self, taken: Verdict[Contribution], scale: float = 1.0) -> Bytes:
         """The next version's values. All that a step needs is asked for before anything changes. Raises TooLarge."""
-        if self._ranks > 1 or scale != 1.0:
+        if self._rules.logical_ranks > 1 or scale != 1.0:
             self._blocks.reserve_sums()
         # with a norm it was done when that was told
-        if self._clipping.value and not self._clipping.norm and taken.members and not taken.skips:
+        if self._rules.clipping.value and not self._rules.clipping.norm and taken.members and not taken.skips:
             mean, own = self._gather(taken.members, taken.shares)
             self._spare.append(own)  # nobody takes it in this turn
             taken = Verdict((mean,), (1.0,))
@@ -931,7 +920,7 @@ class Partition:
             return self._stale.tally
 
     def _gate_at(self, step: int) -> Gate[Contribution]:
-        return Gate(self.id, self._ranks, step=step, backup_workers=self._backup_workers)
+        return Gate(self.id, self._rules.logical_ranks, step=step, backup_workers=self._rules.backup_workers)
 
     def _awaits_verdict_on(self, step: int) -> bool:
         return self._gate is not None and self._gate.awaits_verdict and self._gate.step == step

@@ -22,9 +22,12 @@ from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.exchanges import Exchanges, answer, refuse_values
+from shardyard_ps_server.hosted_job import HostedJob
 from shardyard_ps_server.partition_tables import Floats
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.runs import runs_in_order
-from shardyard_ps_server.store import HostedJob, Restore, Store
+from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 R = TypeVar("R")
@@ -77,17 +80,11 @@ class Servicer:
             Generation(request.generation),
             layout,
             [PartitionId(partition) for partition in request.partitions],
-            convert.mode_from_wire(request.mode),
-            request.logical_ranks,
+            _rules(request),
             _restore(request.restore, request.logical_ranks),
-            convert.durability_from_wire(request.durability),
-            request.staleness if request.HasField("staleness") else None,
-            [Incarnation(worker) for worker in request.working],
-            convert.stale_from_wire(request.stale) if request.HasField("stale") else None,
-            convert.clipping_from_wire(request.clipping),
-            request.backup_workers,
-            request.switches,
-            request.rows_at_once,
+            staleness=request.staleness if request.HasField("staleness") else None,
+            working=[Incarnation(worker) for worker in request.working],
+            switches=request.switches,
         )
         return wire.CreatePartitionsReply()
 
@@ -280,7 +277,7 @@ class Servicer:
                 )
             if hosted.pacing is not None and hosted.pacing.bound is not None:
                 reply.staleness.add(job=hosted.job, most=hosted.pacing.staleness_max)
-            if hosted.stale is not None:
+            if hosted.rules.stale is not None:
                 _describe_lateness(reply.lateness.add(job=hosted.job), hosted)
             for number in sorted(hosted.partitions):
                 partition = hosted.partitions[number]
@@ -354,6 +351,18 @@ def _describe_lateness(message: wire.DescribedLateness, hosted: HostedJob) -> No
             message.total += tally.total
             message.most = max(message.most, tally.most)
             message.uncompensated += tally.uncompensated
+
+
+def _rules(message: wire.CreatePartitionsRequest) -> UpdateRules:
+    return UpdateRules(
+        convert.mode_from_wire(message.mode),
+        message.logical_ranks,
+        convert.durability_from_wire(message.durability),
+        convert.stale_from_wire(message.stale) if message.HasField("stale") else None,
+        convert.clipping_from_wire(message.clipping),
+        message.backup_workers,
+        message.rows_at_once,
+    )
 
 
 def _restore(message: wire.Restore, logical_ranks: int) -> Restore:

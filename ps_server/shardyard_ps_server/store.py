@@ -12,16 +12,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from shardyard.checkpoints.library import read_partition
-from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
 from shardyard.codecs.rows import encode_rows
 from shardyard.ground import limits, optimizers
@@ -36,20 +33,13 @@ from shardyard.ground.errors import (
     StaleGeneration,
     StaleIncarnation,
     StaleTerm,
-    StorageUnavailable,
     TooLarge,
 )
 from shardyard.ground.failpoints import failpoint
-from shardyard.ground.layouts import check_stale_rows
 from shardyard.ground.row_ids import Ids
 from shardyard.ground.types import (
-    LANE_OF_ROWS,
-    NO_CLIPPING,
     Caller,
-    Clipping,
-    DataShardSource,
     DoneDataShards,
-    Durability,
     Gathered,
     Generation,
     Incarnation,
@@ -67,12 +57,8 @@ from shardyard.ground.types import (
     PullWish,
     PushKind,
     PushOrder,
-    Rank,
-    RankSource,
     RowCode,
     SourceKey,
-    SourceMark,
-    StaleRule,
     StepVerdict,
     Term,
     Token,
@@ -84,8 +70,10 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.checkpoints import Saved, SaveOrder, Saver
+from shardyard_ps_server.checkpoints import Saved, SaveOrder
 from shardyard_ps_server.crew import Crew
+from shardyard_ps_server.hosted_job import Held, HostedJob
+from shardyard_ps_server.hosting import Hosting
 from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import (
@@ -98,278 +86,32 @@ from shardyard_ps_server.partition_tables import (
     table_at,
     unpack_pushed,
 )
-from shardyard_ps_server.pins import Pins, await_pin
+from shardyard_ps_server.pins import await_pin
 from shardyard_ps_server.recorded_rows import said_of, with_times
-from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.replay import (
     bases_of,
-    begin_head,
     open_head,
     pass_over_head,
     pieces_of,
     push_head,
-    replay,
     verdict_head,
 )
+from shardyard_ps_server.restore import NO_RESTORE, Restore
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.table_loops import TableLoops
-from shardyard_ps_server.table_states import Tables, read_tables
 from shardyard_ps_server.tables.budget import Budget
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard_ps_server.versions import NO_BYTES, Bytes, aligned_empty
 from shardyard_ps_server.wal import OnFailure, Wal
-from shardyard_ps_server.wal_files import ASIDE_KEPT_S, DAY_S, LogFiles, LogRoot
+from shardyard_ps_server.wal_files import LogRoot
 from shardyard_ps_server.wal_records import RecordKind
 
 log = logging.getLogger("shardyard.server")
 
 Work = tuple[Partition, Contribution]
-NO_BYTES = aligned_empty(0)
-
-
-@dataclass(frozen=True)
-class Restore:
-    """What partitions are to begin with: entries of manifest `number`, and the URL of the job's checkpoints. `logs`:
-    the servers, gone, whose logs say what came after, the first owner first."""
-
-    url: str
-    entries: tuple[PartitionEntry, ...]
-    number: int = 0
-    logs: Mapping[PartitionId, tuple[Incarnation, ...]] = field(default_factory=dict)
-    job: JobId = JobId(0)
-    """Who wrote the checkpoint: incarnations of workers mean nothing in another job."""
-    begun: tuple[tuple[DataShardSource, int], ...] = ()
-    """Data shards of which all partitions have counted the batches before that number, as steps of a job that was
-    synchronous when the checkpoint was written."""
-    step: int = 0
-    """Before which all of so many logical `ranks` stand, of a job that was asynchronous when it was written; else 0."""
-    ranks: int = 0
-
-    def segment_of(self, job: JobId) -> int:
-        """The first of a log that follows. Another job's checkpoint has a number that may be above those to come, which
-        must begin segments too."""
-        return self.number if self.job == job else 0
-
-    def adapted(self, state: PartitionState, job: JobId) -> PartitionState:
-        """As `job` begins with it."""
-        marks = state.marks
-        if self.job != job:
-            marks = tuple([mark for mark in marks if not isinstance(mark.key.source, WorkerSource)])
-        known = {mark.key: mark for mark in marks}
-        for source, batch in self.begun:
-            mark = known.get(SourceKey(source), SourceMark(SourceKey(source), Token(0), 0))
-            known[mark.key] = mark._replace(next=max(mark.next, batch))
-        for rank in range(self.ranks if self.step else 0):
-            key = SourceKey(RankSource(Rank(rank)))
-            known[key] = known.get(key, SourceMark(key, Token(0), 0))._replace(next=self.step)
-        # those of an asynchronous job differ, and are one from its first step on
-        version = replace(state.version, number=max(state.version.number, self.step))
-        return replace(state, version=version, marks=tuple(known.values()))
-
-
-NO_RESTORE = Restore("", ())
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a partition is to begin with, read and checked, with its tables filled."""
-
-    state: PartitionState
-    tables: Tables
 
 
 CREW_BYTES_MIN = limits.MIB
 """A push of at least so much is applied by several threads, a partition each."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Buffers of partitions, theirs who asked for them to read until they are released."""
-
-    buffers: tuple[tuple[Partition, Bytes], ...] = ()
-
-    def release(self) -> None:
-        for partition, buffer in self.buffers:
-            partition.release(buffer)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(buffer) for _, buffer in self.buffers)
-
-
-@dataclass(frozen=True)
-class TableCount:
-    """A table at this server: its rows, and the memory that it takes; the ids of its index, with those that are only
-    counted, and for how many there is room; rows that pushes have made and ids that have expired since the partitions
-    are here; of the rows, those that lie in a file, what that takes of the disk, and what the disk said if it refuses
-    more."""
-
-    name: str
-    rows: int
-    nbytes: int
-    ids: int
-    homes: int
-    admitted: int
-    expired: int
-    cold_rows: int
-    disk_bytes: int
-    disk_refused: str
-
-
-@dataclass
-class HostedJob:
-    """The partitions of one job that this server owns. `spare`: others that it has owned, or began to restore, whose
-    memory a partition of that number takes over. `lent`: what workers on this machine may still be reading."""
-
-    job: JobId
-    layout: JobLayout
-    generation: Generation
-    mode: UpdateMode
-    logical_ranks: int
-    partitions: dict[PartitionId, Partition]
-    regions: Regions
-    saver: Saver
-    wal: Wal | None = None
-    pacing: Pacing | None = None
-    """Of an asynchronous job."""
-    stale: StaleRule | None = None
-    """Of an asynchronous job that has a rule for gradients of older versions."""
-    clipping: Clipping = NO_CLIPPING
-    """Of a synchronous job's mean gradients."""
-    backup_workers: int = 0
-    """So many logical ranks of a synchronous job need not count in a step."""
-    rows_at_once: bool = False
-    """Rows of a synchronous job are updated before the step that they come with is taken."""
-    open: bool = False
-    spare: dict[PartitionId, Partition] = field(default_factory=dict)
-    lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
-    pins: Pins = field(default_factory=Pins)
-
-    @property
-    def rows_have_versions(self) -> bool:
-        """Whether rows of tables are updated with a step, as values are."""
-        return self.mode is UpdateMode.SYNC and not self.rows_at_once
-
-    @property
-    def nbytes(self) -> int:
-        """One version of all partitions."""
-        return sum(partition.payload_bytes for partition in self.partitions.values())
-
-    def check_generation(self, generation: Generation) -> None:
-        if generation != self.generation:
-            raise StaleGeneration(
-                f"generation {generation} of job {self.job}; this server is at {self.generation}",
-                facts={"generation": str(self.generation)},
-            )
-
-    def begins_anew(self, generation: Generation, restore: Restore) -> bool:
-        """Whether nothing of what is here is to stay: with logs, where a server died before anything was built on first
-        values. Raises InvalidRequest where something was."""
-        if self.wal is None or generation <= self.generation or restore.url:
-            return False
-        for number in sorted(self.partitions):
-            version, sources = self.partitions[number].describe()
-            if version.number or sources:
-                raise InvalidRequest(f"partition {number} of job {self.job} to begin anew, which has counted work")
-        return True
-
-    def goes_over(
-        self, generation: Generation, owned: Collection[PartitionId], mode: UpdateMode, restore: Restore
-    ) -> bool:
-        """Whether the job goes on in another mode, with all that a checkpoint has: nothing of what is here is to stay,
-        and what is under way here counts nowhere. Raises InvalidRequest."""
-        if mode is self.mode or generation < self.generation:
-            return False
-        missing = set(owned) - {entry.partition for entry in restore.entries}
-        if generation == self.generation or missing or self.wal is not None:
-            raise InvalidRequest(
-                f"job {self.job}, which is {self.mode.value} at generation {self.generation}, to be {mode.value} at"
-                f" generation {generation}, with {len(restore.entries)} partitions of a checkpoint",
-                why="a job goes over to another mode under a higher generation, from a checkpoint, without a log",
-            )
-        return True
-
-    @property
-    def durability(self) -> Durability:
-        return Durability.CHECKPOINT if self.wal is None else Durability.WAL
-
-    @contextmanager
-    def deciding(self) -> Iterator[None]:
-        """Nothing is recorded, and nothing that was recorded is under way."""
-        if self.wal is None:
-            yield
-            return
-        with self.wal.admission:
-            self.wal.drain()
-            yield
-
-    def matches(
-        self,
-        layout: JobLayout,
-        mode: UpdateMode,
-        logical_ranks: int,
-        durability: Durability,
-        staleness: int | None,
-        stale: StaleRule | None,
-        clipping: Clipping,
-        backup_workers: int,
-        switches: int,
-        rows_at_once: bool,
-    ) -> bool:
-        """`staleness` may be another one than here after another number of `switches`."""
-        mine = (self.layout, self.mode, self.logical_ranks, self.durability, self.stale, self.clipping)
-        theirs = (layout, mode, logical_ranks, durability, stale, clipping)
-        agrees = self.pacing is None or self.pacing.agrees(staleness, switches)
-        rules = (self.backup_workers, self.rows_at_once) == (backup_workers, rows_at_once)
-        return agrees and mine == theirs and rules
-
-    def check_leased(self, key: SourceKey) -> None:
-        """Raises InvalidRequest unless the job leases sources of this kind."""
-        source = key.source
-        if self.mode is UpdateMode.SYNC:
-            leased = isinstance(source, RankSource) and source.rank < self.logical_ranks
-        else:
-            leased = isinstance(source, DataShardSource)
-        lanes = (0, LANE_OF_ROWS) if self.rows_at_once else (0,)
-        if not leased or key.lane not in lanes:
-            raise InvalidRequest(
-                f"{source}, lane {key.lane}, to be opened in job {self.job}, which is {self.mode.value}"
-                + (f" with {self.logical_ranks} logical ranks" if self.mode is UpdateMode.SYNC else ""),
-                todo="open data shards in an asynchronous job, logical ranks in a synchronous one, lane 0; in a"
-                " hybrid one also the lane of rows",
-            )
-
-    def describe_tables(self) -> list[TableCount]:
-        """What is here of each table."""
-        held = [self.partitions[number].tables for number in sorted(self.partitions)]
-        found = []
-        for settings in self.layout.tables:
-            tables = [each[settings.name] for each in held]
-            found.append(
-                TableCount(
-                    settings.name,
-                    sum([table.rows for table in tables]),
-                    sum([table.nbytes for table in tables]),
-                    sum([table.entries for table in tables]),
-                    sum([table.homes for table in tables]),
-                    sum([table.admitted for table in tables]),
-                    sum([table.expired for table in tables]),
-                    sum([table.cold_rows for table in tables]),
-                    sum([table.disk_bytes for table in tables]),
-                    next((table.disk_refused for table in tables if table.disk_refused), ""),
-                )
-            )
-        return found
-
-    def let_go(self) -> None:
-        """Nothing of it is the job's any more."""
-        for former in self.partitions.values():
-            former.keep_no_more()
-            former.let_go_tables()
-
-    def find(self, partition: PartitionId) -> Partition:
-        found = self.partitions.get(partition)
-        if found is None:
-            raise NotFound(f"partition {partition} of job {self.job} is not on this server")
-        return found
 
 
 @dataclass
@@ -410,7 +152,6 @@ class Store:
         self._jobs: dict[JobId, HostedJob] = {}
         self._standing = _Standing()
         self._creating = threading.Lock()
-        self._shareable = shareable
         self._logs = logs
         self._on_failure = on_failure or _tell_failure
         self.budget = budget
@@ -419,6 +160,9 @@ class Store:
         self.vigil = Vigil(logger=log)
         """Whatever this server waits for is said here: in its log, and to the coordinator."""
         self._loops = TableLoops(self.vigil)
+        self._hosting = Hosting(
+            shareable=shareable, logs=logs, on_failure=self._on_failure, budget=budget, vigil=self.vigil
+        )
 
     def close(self) -> None:
         """Forgets all jobs. No thread is left, and no process."""
@@ -471,72 +215,32 @@ class Store:
         generation: Generation,
         layout: JobLayout,
         owned: Sequence[PartitionId],
-        mode: UpdateMode,
-        logical_ranks: int,
+        rules: UpdateRules,
         restore: Restore = NO_RESTORE,
-        durability: Durability = Durability.CHECKPOINT,
+        *,
         staleness: int | None = None,
         working: Iterable[Incarnation] = (),
-        stale: StaleRule | None = None,
-        clipping: Clipping = NO_CLIPPING,
-        backup_workers: int = 0,
         switches: int = 0,
-        rows_at_once: bool = False,
     ) -> None:
         """Takes over partitions: with zeros for values, or as a checkpoint has them, then open. Partitions that are
         here already stay as they are unless they are restored, in another life; but of a job with logs, where no
         checkpoint is named under a higher generation, all begin anew. Those that are not named under a higher
         generation are not this server's any more. The same order again does nothing. `staleness`: of an asynchronous
-        job, its bound, if it has one; `working`: workers that take steps at this moment. `stale`: of an asynchronous
-        job, what becomes of gradients of older versions, if it asks for that. `clipping`: of a synchronous job's mean
-        gradients; whoever pushes to another one clips before. `backup_workers`: so many of its ranks need not count in
-        a step. `switches`: the number of the switch of the job that `staleness` is of. `rows_at_once`: rows of a
-        synchronous job are updated before the step that they come with is taken.
+        job, its bound, if it has one; `working`: workers that take steps at this moment; `switches`: the number of the
+        switch of the job that `staleness` is of.
 
         Raises InvalidRequest, StaleGeneration, TooLarge, StorageUnavailable, LogDamaged, and what loading raises,
         having changed nothing.
         """
-        if mode is UpdateMode.SYNC and not 1 <= logical_ranks <= limits.LOGICAL_RANKS_MAX:
-            raise InvalidRequest(f"{logical_ranks} logical ranks; expected 1 to {limits.LOGICAL_RANKS_MAX}")
-        if staleness is not None and (mode is UpdateMode.SYNC or staleness > limits.STALENESS_MAX):
-            raise InvalidRequest(f"a staleness of {staleness} in job {job}, which is {mode.value}")
-        if stale is not None and mode is UpdateMode.SYNC:
-            raise InvalidRequest(f"a rule for stale gradients in job {job}, which is {mode.value}")
-        if stale is not None and stale.compensation and durability is Durability.WAL:
-            raise InvalidRequest(
-                f"stale gradients of job {job}, which has a log, to be compensated",
-                why="the log does not have the values that they were computed on, so replay would differ",
-                todo="set job.consistency.delay_compensation to 0, or job.durability to checkpoint",
-            )
-        if clipping != NO_CLIPPING and mode is not UpdateMode.SYNC:
-            raise InvalidRequest(
-                f"clipping by servers in job {job}, which is {mode.value}",
-                todo="clip each gradient before it is pushed",
-            )
-        if backup_workers and (mode is not UpdateMode.SYNC or backup_workers >= logical_ranks):
-            raise InvalidRequest(
-                f"{backup_workers} backup workers in job {job}, which is {mode.value} with {logical_ranks} ranks",
-                why="some rank must count",
-            )
-        if rows_at_once and (mode is not UpdateMode.SYNC or backup_workers):
-            raise InvalidRequest(
-                f"rows of job {job}, which is {mode.value} with {backup_workers} backup workers, to be updated before"
-                " their step",
-                why="rows of a contribution that comes late would have counted on some servers, and count again",
-            )
-        newest = max((entry.version.number for entry in restore.entries), default=0)
-        if restore.step and (mode is not UpdateMode.SYNC or newest > restore.step):
-            raise InvalidRequest(
-                f"partitions of job {job}, which is {mode.value}, to stand before step {restore.step} with a checkpoint"
-                f" whose newest version is {newest}"
-            )
+        if staleness is not None and (rules.mode is UpdateMode.SYNC or staleness > limits.STALENESS_MAX):
+            raise InvalidRequest(f"a staleness of {staleness} in job {job}, which is {rules.mode.value}")
+        rules.check(job, layout)
+        restore.check(job, rules)
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
         if layout.tables:
-            _check_tables(job, layout, mode, stale, clipping, rows_at_once=rows_at_once)
             self._loops.load(f"the tables of job {job}")
-        logs = self._logs
-        if durability is Durability.WAL and logs is None:
+        if rules.logged and self._logs is None:
             raise InvalidRequest(
                 f"partitions of job {job}, which wants a log, on a server that keeps none",
                 todo="give the server a folder for logs (yard.wal), or set job.durability to checkpoint",
@@ -544,188 +248,36 @@ class Store:
         with self._creating:
             with self._lock:
                 hosted = self._jobs.get(job)
-            goes_over = hosted is not None and hosted.goes_over(generation, owned, mode, restore)
+            goes_over = hosted is not None and hosted.goes_over(generation, owned, rules.mode, restore)
             if hosted is not None and not goes_over:
-                rules = (stale, clipping, backup_workers)
-                same = hosted.matches(
-                    layout, mode, logical_ranks, durability, staleness, *rules, switches, rows_at_once
-                )
-                self._check_again(hosted, generation, owned, matches=same)
+                hosted.check_again(generation, owned, matches=hosted.matches(layout, rules, staleness, switches))
                 blank = set(owned) - set(hosted.partitions) - {entry.partition for entry in restore.entries}
                 if hosted.open and blank and not hosted.begins_anew(generation, restore):
                     raise InvalidRequest(f"partition {min(blank)} of job {job}, which is open, without values")
-            loaded = self._load(job, None if goes_over else hosted, layout, owned, restore)
+            loaded = self._hosting.load(job, None if goes_over else hosted, layout, owned, restore)
             if hosted is not None and not goes_over and not hosted.begins_anew(generation, restore):
                 if hosted.pacing is not None:
                     hosted.pacing.switch(staleness, switches)
                     if generation > hosted.generation:  # else it came before
                         hosted.pacing.expect(working)
-                self._give(hosted, generation, owned, loaded, restore)
+                self._hosting.give(hosted, generation, owned, loaded, restore)
                 return
-            total = sum(layout.partitions[p].payload_bytes for p in owned)
-            regions = Regions(total, shareable=self._shareable)
-            saver = Saver(self.incarnation, self.vigil, layout)
-            before, hosted = hosted, HostedJob(job, layout, generation, mode, logical_ranks, {}, regions, saver)
-            hosted.stale, hosted.clipping, hosted.backup_workers = stale, clipping, backup_workers
-            hosted.rows_at_once = rows_at_once
-            if mode is UpdateMode.ASYNC:
-                hosted.pacing = Pacing(staleness, switches)
-                hosted.pacing.expect(working)
-            if before is not None:
-                hosted.wal = before.wal
-            try:
-                if durability is Durability.WAL and hosted.wal is None:
-                    assert logs is not None
-                    files = logs.log(job, self.incarnation)
-                    first = restore.segment_of(job)
-                    hosted.wal = Wal(files, segment=first, on_failure=self._on_failure, vigil=self.vigil)
-                self._give(hosted, generation, owned, loaded, restore)
-            except ShardyardError:
-                regions.close()
-                if hosted.wal is not None and before is None:
-                    hosted.wal.close(remove=True)
-                raise
+            pacing = None
+            if rules.mode is UpdateMode.ASYNC:
+                pacing = Pacing(staleness, switches)
+                pacing.expect(working)
+            wal = None if hosted is None else hosted.wal
+            begun = self._hosting.begin(
+                job, generation, layout, owned, rules, loaded, restore, server=self.incarnation, pacing=pacing, wal=wal
+            )
             with self._lock:
-                self._jobs[job] = hosted
-            if before is not None:
-                before.pins.clear()
+                self._jobs[job] = begun
+            if hosted is not None:
+                hosted.pins.clear()
                 if goes_over:
-                    before.generation = generation  # refused is what was admitted, and comes to its partitions now
-                    before.let_go()
-                before.regions.close()
-
-    def _give(
-        self,
-        hosted: HostedJob,
-        generation: Generation,
-        owned: Sequence[PartitionId],
-        loaded: Sequence[Loaded],
-        restore: Restore,
-    ) -> None:
-        """Makes partitions, and puts in what they begin with; only then are they the job's. What logs say takes its
-        time, and may fail, so it is put in while the partitions are nobody's."""
-        restored = {each.state.partition for each in loaded}
-        made = self._make(hosted, [p for p in owned if p not in hosted.partitions], again=restored)
-        partitions = {number: made.get(number) or hosted.partitions[number] for number in owned}
-        nobodys = {number for number in restored if number in made or restore.logs.get(number)}
-        for each in loaded:
-            if each.state.partition in nobodys:
-                partitions[each.state.partition].restore(each.state, each.tables)
-        if hosted.wal is not None:
-            self._replay(hosted, generation, {number: partitions[number] for number in sorted(nobodys)}, restore)
-        with hosted.deciding():
-            if hosted.wal is not None:
-                self._begin(hosted.wal, begin_head(generation, [p for p in owned if p in made or p in restored]))
-            hosted.generation = generation  # first: what comes under the old one is refused before anything changes
-            hosted.pins.clear()
-            before, hosted.partitions = hosted.partitions, partitions
-            for each in loaded:
-                if each.state.partition not in nobodys:
-                    partitions[each.state.partition].restore(each.state, each.tables)
-            gone = {number: former for number, former in before.items() if number not in partitions}
-            for former in gone.values():
-                former.keep_no_more()
-                former.let_go_tables()
-            hosted.spare.update(gone)
-            for number in partitions:
-                hosted.spare.pop(number, None)
-            hosted.open = hosted.open or len(loaded) == len(hosted.partitions)
-
-    def _begin(self, wal: Wal, head: bytes) -> None:
-        ticket = wal.append(RecordKind.BEGIN, head, NO_BYTES)
-        wal.sync(ticket)
-        with wal.turn(ticket):
-            """What comes next in the log is theirs."""
-
-    def _replay(
-        self,
-        hosted: HostedJob,
-        generation: Generation,
-        restored: Mapping[PartitionId, Partition],
-        restore: Restore,
-    ) -> None:
-        """Raises StorageUnavailable, LogDamaged, TooLarge."""
-        assert self._logs is not None
-        job, layout = hosted.job, hosted.layout
-        trails: dict[tuple[Incarnation, ...], dict[PartitionId, Partition]] = {}
-        for number, partition in restored.items():
-            trails.setdefault(restore.logs.get(number, ()), {})[number] = partition
-        for trail, partitions in sorted(trails.items()):
-            numbers = ", ".join(map(str, sorted(partitions)))
-            for server in trail:
-                what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
-                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    replay(self._logs.log(job, server), generation, restore.number, layout, partitions)
-
-    def _check_again(
-        self, hosted: HostedJob, generation: Generation, owned: Sequence[PartitionId], *, matches: bool
-    ) -> None:
-        if generation < hosted.generation:
-            raise StaleGeneration(
-                f"partitions of job {hosted.job} at generation {generation}; this server is at {hosted.generation}",
-                facts={"generation": str(hosted.generation)},
-            )
-        if not matches:
-            raise InvalidRequest(
-                f"job {hosted.job} is on this server with another layout, mode, number of ranks, durability, bound, "
-                "rules for stale gradients, clipping, backup workers or rows"
-            )
-        gone = set(hosted.partitions) - set(owned)
-        if gone and generation == hosted.generation:
-            raise InvalidRequest(f"job {hosted.job} without partition {min(gone)}, which this server has")
-
-    def _load(
-        self,
-        job: JobId,
-        hosted: HostedJob | None,
-        layout: JobLayout,
-        owned: Sequence[PartitionId],
-        restore: Restore,
-    ) -> list[Loaded]:
-        """What is to be restored and is not yet, all of it checked."""
-        if not restore.entries:
-            return []
-        strangers = {entry.partition for entry in restore.entries} - set(owned)
-        if strangers:
-            raise InvalidRequest(f"partition {min(strangers)} to be restored, which is not given to this server")
-        found = []
-        storage = open_storage(restore.url)
-        for entry in restore.entries:
-            here = None if hosted is None else hosted.partitions.get(entry.partition)
-            if here is None or here.describe()[0].life < entry.version.life:
-                what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
-                with self.vigil.over(lambda what=what: what):  # type: ignore[misc]
-                    state = replace(read_partition(storage, layout, entry), version=entry.version)
-                    tables = read_tables(state.tables, self.budget)
-                    found.append(Loaded(restore.adapted(state, job), tables))
-        return found
-
-    def _make(
-        self, hosted: HostedJob, wanted: Sequence[PartitionId], *, again: Collection[PartitionId]
-    ) -> dict[PartitionId, Partition]:
-        """`again`: those that will be restored, for which one that was given up will do."""
-        found = {}
-        for number in wanted:
-            spare = hosted.spare.get(number) if number in again else None
-            try:
-                found[number] = spare or Partition(
-                    hosted.layout,
-                    number,
-                    hosted.mode,
-                    hosted.logical_ranks,
-                    hosted.regions.take,
-                    hosted.stale,
-                    hosted.clipping,
-                    hosted.backup_workers,
-                    logged=hosted.wal is not None,
-                    rows_at_once=hosted.rows_at_once,
-                    budget=self.budget,
-                )
-            except TooLarge as error:
-                raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error
-            if number in again:  # until it is the job's
-                hosted.spare[number] = found[number]
-        return found
+                    hosted.generation = generation  # refused is what was admitted, and comes to its partitions now
+                    hosted.let_go()
+                hosted.regions.close()
 
     # ---- checkpoints
 
@@ -743,23 +295,14 @@ class Store:
         if hosted.wal is not None:
             with hosted.wal.admission:
                 hosted.wal.rotate(order.number)
-            self._prune(hosted.wal, hosted.job, generation, order)
+            hosted.wal.prune(order.oldest)
+            assert self._logs is not None
+            self._logs.prune(job=hosted.job, server=self.incarnation, generation=generation, needed=order.logs)
         partitions = [hosted.partitions[number] for number in sorted(hosted.partitions)]
         # a part of the next step that was recorded before the new segment would be in neither
         saved = hosted.saver.save(partitions, order, open_storage(url), between=hosted.wal is not None)
         hosted.check_generation(generation)  # else some of them were cut before, some after they were restored
         return saved
-
-    def _prune(self, wal: Wal, job: JobId, generation: Generation, order: SaveOrder) -> None:
-        """`generation`: that of the order."""
-        assert self._logs is not None
-        wal.prune(order.oldest)
-        for other in self._logs.others(job, self.incarnation):
-            fenced = other.fenced_under
-            # an order may come late, to a server that was given up and woke: of others that became owners since, and
-            # died, it does not say that their logs are needed; they were taken over under a later generation
-            if other.server not in order.logs and fenced is not None and fenced <= generation:
-                other.remove()
 
     def forget(
         self,
@@ -833,20 +376,7 @@ class Store:
             if hosted.wal is not None:
                 hosted.wal.close(remove=True)
                 assert self._logs is not None
-                for other in self._logs.others(job, self.incarnation):
-                    self._end_log(other)
-
-    def _end_log(self, files: LogFiles) -> None:
-        try:
-            aside = files.end_with_job()
-        except StorageUnavailable as error:
-            log.warning(
-                "the log of server %s, of job %s, which has ended, stays: %s", files.server, files.job, error.what
-            )
-            return
-        if aside is not None:
-            what = "job %s has ended; the log of server %s, which is gone, is now in %s, and kept there for %d days"
-            log.warning(what, files.job, files.server, aside, ASIDE_KEPT_S // DAY_S)
+                self._logs.end_job(job, self.incarnation)
 
     # ---- workers' requests
 
@@ -894,7 +424,7 @@ class Store:
                 optimizers.check_update(hosted.layout.optimizer, order.groups)
         if order.rows:
             check_pushed(hosted.layout.tables, order.rows, None if wants_values else order.table_groups)
-        if order.bases and hosted.stale is None:
+        if order.bases and hosted.rules.stale is None:
             raise InvalidRequest(
                 f"{order.name} says what it was computed on, in job {hosted.job}, which has no rule for that"
             )
@@ -1198,7 +728,7 @@ class Store:
             for number in wish.partitions:
                 partition = hosted.find(number)
                 found = partition.hold(wish.number, wish.exactly, until)
-                if hosted.clipping.norm and wish.exactly and wish.number:
+                if hosted.rules.clipping.norm and wish.exactly and wish.number:
                     told = partition.gathered(wish.number - 1)
                     gathered += [] if told is None else [told]
                 if isinstance(found, Missing):
@@ -1294,7 +824,7 @@ class Store:
     def keep(self, hosted: HostedJob, worker: Incarnation, result: PullResult, held: Held) -> None:
         """A worker is given these values, and computes on them next: where gradients are compensated they are kept
         until it says that it has gone on, or is refused."""
-        if hosted.stale is None or not hosted.stale.compensation:
+        if hosted.rules.stale is None or not hosted.rules.stale.compensation:
             return
         for part, (partition, buffer) in zip(result.parts, held.buffers, strict=False):  # none while some are missing
             partition.keep(worker, part.version, buffer)
@@ -1304,7 +834,7 @@ class Store:
             self._keep_no_more(hosted, worker)
 
     def _keep_no_more(self, hosted: HostedJob, worker: Incarnation) -> None:
-        if hosted.stale is not None:
+        if hosted.rules.stale is not None:
             for number in sorted(hosted.partitions):
                 hosted.partitions[number].keep_no_more(worker)
 
@@ -1404,33 +934,6 @@ def _by_partition(layout: JobLayout, order: PushOrder, rows: Bytes) -> dict[Part
     for partition, each in unpack_pushed(layout, order.rows, rows):
         found.setdefault(partition, []).append(each)
     return found
-
-
-def _check_tables(
-    job: JobId,
-    layout: JobLayout,
-    mode: UpdateMode,
-    stale: StaleRule | None,
-    clipping: Clipping,
-    *,
-    rows_at_once: bool,
-) -> None:
-    """Raises InvalidRequest for what rows cannot be part of."""
-    by_time = next((each for each in layout.tables if each.expiry.by_time), None)
-    if mode is UpdateMode.SYNC and not rows_at_once and by_time is not None:
-        raise InvalidRequest(
-            f"table {by_time.name!r} of job {job}, which is synchronous, with rows that expire by seconds",
-            why="which rows go depends on the time, and a step's bits depend on its work alone",
-            todo="tell ages of synchronous jobs in steps",
-        )
-    if rows_at_once and clipping.norm:
-        raise InvalidRequest(
-            f"gradients of job {job}, whose rows are updated before their step, to be clipped by norm",
-            why="a row is updated before the norm is known",
-            todo="set job.clip.norm to 0, or job.consistency.mode to sync",
-        )
-    if stale is not None:
-        check_stale_rows(layout.tables, stale)
 
 
 def _torn(partitions: Sequence[Partition]) -> Internal | None:

@@ -33,6 +33,8 @@ def aligned_empty(nbytes: int) -> Bytes:
     return raw[start : start + nbytes]
 
 
+NO_BYTES = aligned_empty(0)
+
 Memory = Callable[[int], tuple[Bytes, Place | None]]
 """Gives so many bytes, aligned, and says where others find them, if they can. Raises TooLarge."""
 

@@ -22,11 +22,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -44,6 +45,8 @@ from shardyard_ps_server.wal_records import (
     encode_mark,
     read_segment_head,
 )
+
+log = logging.getLogger("shardyard.server")
 
 ID: Final = "id"
 SYNCED: Final = "synced"
@@ -93,6 +96,30 @@ class LogRoot:
         names = os.listdir(folder) if folder.is_dir() else []
         numbers = [int(name, 16) for name in names if set(name) <= _HEXADECIMAL]
         return [self.log(job, Incarnation(number)) for number in sorted(numbers) if number != server]
+
+    def prune(self, job: JobId, server: Incarnation, generation: Generation, needed: Container[Incarnation]) -> None:
+        """Deletes those of others that an order of `generation` to this server does not need any more. Raises
+        StorageUnavailable."""
+        for other in self.others(job, server):
+            fenced = other.fenced_under
+            # an order may come late, to a server that was given up and woke: of others that became owners since, and
+            # died, it does not say that their logs are needed; they were taken over under a later generation
+            if other.server not in needed and fenced is not None and fenced <= generation:
+                other.remove()
+
+    def end_job(self, job: JobId, server: Incarnation) -> None:
+        """What others have left goes with the job, or is put aside."""
+        for other in self.others(job, server):
+            try:
+                aside = other.end_with_job()
+            except StorageUnavailable as error:
+                log.warning(
+                    "the log of server %s, of job %s, which has ended, stays: %s", other.server, other.job, error.what
+                )
+                continue
+            if aside is not None:
+                what = "job %s has ended; the log of server %s, which is gone, is now in %s, and kept there for %d days"
+                log.warning(what, other.job, other.server, aside, ASIDE_KEPT_S // DAY_S)
 
     def delete_aside(self, now_s: float) -> list[Path]:
         """Deletes what was put aside ASIDE_KEPT_S ago, or earlier; `now_s`: seconds since 1970. What cannot be deleted

@@ -33,6 +33,7 @@ from shardyard.ground.failpoints import EXIT_CODE
 from shardyard.ground.types import Generation, Incarnation, JobId
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.replay import replay
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.wal_files import END, FENCED, SYNCED, LogFiles, LogRoot
 from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_mark
 
@@ -168,7 +169,7 @@ class Log(Artifact):
         self._taken_over_by_nobody()
         made = {}
         for state in self._states:
-            partition = made[state.partition] = Partition(self._layout, state.partition, self._mode, 1)
+            partition = made[state.partition] = Partition(self._layout, state.partition, UpdateRules(self._mode, 1))
             partition.restore(state)
         try:
             replay(self._files, LATER, self._base, self._layout, made)

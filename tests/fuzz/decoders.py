@@ -86,6 +86,7 @@ from shardyard_coordinator.records import Record
 from shardyard_launcher.yard_state import STATE_FILE, read_state
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.replay import replay
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal_files import SYNCED, LogRoot
@@ -452,7 +453,9 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
     caller, owner = Caller(JobId(1), Incarnation(9)), Incarnation(3)
     store = Store(logs=LogRoot(folder))
     store.become(owner, Term(1))
-    store.create(caller.job, Generation(1), layout, [PartitionId(0)], UpdateMode.ASYNC, 0, durability=Durability.WAL)
+    store.create(
+        caller.job, Generation(1), layout, [PartitionId(0)], UpdateRules(UpdateMode.ASYNC, 0, durability=Durability.WAL)
+    )
     store.open(caller.job, Generation(1))
     mine = np.flatnonzero(partition_of(np.arange(99), len(layout.partitions)) == 0)
     for sequence in range(3):
@@ -479,7 +482,7 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
             each.unlink()
         segment.write_bytes(data)
         (files.folder / SYNCED).write_bytes(durable)
-        partition = Partition(layout, PartitionId(0), UpdateMode.ASYNC, 0)
+        partition = Partition(layout, PartitionId(0), UpdateRules(UpdateMode.ASYNC, 0))
         return replay(files, Generation(2), number, layout, {PartitionId(0): partition})
 
     def read_sealed(head: bytes, payload: bytes) -> object:

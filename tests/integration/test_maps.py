@@ -17,7 +17,8 @@ from shardyard.ground.types import Caller, Generation, Incarnation, PartitionMap
 from shardyard.runtime import configuration
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_ps_server.checkpoints import SaveOrder
-from shardyard_ps_server.store import Restore
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_worker import gradients
 from shardyard_worker import job as worker
 from shardyard_worker.feeds import SyncFeed
@@ -76,8 +77,9 @@ class Yard:
             generation,
             job.deployment.layout,
             [owner.partition for owner in map_.owners],
-            UpdateMode.SYNC if job.ranks is not None else UpdateMode.ASYNC,
-            job.settings.logical_rank_count,
+            UpdateRules(
+                UpdateMode.SYNC if job.ranks is not None else UpdateMode.ASYNC, job.settings.logical_rank_count
+            ),
             Restore(str(self._folder), entries, job=job.id),
         )
         owners = [PartitionOwner(o.partition, Incarnation(living.store.incarnation), address) for o in map_.owners]

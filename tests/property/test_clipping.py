@@ -39,6 +39,7 @@ from shardyard.ground.types import (
     VariableSpec,
     aligned_bytes,
 )
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_worker.clipping import Clipper
@@ -145,9 +146,7 @@ class Servers:
                 GENERATION,
                 work.layout,
                 owned,
-                UpdateMode.SYNC,
-                len(work.weights),
-                clipping=work.clipping,
+                UpdateRules(UpdateMode.SYNC, len(work.weights), clipping=work.clipping),
             )
             for number in owned:
                 firsts = aligned_empty(work.layout.partitions[number].payload_bytes)

@@ -44,6 +44,7 @@ from shardyard_ps_server import cuts as module
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.cuts import Cut, StateCut
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.versions import aligned_empty
 
 KINDS: dict[str, dict[str, float]] = {
@@ -81,7 +82,7 @@ def layout_of(kind: str) -> JobLayout:
 
 def partition_of(kind: str, ranks: int) -> Partition:
     mode = UpdateMode.SYNC if ranks else UpdateMode.ASYNC
-    return Partition(layout_of(kind), PARTITION, mode, ranks)
+    return Partition(layout_of(kind), PARTITION, UpdateRules(mode, ranks))
 
 
 def contribution(kind: str, rng: np.random.Generator, *, some: bool = False) -> Contribution:

@@ -45,7 +45,9 @@ from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import Rows
-from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import aligned_empty
 
 HERE, JOB = Incarnation(3), JobId(1)
@@ -80,7 +82,7 @@ class Run:
         store.become(HERE, Term(1))
         generation = Generation(self.life)
         mode = UpdateMode.SYNC
-        store.create(JOB, generation, LAYOUT, list(PARTS), mode, self.ranks, restore, rows_at_once=True)
+        store.create(JOB, generation, LAYOUT, list(PARTS), UpdateRules(mode, self.ranks, rows_at_once=True), restore)
         store.open(JOB, generation)
         leased = [(SourceKey(RankSource(Rank(rank))), Token(self.life)) for rank in range(self.ranks)]
         store.open_sources(store.hosted()[0], leased)

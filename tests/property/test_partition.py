@@ -32,6 +32,7 @@ from shardyard.ground.types import (
 )
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.versions import aligned_empty
 
 ELEMENTS = 32
@@ -73,7 +74,7 @@ def _newest(partition: Partition) -> tuple[Version, bytes]:
 def test_rule_a2_pushes_in_any_order_and_number_are_counted_once_each(sources: int, batches: int, seed: int) -> None:
     rng = random.Random(seed)
     layout = _layout("sgd", 1.0)
-    partition = Partition(layout, PARTITION, UpdateMode.ASYNC, 0)
+    partition = Partition(layout, PARTITION, UpdateRules(UpdateMode.ASYNC, 0))
     for index in range(sources):
         partition.open_source(SourceKey(DataShardSource(0, 0, index)), Token(1))
     done = [0] * sources
@@ -103,7 +104,7 @@ def test_rule_b1_bits_do_not_depend_on_who_came_first_or_twice(ranks: int, steps
         for rank in range(ranks)
         for step in range(steps)
     }
-    calm, stormy = (Partition(layout, PARTITION, UpdateMode.SYNC, ranks) for _ in range(2))
+    calm, stormy = (Partition(layout, PARTITION, UpdateRules(UpdateMode.SYNC, ranks)) for _ in range(2))
     for partition in (calm, stormy):
         for rank in range(ranks):
             partition.open_source(SourceKey(RankSource(Rank(rank))), Token(1))

@@ -37,6 +37,7 @@ from shardyard.ground.types import (
 from shardyard_ps_server import kernels, partition, versions
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.stale import Base, Tally
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -67,7 +68,7 @@ class Yard:
     def __init__(self, of: JobLayout, rule: StaleRule | None) -> None:
         self.layout = of
         self.dtype = of.variables[0].dtype.value
-        self.partition = Partition(of, PartitionId(0), UpdateMode.ASYNC, 0, stale=rule)
+        self.partition = Partition(of, PartitionId(0), UpdateRules(UpdateMode.ASYNC, 0, stale=rule))
         self.part = of.partitions[0]
         self.base = [Version(1, 0)] * WORKERS
         self.sequence = [0] * WORKERS

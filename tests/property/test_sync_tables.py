@@ -47,6 +47,7 @@ from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.gate import scale_of
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import Rows
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.versions import aligned_empty
 
 F = np.float32
@@ -154,13 +155,8 @@ class Partitions:
         self.job = job
         parts = tuple(PartitionLayout(PartitionId(p), 0, ()) for p in range(job.partitions))
         layout = JobLayout((), OptimizerSpec("sgd", SGD), parts, job.tables)
-        self.all = [
-            Partition(
-                layout, part.partition, UpdateMode.SYNC, job.ranks, clipping=job.clipping,
-                backup_workers=job.backup_workers,
-            )
-            for part in parts
-        ]  # fmt: skip
+        rules = UpdateRules(UpdateMode.SYNC, job.ranks, clipping=job.clipping, backup_workers=job.backup_workers)
+        self.all = [Partition(layout, part.partition, rules) for part in parts]
         for partition in self.all:
             for rank in range(job.ranks):
                 partition.open_source(SourceKey(RankSource(Rank(rank))), Token(1))

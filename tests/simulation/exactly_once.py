@@ -52,6 +52,7 @@ from shardyard.ground.types import (
     VariableSpec,
     aligned_bytes,
 )
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
@@ -124,7 +125,7 @@ class Yard:
     def announce(self, server: int) -> None:
         """Tells a server the present generation."""
         layout, mode, ranks = self._create
-        self.stores[server].create(JOB, self.generation, layout, self.owned[server], mode, ranks)
+        self.stores[server].create(JOB, self.generation, layout, self.owned[server], UpdateRules(mode, ranks))
 
     def open(self, worker: Worker, server: int, lease: Lease) -> list[int]:
         """Rule A5 on one server: its watermarks. Raises Refused."""

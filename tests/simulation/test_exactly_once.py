@@ -17,8 +17,9 @@ from shardyard.ground.errors import SequenceGap
 from shardyard.ground.types import PartResult, PushName, PushOrder
 from shardyard_ps_server import partition
 from shardyard_ps_server.gate import Gate, Weighted
+from shardyard_ps_server.hosted_job import HostedJob
 from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.store import HostedJob, Store
+from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Bytes
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -30,8 +30,8 @@ from shardyard.ground.types import (
     Version,
 )
 from shardyard_ps_server import ledger as ledgers
+from shardyard_ps_server.hosted_job import HostedJob
 from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.store import HostedJob
 
 sys.path.insert(0, str(Path(__file__).parent))
 

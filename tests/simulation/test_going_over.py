@@ -20,11 +20,12 @@ from simulator.mutations import first_red
 from simulator.parallel import run_seeds
 from simulator.yard import make_plan, simulation
 
+from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.ground.types import JobId
 from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.going_over import GoingOver
 from shardyard_coordinator.halting import Halting
-from shardyard_ps_server.store import PartitionState, Restore
+from shardyard_ps_server.restore import Restore
 from shardyard_worker.brake import Brake
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))

@@ -41,6 +41,7 @@ from shardyard.ground.types import (
 )
 from shardyard_ps_server import store as stores
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal_files import LogRoot
@@ -71,7 +72,7 @@ def serving(mode: UpdateMode, logs: LogRoot | None = None) -> Iterator[Store]:
     store = Store(logs=logs)
     durability = Durability.CHECKPOINT if logs is None else Durability.WAL
     store.become(HERE, TERM)
-    store.create(JOB, GENERATION, LAYOUT, OWNED, mode, len(RANKS), durability=durability)
+    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(mode, len(RANKS), durability=durability))
     store.open(JOB, GENERATION)
     keys = RANKS if mode is UpdateMode.SYNC else [SHARD]
     store.open_sources(store.hosted()[0], [(key, TOKEN) for key in keys])

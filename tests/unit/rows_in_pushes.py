@@ -47,6 +47,7 @@ from shardyard.transport.peers import Context
 from shardyard.wire import convert, frames, methods, tables
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 
@@ -88,7 +89,7 @@ def made(**more: Any) -> Store:
 
 def server(layout: JobLayout = LAYOUT, *, opened: bool = True, stale: StaleRule | None = None, **more: Any) -> Store:
     store = made(**more)
-    store.create(JOB, GENERATION, layout, list(PARTS), UpdateMode.ASYNC, 1, stale=stale)
+    store.create(JOB, GENERATION, layout, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1, stale=stale))
     if opened:
         store.open(JOB, GENERATION)
     return store

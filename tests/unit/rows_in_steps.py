@@ -40,7 +40,10 @@ from shardyard.ground.types import (
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import Rows
-from shardyard_ps_server.store import NO_RESTORE, Restore, Store
+from shardyard_ps_server.restore import NO_RESTORE, Restore
+from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.store import Store
+from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.versions import aligned_empty
 
 HERE, JOB, GENERATION, WORKER = Incarnation(3), JobId(1), Generation(4), Incarnation(10)
@@ -65,9 +68,9 @@ def current() -> None:
     """The generation has not changed."""
 
 
-def partition_of(ranks: int, layout: JobLayout = LAYOUT, **more: Any) -> Partition:
+def partition_of(ranks: int, layout: JobLayout = LAYOUT, budget: Budget | None = None, **more: Any) -> Partition:
     """All ranks are open."""
-    made = Partition(layout, PARTITION, UpdateMode.SYNC, ranks, **more)
+    made = Partition(layout, PARTITION, UpdateRules(UpdateMode.SYNC, ranks, **more), budget=budget)
     for rank in range(ranks):
         made.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     made.open()
@@ -139,7 +142,7 @@ def server(
     **rules: Any,
 ) -> Store:
     store = made(on_failure=on_failure)
-    store.create(JOB, generation, layout, [PARTITION], UpdateMode.SYNC, ranks, restore, **rules)
+    store.create(JOB, generation, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, ranks, **rules), restore)
     if restore is NO_RESTORE:
         store.open(JOB, generation)
     leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,7 @@ from shardyard_coordinator.quarantine import Condemned
 from shardyard_coordinator.records import Body
 from shardyard_ps_server.gate import Gate
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -358,10 +360,7 @@ def late(ranks: int = 3, backup_workers: int = 1, norm: float = 0.0) -> Partitio
     made = Partition(
         verdicts.LAYOUT,
         verdicts.PARTITION,
-        UpdateMode.SYNC,
-        ranks,
-        clipping=clipping,
-        backup_workers=backup_workers,
+        UpdateRules(UpdateMode.SYNC, ranks, clipping=clipping, backup_workers=backup_workers),
     )
     for rank in range(ranks):
         made.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
@@ -478,14 +477,7 @@ def test_waits_name_the_verdict_then_the_members() -> None:
 @pytest.fixture
 def wal(tmp_path: Path) -> Iterator[logs.Yard]:
     with logs.yard_of(tmp_path, UpdateMode.SYNC) as made:
-        empty = made.empty
-
-        def with_backups(incarnation: Incarnation) -> Store:
-            store = empty(incarnation)
-            store.create = partial(store.create, backup_workers=1)  # type: ignore[method-assign]
-            return store
-
-        made.empty = with_backups  # type: ignore[method-assign]
+        made.rules = dataclasses.replace(made.rules, backup_workers=1)
         yield made
 
 
@@ -525,5 +517,7 @@ def test_server_refuses_backup_workers_that_leave_nobody() -> None:
         store = Store()
         store.become(Incarnation(3), logs.COORDINATOR.term)
         with pytest.raises(InvalidRequest, match="backup workers in job"):
-            store.create(logs.JOB, logs.GENERATION, logs.LAYOUT, logs.OWNED, mode, ranks, backup_workers=backups)
+            store.create(
+                logs.JOB, logs.GENERATION, logs.LAYOUT, logs.OWNED, UpdateRules(mode, ranks, backup_workers=backups)
+            )
         store.close()

@@ -55,6 +55,7 @@ from shardyard_coordinator.effects import Base
 from shardyard_coordinator.feedback import FeedbackCollections, Said, Stage, Wanted
 from shardyard_coordinator.records import Body, Entry
 from shardyard_coordinator.servers import Servers
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import aligned_empty
@@ -90,7 +91,7 @@ class Yard:
         self.generation = FIRST
         for server, owners in self.map.by_server().items():
             owned = [owner.partition for owner in owners]
-            self.stores[server].create(JOB, FIRST, LAYOUT, owned, mode, 2)
+            self.stores[server].create(JOB, FIRST, LAYOUT, owned, UpdateRules(mode, 2))
             self.stores[server].open(JOB, FIRST)
         self.lease()
         self.vigil = Vigil()

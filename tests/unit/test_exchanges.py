@@ -63,8 +63,10 @@ from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire_v1
 from shardyard_ps_server import exchanges as module
 from shardyard_ps_server.exchanges import Exchanges
+from shardyard_ps_server.hosted_job import HostedJob
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.stale import Tally
-from shardyard_ps_server.store import HostedJob, Store
+from shardyard_ps_server.store import Store
 
 JOB, HERE, GENERATION = JobId(1), Incarnation(3), Generation(4)
 RATE = (make_group("sgd", {"lr": 1.0}),)
@@ -89,7 +91,7 @@ def server(
     found = Store(shareable=shareable)
     found.become(HERE, Term(1))
     for job in jobs:
-        found.create(job, GENERATION, LAYOUT, list(OWNED), mode, 2, stale=stale)
+        found.create(job, GENERATION, LAYOUT, list(OWNED), UpdateRules(mode, 2, stale=stale))
         found.open(job, GENERATION)
         if mode is UpdateMode.SYNC:
             keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
@@ -608,7 +610,7 @@ def test_values_of_a_partition_without_any_need_no_place() -> None:
     layout = dataclasses.replace(LAYOUT, partitions=(*LAYOUT.partitions, PartitionLayout(PartitionId(2), 0, ())))
     store = Store()
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, layout, [PartitionId(0), PartitionId(2)], UpdateMode.ASYNC, 0)
+    store.create(JOB, GENERATION, layout, [PartitionId(0), PartitionId(2)], UpdateRules(UpdateMode.ASYNC, 0))
     store.open(JOB, GENERATION)
     wire = Wire(store)
     wire.attach()

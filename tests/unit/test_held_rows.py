@@ -35,6 +35,7 @@ from shardyard_ps_server.held_rows import FAN, HeldRows, merged, put_back
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import PartitionTables
 from shardyard_ps_server.pins import Pin
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Wanted
 
@@ -187,7 +188,7 @@ def counting(mode: UpdateMode) -> tuple[Partition, Callable[[int], None]]:
     if mode is UpdateMode.SYNC:
         partition = steps_of.partition_of(1, layout)
         return partition, lambda number: void(steps_of.push(partition, 0, number, everything))
-    partition = Partition(layout, steps_of.PARTITION, mode, 1)
+    partition = Partition(layout, steps_of.PARTITION, UpdateRules(mode, 1))
     partition.open()
 
     def push_one(number: int) -> None:
@@ -436,7 +437,7 @@ def test_a_partition_that_goes_back_loses_what_was_held() -> None:
 def test_a_look_up_of_another_generation_is_refused() -> None:
     store = server()
     store.pin(wish())
-    store.create(JOB, Generation(5), LAYOUT, list(PARTS), UpdateMode.ASYNC, 1)
+    store.create(JOB, Generation(5), LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1))
     with pytest.raises(NotFound):
         look_up(store, caller=READER, pin=PIN, generation=Generation(5))
 

@@ -19,6 +19,7 @@ from shardyard.ground.types import (
     NO_CLIPPING,
     Caller,
     Clipping,
+    Durability,
     JobId,
     Outcome,
     PushName,
@@ -37,7 +38,9 @@ from shardyard_ps_server import row_sums
 from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -113,7 +116,7 @@ def test_one_rank_alone_gives_the_bits_of_a_synchronous_step() -> None:
 
 def test_rows_of_a_rank_are_as_old_as_its_record_says() -> None:
     aging = dataclasses.replace(NARROW, expiry=ExpirySettings(age_ms=60_000))
-    partition = hybrid(layout=dataclasses.replace(LAYOUT, tables=(WIDE, aging)), logged=True)
+    partition = hybrid(layout=dataclasses.replace(LAYOUT, tables=(WIDE, aging)), durability=Durability.WAL)
     given = work({1: 2.0}, table=1)
     timed = given._replace(rows=[each._replace(now_ms=77_000) for each in given.rows])
     assert push(partition, 0, 0, timed) is Outcome.RECORDED
@@ -326,15 +329,17 @@ def test_what_rows_that_are_updated_early_cannot_be_part_of_is_refused(
 ) -> None:
     store = made()
     with pytest.raises(InvalidRequest, match=text):
-        store.create(JOB, GENERATION, LAYOUT, [PARTITION], mode, 2, rows_at_once=True, **given)
+        store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(mode, 2, rows_at_once=True, **given))
     assert not store.hosted()
 
 
 def test_another_rule_for_rows_is_another_job() -> None:
     store = server()
     with pytest.raises(InvalidRequest, match="backup workers or rows"):
-        store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateMode.SYNC, 2)
-    store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateMode.SYNC, 2, clipping=NO_CLIPPING, rows_at_once=True)
+        store.create(JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(UpdateMode.SYNC, 2))
+    store.create(
+        JOB, GENERATION, LAYOUT, [PARTITION], UpdateRules(UpdateMode.SYNC, 2, clipping=NO_CLIPPING, rows_at_once=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ from shardyard_ps_server import versions as versions_module
 from shardyard_ps_server.blocks import Contribution, Groups
 from shardyard_ps_server.cuts import PIECE_BYTES
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 DEADLINE_S = 10.0
@@ -94,14 +95,14 @@ def rank(number: int, step: int, token: Token = TOKEN) -> PushName:
 
 def asynchronous() -> Partition:
     """Of an asynchronous job; SHARD is open under TOKEN."""
-    partition = Partition(LAYOUT, PartitionId(0), UpdateMode.ASYNC, 0)
+    partition = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.ASYNC, 0))
     partition.open_source(SourceKey(SHARD), TOKEN)
     return partition
 
 
 def synchronous(ranks: int) -> Partition:
     """Of a synchronous job; all ranks are open under TOKEN."""
-    partition = Partition(LAYOUT, PartitionId(0), UpdateMode.SYNC, ranks)
+    partition = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, ranks))
     for number in range(ranks):
         partition.open_source(SourceKey(RankSource(Rank(number))), TOKEN)
     return partition
@@ -470,7 +471,7 @@ def test_cut_is_of_one_moment_whatever_updates_come_while_it_is_copied() -> None
         OptimizerSpec("sgd", group),
         (PartitionLayout(PartitionId(0), elements * 4, (Block(0, 0, elements, 0),)),),
     )
-    partition = Partition(layout, PartitionId(0), UpdateMode.ASYNC, 0)
+    partition = Partition(layout, PartitionId(0), UpdateRules(UpdateMode.ASYNC, 0))
     partition.open_source(SourceKey(SHARD), TOKEN)
     payload = aligned_empty(elements * 4)
     payload.view(np.float32)[:] = 1

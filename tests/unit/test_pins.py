@@ -42,6 +42,7 @@ from shardyard.ground.types import (
 from shardyard_ps_server import pins, store
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.pins import Pins
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import KEPT, Versions, Wanted
 
@@ -311,7 +312,7 @@ def test_reader_without_an_incarnation_reads_its_pin_and_nothing_else() -> None:
 def test_partitions_that_move_end_their_pins() -> None:
     found = server()
     found.pin(wish())
-    found.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    found.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     assert len(pins_of(found)) == 0
     with pytest.raises(StaleGeneration):
         pull(found)
@@ -329,7 +330,7 @@ def test_job_that_is_dropped_ends_its_pins() -> None:
 
 
 def test_version_that_was_named_does_not_come_where_the_partition_goes_back() -> None:
-    found = Partition(LAYOUT, PartitionId(0), UpdateMode.SYNC, 1)
+    found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
     found.open()
     wanted = found.want(2)
     cut = found.cut()
@@ -344,7 +345,7 @@ def test_version_that_was_named_does_not_come_where_the_partition_goes_back() ->
 
 
 def test_waiting_for_a_version_ends_in_time() -> None:
-    found = Partition(LAYOUT, PartitionId(0), UpdateMode.SYNC, 1)
+    found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
     found.open()
     wanted = found.want(1)
     assert isinstance(found.await_wanted(wanted, 0.0), Missing)

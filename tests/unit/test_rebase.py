@@ -36,6 +36,7 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.losses import LostPushes, LostRange, described
 from shardyard_coordinator.records import Body, DamagedRecord
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 
@@ -110,7 +111,7 @@ def store(mode: UpdateMode = UpdateMode.ASYNC) -> Store:
         OptimizerSpec("sgd", (make_group("sgd", {"lr": 1.0}),)),
         (PartitionLayout(PartitionId(0), 64, (Block(0, 0, 16, 0),)),),
     )
-    made.create(JOB, GENERATION, layout, [PartitionId(0)], mode, 1)
+    made.create(JOB, GENERATION, layout, [PartitionId(0)], UpdateRules(mode, 1))
     made.open(JOB, GENERATION)
     return made
 

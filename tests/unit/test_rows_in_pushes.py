@@ -44,6 +44,7 @@ from shardyard.ground.types import (
     Generation,
     Incarnation,
     JobId,
+    JobLayout,
     LookUp,
     Outcome,
     PartitionId,
@@ -65,6 +66,7 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.exchanges import Exchanges
 from shardyard_ps_server.partition_tables import PartitionTables, Rows, unpack_pushed
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.tables.table import Table
 
@@ -621,17 +623,16 @@ FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, opt
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("stale", "layout", "text"),
     [
-        ({"stale": StaleRule(compensation=0.1)}, "to be compensated"),
-        ({"stale": StaleRule(divides_rate=True), "layout": FTRL}, "'narrow', whose optimizer is ftrl"),
+        (StaleRule(compensation=0.1), LAYOUT, "to be compensated"),
+        (StaleRule(divides_rate=True), FTRL, "'narrow', whose optimizer is ftrl"),
     ],
 )
-def test_jobs_of_which_rows_are_no_part_are_refused(more: dict[str, Any], text: str) -> None:
+def test_jobs_of_which_rows_are_no_part_are_refused(stale: StaleRule, layout: JobLayout, text: str) -> None:
     store = made()
-    given = {"mode": UpdateMode.ASYNC, "logical_ranks": 1} | more
     with pytest.raises(InvalidRequest, match=text):
-        store.create(JOB, GENERATION, given.pop("layout", LAYOUT), list(PARTS), **given)
+        store.create(JOB, GENERATION, layout, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1, stale=stale))
     assert store.hosted() == []
 
 

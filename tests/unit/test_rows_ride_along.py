@@ -56,6 +56,7 @@ from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard_ps_server.exchanges import Exchanges
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 
@@ -79,7 +80,7 @@ DENSE = np.ones(32, np.float32).tobytes()
 def store() -> Iterator[Store]:
     made = Store(shareable=True)
     made.become(HERE, Term(1))
-    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.ASYNC, 1)
+    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1))
     made.open(JOB, GENERATION)
     yield made
     made.close()
@@ -360,7 +361,9 @@ def test_what_a_worker_writes_while_its_rows_are_applied_changes_nothing(
 def test_rows_are_in_shared_memory_when_no_value_is_missing_and_not_before() -> None:
     store = Store(shareable=False)
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.ASYNC, 1, staleness=0, working=[WORKER, 11])
+    store.create(
+        JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1), staleness=0, working=[WORKER, 11]
+    )
     store.open(JOB, GENERATION)
     wire = Wire(store)
     room = Room(wire)
@@ -386,7 +389,9 @@ def test_rows_come_with_the_values_and_not_before() -> None:
     store = Store(shareable=False)
     other = Incarnation(11)
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.ASYNC, 1, staleness=0, working=[WORKER, other])
+    store.create(
+        JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.ASYNC, 1), staleness=0, working=[WORKER, other]
+    )
     store.open(JOB, GENERATION)
     wanted, ids = asked()
     rows, data = pushed()
@@ -462,7 +467,7 @@ def stepping() -> Iterator[tuple[Store, list[PushName]]]:
     """A synchronous job of two ranks, and the names of their parts of step 0."""
     made = Store(shareable=False)
     made.become(HERE, Term(1))
-    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.SYNC, 2)
+    made.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.SYNC, 2))
     made.open(JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
     made.open_sources(made.hosted()[0], [(key, Token(1)) for key in keys])
@@ -518,7 +523,7 @@ def test_rows_of_a_hybrid_job_ride_along_with_the_version_that_they_belong_to() 
     """A look-up waits for no step, but those that come along come with the values."""
     store = Store(shareable=False)
     store.become(HERE, Term(1))
-    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateMode.SYNC, 2, rows_at_once=True)
+    store.create(JOB, GENERATION, LAYOUT, list(PARTS), UpdateRules(UpdateMode.SYNC, 2, rows_at_once=True))
     store.open(JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
     store.open_sources(store.hosted()[0], [(key, Token(1)) for key in keys])

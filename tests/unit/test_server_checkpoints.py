@@ -64,8 +64,10 @@ from shardyard.wire import convert, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer, _restore
-from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.store import Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 WORKER = Incarnation(10)
@@ -100,7 +102,7 @@ def made() -> Store:
 def server(mode: UpdateMode = UpdateMode.ASYNC, owned: Sequence[PartitionId] = OWNED) -> Store:
     found = made()
     found.become(HERE, Term(2))
-    found.create(JOB, GENERATION, LAYOUT, owned, mode, 2)
+    found.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2))
     found.open(JOB, GENERATION)
     return found
 
@@ -187,7 +189,7 @@ def restored(
 ) -> Store:
     store = made()
     store.become(HERE, Term(2))
-    store.create(JOB, GENERATION, LAYOUT, owned, mode, 2, Restore(str(folder), found))
+    store.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, 2), Restore(str(folder), found))
     return store
 
 
@@ -289,7 +291,7 @@ def test_living_server_takes_over_partitions_of_a_dead_one(tmp_path: Path) -> No
     (mine,) = values(living, OWNED[:1])
     taken = Restore(str(tmp_path), entries(saved)[1:])
     for _ in range(2):  # the same order again does nothing
-        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, taken)
+        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), taken)
     assert values(living, generation=NEXT) == (mine, values(store)[1])
     with pytest.raises(StaleGeneration):
         push(living, 3, owned=OWNED[:1])
@@ -314,8 +316,8 @@ def test_whole_job_goes_back_in_place(tmp_path: Path) -> None:
     push(store, 2, source=RankSource(Rank(0)))
     later = values(store)
     back = Restore(str(tmp_path), entries(saved))
-    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.SYNC, 2, back)
-    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.SYNC, 2, back)
+    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back)
+    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), back)
     leased(store, NEXT)
     with pytest.raises(StaleGeneration):
         step(2)
@@ -338,7 +340,7 @@ def test_job_goes_over_to_asynchronous_updates_with_what_was_counted_as_steps(tm
     order = pushed(1, RankSource(Rank(0)))
     admitted = store.admit_push(order)
     for _ in range(2):  # the same order again does nothing
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, staleness=3, switches=1)
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore, staleness=3, switches=1)
     with pytest.raises(StaleGeneration):  # what was admitted before
         store.push(admitted, order, gradient(order))
     with pytest.raises(StaleGeneration):  # and so reads are that were under way
@@ -360,7 +362,12 @@ def test_mark_that_is_higher_than_what_was_counted_as_steps_stays(tmp_path: Path
         push(store, sequence)
     saved = save(store, tmp_path, 1)
     store.create(
-        JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),))
+        JOB,
+        NEXT,
+        LAYOUT,
+        OWNED,
+        UpdateRules(UpdateMode.ASYNC, 2),
+        Restore(str(tmp_path), entries(saved), begun=((SHARD, 1),)),
     )
     leased(store, NEXT)
     assert push(store, 2, generation=NEXT) == {Outcome.DUPLICATE}
@@ -372,9 +379,9 @@ def test_job_goes_over_with_all_of_its_partitions_under_a_higher_generation_or_n
     some = dataclasses.replace(restore, entries=restore.entries[:1])
     for generation, given in ((GENERATION, restore), (NEXT, some), (NEXT, Restore("", ()))):
         with pytest.raises(InvalidRequest, match="which is sync at generation 4, to be async"):
-            store.create(JOB, generation, LAYOUT, OWNED, UpdateMode.ASYNC, 2, given)
+            store.create(JOB, generation, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), given)
     with pytest.raises(StaleGeneration):
-        store.create(JOB, Generation(3), LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore)
+        store.create(JOB, Generation(3), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore)
     assert values(store) == before
     for rank in range(2):
         push(store, 1, source=RankSource(Rank(rank)))
@@ -402,7 +409,7 @@ def test_job_goes_over_to_steps_that_begin_at_one_version_of_all_partitions(tmp_
     order = pushed(2, SHARD)
     admitted = store.admit_push(order)
     for _ in range(2):  # the same order again does nothing
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.SYNC, 2, restore, switches=1)
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, 2), restore, switches=1)
     with pytest.raises(StaleGeneration):  # what was admitted before
         store.push(admitted, order, gradient(order))
     assert values(store, generation=NEXT) == before
@@ -426,7 +433,7 @@ def test_partitions_that_are_beyond_the_step_or_are_asynchronous_are_refused(tmp
     beyond = dataclasses.replace(restore, step=1)
     for mode, given in ((UpdateMode.SYNC, beyond), (UpdateMode.ASYNC, restore)):
         with pytest.raises(InvalidRequest, match="to stand before step"):
-            store.create(JOB, NEXT, LAYOUT, OWNED, mode, 2, given)
+            store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(mode, 2), given)
     with pytest.raises(TooLarge, match="stand before step"):
         _restore(wire.Restore(url=str(tmp_path), step=limits.SEQUENCE_MAX + 1), 2)
     assert values(store) == before
@@ -439,25 +446,27 @@ def test_partitions_that_are_not_named_under_a_higher_generation_are_gone(tmp_pa
     push(store, 0)
     saved = save(store, tmp_path, 1)
     with pytest.raises(InvalidRequest, match="without partition 1"):
-        store.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2)
-    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2)
+        store.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2))
+    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2))
     assert sorted(store.hosted()[0].partitions) == OWNED[:1]
     with pytest.raises(NotFound):
         values(store, generation=NEXT)
     # and back again
     after = Generation(6)
-    store.create(JOB, after, LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore(str(tmp_path), entries(saved, life=3)[1:]))
+    store.create(
+        JOB, after, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), Restore(str(tmp_path), entries(saved, life=3)[1:])
+    )
     assert [store.hosted()[0].partitions[p].describe()[0] for p in OWNED] == [Version(1, 1), Version(3, 1)]
 
 
 def test_partition_of_an_open_job_needs_values(tmp_path: Path) -> None:
     living = server(owned=OWNED[:1])
     with pytest.raises(InvalidRequest, match="partition 1 of job 1, which is open, without values"):
-        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+        living.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     assert sorted(living.hosted()[0].partitions) == OWNED[:1]
     stranger = Restore(str(tmp_path), entries(save(server(), tmp_path, 1)))
     with pytest.raises(InvalidRequest, match="partition 1 to be restored, which is not given"):
-        living.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2, stranger)
+        living.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2), stranger)
 
 
 @pytest.mark.parametrize("damage", ["gone", "bit", "cut", "version", "blocks"])
@@ -484,7 +493,7 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
     with pytest.raises(
         CheckpointNotFound if damage == "gone" else CheckpointDamaged, match=r"partition-0001|partition 1"
     ):
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, Restore(str(tmp_path), tuple(found)))
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), Restore(str(tmp_path), tuple(found)))
     assert values(store) == before
     assert push(store, 2) == {Outcome.APPLIED}
     with pytest.raises(ShardyardError):
@@ -494,7 +503,7 @@ def test_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path, damag
 def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_path: Path) -> None:
     store = made()
     store.become(HERE, Term(2))
-    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     with pytest.raises(NotReady):
         save(store, tmp_path, 1)
     store.open(JOB, GENERATION)
@@ -654,7 +663,7 @@ def test_workers_own_sources_are_taken_over_by_their_own_job_alone(
     other = Store()
     other.become(HERE, Term(2))
     restore = Restore(str(tmp_path), entries(save(store, tmp_path, 1)), job=wrote)
-    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore)
+    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2), restore)
     found = other.read_ledger(
         other.hosted()[0], [(SourceKey(source), Token(0)) for source in (WorkerSource(WORKER), SHARD)]
     )

@@ -57,7 +57,9 @@ from shardyard.ground.types import (
 )
 from shardyard.transport.same_host import Shared
 from shardyard_ps_server import blocks, exchanges, partition, regions, servicer, versions
-from shardyard_ps_server.store import Counters, HostedJob, Store
+from shardyard_ps_server.hosted_job import HostedJob
+from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.store import Counters, Store
 from shardyard_ps_server.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
@@ -83,7 +85,7 @@ def server(mode: UpdateMode = UpdateMode.ASYNC, *, ranks: int = 2, opened: bool 
     """Holds partitions 0 and 2; what the mode leases, SHARD or all ranks, is open under TOKEN."""
     found = Store()
     found.become(HERE, Term(2))
-    found.create(JOB, GENERATION, LAYOUT, OWNED, mode, ranks)
+    found.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(mode, ranks))
     if opened:
         found.open(JOB, GENERATION)
     keys = [SourceKey(SHARD)]
@@ -213,16 +215,16 @@ def test_same_order_to_create_again_keeps_what_is_there() -> None:
     here = server()
     send(here, order())
     before = values(here)
-    here.create(JOB, GENERATION, LAYOUT, list(reversed(OWNED)), UpdateMode.ASYNC, 2)
+    here.create(JOB, GENERATION, LAYOUT, list(reversed(OWNED)), UpdateRules(UpdateMode.ASYNC, 2))
     assert values(here) == before
     assert here.hosted()[0].open
 
 
 def test_same_order_of_a_later_generation_moves_the_generation_and_never_back() -> None:
     here = server()
-    here.create(JOB, Generation(6), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    here.create(JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     with pytest.raises(StaleGeneration):
-        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     assert here.admit(WORKER, HERE, Generation(6)).generation == 6
 
 
@@ -242,19 +244,19 @@ def test_another_order_for_a_job_that_is_here_is_refused(
     with pytest.raises(
         InvalidRequest, match=r"with another layout, mode, number of ranks|to be async at|without (partition 2|values)"
     ):
-        here.create(JOB, GENERATION, LAYOUT, owned, mode, ranks)
+        here.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(mode, ranks))
     assert here.hosted()[0].mode is UpdateMode.SYNC
 
 
 @pytest.mark.parametrize("ranks", [0, limits.LOGICAL_RANKS_MAX + 1])
 def test_synchronous_job_has_a_bounded_number_of_ranks(ranks: int) -> None:
     with pytest.raises(InvalidRequest, match=f"{ranks} logical ranks"):
-        Store().create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.SYNC, ranks)
+        Store().create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.SYNC, ranks))
 
 
 def test_partitions_must_be_of_the_layout() -> None:
     with pytest.raises(InvalidRequest, match="of a layout with 3"):
-        Store().create(JOB, GENERATION, LAYOUT, [PartitionId(3)], UpdateMode.ASYNC, 0)
+        Store().create(JOB, GENERATION, LAYOUT, [PartitionId(3)], UpdateRules(UpdateMode.ASYNC, 0))
 
 
 @pytest.mark.parametrize("shareable", [True, False])
@@ -275,7 +277,7 @@ def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(
         monkeypatch.setattr(regions, "aligned_empty", enough_for_one)
     here = Store(shareable=shareable)
     with pytest.raises(TooLarge, match="job 1, one of them with 128 bytes, for which this server has no memory"):
-        here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 0)
+        here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 0))
     assert here.hosted() == []
     assert len(asked) == 2
 
@@ -295,7 +297,7 @@ def test_push_on_its_way_while_its_job_is_dropped_and_made_anew_is_not_counted()
     here.drop(JOB)
     with pytest.raises(NotFound):
         here.push(admitted, order(), payload(order()))
-    here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     with pytest.raises(
         NotFound, match="job 1 was dropped while data shard 0.0.0 #0 was on its way".replace(".", r"\.")
     ):
@@ -482,7 +484,7 @@ def test_rule_a3_push_that_was_overtaken_after_it_was_admitted_changes_nothing(c
     if change == "fenced":
         here.fence([WORKER.incarnation])
     else:
-        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+        here.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     with pytest.raises(StaleIncarnation if change == "fenced" else StaleGeneration):
         here.push(admitted, order(), payload(order()))
     here.become(HERE, Term(2))

@@ -57,8 +57,9 @@ from shardyard_ps_server.checkpoints import SaveOrder
 from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.partition import Asked, Partition
 from shardyard_ps_server.partition_tables import PartitionTables, Rows
+from shardyard_ps_server.restore import Restore
 from shardyard_ps_server.row_sums import Given, Mean
-from shardyard_ps_server.store import Restore
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.tables import expiry, table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -363,7 +364,7 @@ def test_a_reader_that_is_overtaken_by_two_steps_is_told_or_reads_the_newest(mon
 
 
 def test_an_asynchronous_partition_has_no_versions_of_rows() -> None:
-    partition = Partition(LAYOUT, PARTITION, UpdateMode.ASYNC, 0)
+    partition = Partition(LAYOUT, PARTITION, UpdateRules(UpdateMode.ASYNC, 0))
     partition.open()
     read(partition)
     with pytest.raises(InvalidRequest, match="whose rows are updated as they come"):
@@ -519,7 +520,14 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
     steps(partition, 2, 4)
     assert partition._former is not None
     entry = PartitionEntry(saved.partition, Version(2, 2), (saved.file,), saved.tables)
-    store.create(JOB, Generation(5), LAYOUT, [PARTITION], UpdateMode.SYNC, 2, Restore(str(tmp_path), (entry,), job=JOB))
+    store.create(
+        JOB,
+        Generation(5),
+        LAYOUT,
+        [PARTITION],
+        UpdateRules(UpdateMode.SYNC, 2),
+        Restore(str(tmp_path), (entry,), job=JOB),
+    )
     assert only(store)._former is None
     assert read(only(store)).tobytes() == then.tobytes()
     with pytest.raises(NotFound):
@@ -705,7 +713,7 @@ def test_rows_that_expire_by_seconds_are_refused_in_a_synchronous_job() -> None:
     store = made()
     layout = dataclasses.replace(LAYOUT, tables=(WIDE, IN_SECONDS))
     with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire by seconds"):
-        store.create(JOB, GENERATION, layout, [PARTITION], UpdateMode.SYNC, 2)
+        store.create(JOB, GENERATION, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, 2))
     assert not store.hosted()
 
 

@@ -55,7 +55,9 @@ from shardyard_launcher.checkpoint_command import checkpoint
 from shardyard_ps_server import table_saver
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
 from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.store import Store
 from shardyard_ps_server.tables import cuts, tier
 from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.tables.table import Table
@@ -106,10 +108,10 @@ def server(restore: Restore | None = None, layout: JobLayout = LAYOUT) -> Store:
     MADE.append(store)
     store.become(HERE, Term(2))
     if restore is None:
-        store.create(JOB, GENERATION, layout, OWNED, UpdateMode.ASYNC, 1)
+        store.create(JOB, GENERATION, layout, OWNED, UpdateRules(UpdateMode.ASYNC, 1))
         store.open(JOB, GENERATION)
     else:
-        store.create(JOB, GENERATION, layout, OWNED, UpdateMode.ASYNC, 1, restore)
+        store.create(JOB, GENERATION, layout, OWNED, UpdateRules(UpdateMode.ASYNC, 1), restore)
     return store
 
 
@@ -218,7 +220,7 @@ def test_a_job_that_goes_back_in_place_has_its_tables_of_then(tmp_path: Path) ->
     saved = save(store, tmp_path, 1)
     train(store, 2, IDS[:100])
     partitions(store)[0].tables["users"].remove(IDS[:50])
-    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 1, Restore(str(tmp_path), entries(saved)))
+    store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), entries(saved)))
     assert contents(store) == then
     again = save(store, tmp_path, 2, base=1)
     assert len(new_files(again, 2)) >= 4, "what was restored is not what the server last wrote"
@@ -229,7 +231,7 @@ def test_a_partition_that_was_given_up_keeps_no_rows(tmp_path: Path) -> None:
     store = server()
     train(store, 1)
     gone = partitions(store)[1]
-    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 1)
+    store.create(JOB, NEXT, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 1))
     assert gone.tables == {}
     assert [each.partition for each in save(store, tmp_path, 1)] == [0]
 
@@ -608,7 +610,7 @@ def test_files_that_do_not_make_the_table_are_damaged_and_nothing_is_restored(tm
     ]
     before = contents(store)
     with pytest.raises(CheckpointDamaged):
-        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 1, Restore(str(tmp_path), entries(wrong)))
+        store.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 1), Restore(str(tmp_path), entries(wrong)))
     assert contents(store) == before
     assert contents(restored(tmp_path, good)) == before
 

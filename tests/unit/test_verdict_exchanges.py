@@ -31,6 +31,7 @@ from shardyard.ground.types import (
 from shardyard.wire import convert
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire_messages
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,7 +44,7 @@ NORM = Clipping(norm=1.0)
 def server(clipping: Clipping = NORM, mode: UpdateMode = UpdateMode.SYNC) -> Store:
     found = Store()
     found.become(HERE, Term(1))
-    found.create(JOB, GENERATION, LAYOUT, list(OWNED), mode, 2, clipping=clipping)
+    found.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(mode, 2, clipping=clipping))
     found.open(JOB, GENERATION)
     keys = [SourceKey(RankSource(Rank(rank))) for rank in range(2)]
     found.open_sources(found.hosted()[0], [(key, Token(1)) for key in keys])
@@ -139,14 +140,14 @@ def test_verdict_that_one_partition_refuses_changes_none() -> None:
 
 def test_servers_do_not_clip_what_is_an_update_by_itself() -> None:
     with pytest.raises(InvalidRequest, match="clipping by servers in job 1, which is async"):
-        Store().create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateMode.ASYNC, 0, clipping=NORM)
+        Store().create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.ASYNC, 0, clipping=NORM))
 
 
 def test_job_is_not_given_again_with_other_clipping() -> None:
     store = server()
-    store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateMode.SYNC, 2, clipping=NORM)
+    store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.SYNC, 2, clipping=NORM))
     with pytest.raises(InvalidRequest, match="bound, rules for stale gradients, clipping, backup workers or rows"):
-        store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateMode.SYNC, 2, clipping=Clipping(norm=2.0))
+        store.create(JOB, GENERATION, LAYOUT, list(OWNED), UpdateRules(UpdateMode.SYNC, 2, clipping=Clipping(norm=2.0)))
 
 
 # ---- the door

@@ -38,6 +38,7 @@ from shardyard_ps_server import partition as partition_module
 from shardyard_ps_server.blocks import Contribution
 from shardyard_ps_server.gate import Gate, scale_of
 from shardyard_ps_server.partition import Partition
+from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.versions import Bytes, aligned_empty
 from shardyard_worker.verdicts import Verdicts
 
@@ -177,7 +178,7 @@ def test_verdict_has_no_part_of_another_step() -> None:
 
 
 def clipped(ranks: int = 2, *, norm: float = 1.0, value: float = 0.0) -> Partition:
-    partition = Partition(LAYOUT, PARTITION, UpdateMode.SYNC, ranks, clipping=Clipping(norm, value))
+    partition = Partition(LAYOUT, PARTITION, UpdateRules(UpdateMode.SYNC, ranks, clipping=Clipping(norm, value)))
     for rank in range(ranks):
         partition.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     return partition
@@ -268,7 +269,7 @@ def test_job_that_does_not_clip_by_norm_takes_no_verdict() -> None:
 
 def test_a_norm_within_the_limit_gives_the_bits_of_a_job_that_does_not_clip() -> None:
     numbers = np.random.default_rng(3)
-    plain, bounded = Partition(LAYOUT, PARTITION, UpdateMode.SYNC, 3), clipped(3, norm=1e6)
+    plain, bounded = Partition(LAYOUT, PARTITION, UpdateRules(UpdateMode.SYNC, 3)), clipped(3, norm=1e6)
     for rank in range(3):
         plain.open_source(SourceKey(RankSource(Rank(rank))), Token(1))
     for step in range(4):

@@ -70,7 +70,9 @@ from shardyard_ps_server import partition as partitions
 from shardyard_ps_server.checkpoints import Saved, SaveOrder
 from shardyard_ps_server.exchanges import takes_a_moment
 from shardyard_ps_server.replay import open_head, push_head
-from shardyard_ps_server.store import Restore, Store
+from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.store import Store
 from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.versions import aligned_empty
 from shardyard_ps_server.wal import Wal
@@ -110,11 +112,10 @@ class Yard:
         layout: JobLayout = LAYOUT,
     ) -> None:
         self.layout = layout
-        self.clipping = clipping
         self.logs = LogRoot(folder / "wal")
         self.checkpoints = folder / "checkpoints"
         self.mode = mode
-        self.stale = stale
+        self.rules = UpdateRules(mode, 2, Durability.WAL, stale, clipping)
         self.failures: list[ShardyardError] = []
         self._stores: list[Store] = []
         self.budget: Budget | None = None
@@ -128,8 +129,7 @@ class Yard:
     def first(self, incarnation: Incarnation = FIRST) -> Store:
         """With checkpoint 1, of zeros."""
         store = self.empty(incarnation)
-        rules = {"stale": self.stale, "clipping": self.clipping}
-        store.create(JOB, GENERATION, self.layout, OWNED, self.mode, 2, durability=Durability.WAL, **rules)
+        store.create(JOB, GENERATION, self.layout, OWNED, self.rules)
         store.open(JOB, GENERATION)
         leases(store)
         self.save(store, 1)
@@ -161,8 +161,7 @@ class Yard:
             if each.partition in owned
         )
         restore = Restore(str(self.checkpoints), entries, number, dict.fromkeys(owned, trail), job)
-        rules = {"stale": self.stale, "clipping": self.clipping}
-        store.create(JOB, generation, self.layout, owned, self.mode, 2, restore, Durability.WAL, **rules)
+        store.create(JOB, generation, self.layout, owned, self.rules, restore)
         return store
 
     def close(self) -> None:
@@ -490,7 +489,7 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
     logs: list[Store] = []
     for incarnation, owned in ((FIRST, [OWNED[0]]), (SECOND, [OWNED[1]])):
         store = yard.empty(incarnation)
-        store.create(JOB, GENERATION, LAYOUT, owned, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        store.create(JOB, GENERATION, LAYOUT, owned, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
         store.open(JOB, GENERATION)
         leases(store)
         logs.append(store)
@@ -505,7 +504,7 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
         1,
         {OWNED[0]: (FIRST,)},
     )
-    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, Durability.WAL)
+    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL), restore)
     assert state(second) == before
     push(second, 1)
     before = state(second)
@@ -513,7 +512,9 @@ def test_a_server_takes_another_ones_partitions_beside_its_own(yard: Yard) -> No
     third = yard.empty(THIRD)
     trails = {OWNED[0]: (FIRST, SECOND), OWNED[1]: (SECOND,)}
     restore = Restore(str(yard.checkpoints), entries, 1, trails)
-    third.create(JOB, Generation(6), LAYOUT, OWNED, UpdateMode.ASYNC, 2, restore, Durability.WAL)
+    third.create(
+        JOB, Generation(6), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL), restore
+    )
     assert state(third) == before
 
 
@@ -558,7 +559,7 @@ def test_a_restore_that_fails_again_and_again_takes_no_more_memory(yard: Yard) -
     first = yard.first()
     saved = yard.save(first, 2)
     other = yard.empty(SECOND)
-    other.create(JOB, GENERATION, LAYOUT, [], UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    other.create(JOB, GENERATION, LAYOUT, [], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     other.open(JOB, GENERATION)
     taken: list[int] = []
     regions = other.hosted()[0].regions
@@ -763,7 +764,7 @@ def test_exchanges_are_not_answered_in_the_receiving_thread(yard: Yard) -> None:
     assert not takes_a_moment(order, first.hosted()[0])
     plain = Store()
     plain.become(FIRST, Term(2))
-    plain.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2)
+    plain.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
     assert takes_a_moment(order, plain.hosted()[0])
     plain.close()
 
@@ -1048,7 +1049,7 @@ def test_rule_c2_server_whose_own_log_nobody_took_over_deletes_none_of_later_own
     """It was given up before there was a checkpoint, so values were given again, and nobody has read its log."""
     first = yard.first()
     second = yard.empty(SECOND)
-    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    second.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     second.open(JOB, NEXT)
     leases(second)
     saved = yard.save(second, 2, logs=[SECOND])
@@ -1096,7 +1097,7 @@ def test_a_server_without_a_folder_for_logs_refuses(yard: Yard) -> None:
     store = Store()
     store.become(FIRST, Term(2))
     with pytest.raises(InvalidRequest, match=r"yard\.wal"):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert not store.hosted()
     store.close()
 
@@ -1109,7 +1110,7 @@ def test_a_log_that_cannot_be_begun_leaves_nothing(yard: Yard, monkeypatch: pyte
 
     monkeypatch.setattr("shardyard_ps_server.wal.os.write", full)
     with pytest.raises(StorageUnavailable, match="No space left"):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert not store.hosted()
     assert not yard.failures
 
@@ -1149,9 +1150,9 @@ def test_a_log_that_could_not_be_begun_is_begun_later(yard: Yard) -> None:
         raise OSError(28, "No space left on device")
 
     with failpoints.armed("wal.after_segment", full), pytest.raises(StorageUnavailable):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert not log_of(yard).folder.exists()
-    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert log_of(yard).numbers() == [0]
 
 
@@ -1187,7 +1188,7 @@ def test_what_was_put_aside_is_deleted_after_a_week_and_nothing_else_is(yard: Ya
     os.utime(log_of(yard).folder, (0, 0))
     other = Store(logs=yard.logs)
     other.become(FIRST, Term(2))
-    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     other.close()
     (aside,) = (each for each in log_of(yard).folder.parent.iterdir() if "of-another-yard" in each.name)
     for strange in ("3.of-another-yard-", "notes.txt", "3.of-another-yard-00000000x"):
@@ -1214,7 +1215,7 @@ def test_log_of_a_server_that_was_gone_when_the_job_ended_is_put_aside(
     read, unread, living = yard.first(), yard.empty(THIRD), yard.empty(Incarnation(9))
     saved = yard.save(read, 2)
     for store in (unread, living):
-        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     last = yard.successor(saved, 2, FIRST)
     read.close()
     unread.close()
@@ -1234,7 +1235,7 @@ def test_log_of_a_server_that_was_gone_when_the_job_ended_is_put_aside(
 def test_log_that_is_deleted_is_locked_until_it_is_gone(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another server would put aside what is left of it."""
     first, second = yard.first(), yard.empty(SECOND)
-    second.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    second.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     remove, seen = LogFiles.remove, []
 
     def slowly(files: LogFiles) -> None:
@@ -1263,14 +1264,14 @@ def values_of(store: Store, fill: float) -> None:
 def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> None:
     """Another server has died before the first checkpoint."""
     first = yard.empty(FIRST)
-    first.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    first.create(JOB, GENERATION, LAYOUT, OWNED[:1], UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     values_of(first, 1.0)
     first.open(JOB, GENERATION)
     old = order_of(first, 0)
     yard.save(first, 1, oldest=0)
 
     def create(generation: Generation, owned: Sequence[PartitionId] = OWNED) -> None:
-        first.create(JOB, generation, LAYOUT, owned, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        first.create(JOB, generation, LAYOUT, owned, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
 
     before = first.hosted()[0]
     admitted = first.admit_push(old)
@@ -1298,7 +1299,7 @@ def test_first_values_are_given_again_to_servers_that_had_them(yard: Yard) -> No
 
 def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     first = yard.empty(FIRST)
-    first.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+    first.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     values_of(first, 1.0)
     first.open(JOB, GENERATION)
     before = state(first)
@@ -1307,13 +1308,13 @@ def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monke
         raise TooLarge("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardyard_ps_server.store.Partition", refuse)
+        patch.setattr("shardyard_ps_server.hosting.Partition", refuse)
         with pytest.raises(TooLarge):
-            first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+            first.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert state(first) == before
     leases(first)
     with pytest.raises(InvalidRequest, match=r"partition 0 of job 1\.1 to begin anew, which has counted work"):
-        first.create(JOB, NEXT, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        first.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert push(first, 0) == {Outcome.APPLIED}
 
 
@@ -1322,7 +1323,7 @@ def test_yards_that_share_a_folder_of_logs_do_not_share_a_log(yard: Yard) -> Non
     push(first, 0)
     other = yard.empty(FIRST)
     with pytest.raises(StorageUnavailable, match="of another yard writes the log"):
-        other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateMode.ASYNC, 2, durability=Durability.WAL)
+        other.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert push(first, 1) == {Outcome.APPLIED}
 
 

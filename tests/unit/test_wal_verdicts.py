@@ -27,7 +27,8 @@ from shardyard.ground.types import (
 )
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_ps_server.replay import verdict_head
-from shardyard_ps_server.store import NO_BYTES, Store
+from shardyard_ps_server.store import Store
+from shardyard_ps_server.versions import NO_BYTES
 from shardyard_ps_server.wal_records import RecordKind
 from shardyard_worker.verdicts import Verdicts
 
