@@ -669,7 +669,7 @@ class Partition:
     def _record(self, gate: Gate[Contribution], name: PushName, contribution: Contribution) -> Outcome:
         source = name.key.source
         assert isinstance(source, RankSource)
-        early: Callable[[], object] = _nothing_early
+        early: Callable[[], object] = _nothing_more
         # what shall not count now may count when it is computed again
         counts_rows = self._rows_at_once and contribution.groups is not None and not contribution.overflow
         if self._rows_at_once:
@@ -723,18 +723,32 @@ class Partition:
             self._spare += self._kept
             self._kept = [own]
             return Outcome.RECORDED
+        self._take_step(gate, taken, rows, groups, advance, early)
+        return Outcome.APPLIED
+
+    def _take_step(
+        self,
+        gate: Gate[Contribution],
+        taken: Verdict[Contribution],
+        rows: Sequence[Rows],
+        groups: Groups,
+        advance: Callable[[], object],
+        early: Callable[[], object],
+        scale: float = 1.0,
+    ) -> None:
+        """Makes the next version, of values and of rows. Raises TooLarge, having changed nothing."""
         gone = self._tables.sweep(rows, self._versions.newest.number + 1)
         former = self._set_aside(rows, gone)
-        new = self._next(taken)
+        new = self._next(taken, scale)
         early()
         self._push_rows(rows, groups, former, gone)
         with self._changed:
             advance()
             gate.next_step()
+            self._mean = None
             self._publish(new)
         self._spare += self._kept
         self._kept = []
-        return Outcome.APPLIED
 
     def _mean_rows(self, taken: Verdict[Contribution]) -> tuple[tuple[Rows, ...], Groups]:
         """What a step gives to rows, and the settings for it. Raises TooLarge."""
@@ -788,22 +802,14 @@ class Partition:
                 return
             assert verdict.square_norm is not None
             scale = scale_of(verdict.square_norm, self._rules.clipping.norm)
+            taken = Verdict(() if mean.groups is None else (mean,), (1.0,))
             rows = scaled(mean.rows, scale)
-            gone = self._tables.sweep(rows, self._versions.newest.number + 1)
-            former = self._set_aside(rows, gone)
-            new = self._next(Verdict(() if mean.groups is None else (mean,), (1.0,)), scale)
-            self._push_rows(rows, mean.table_groups, former, gone)
-            with self._changed:
-                gate.next_step()
-                self._mean = None
-                self._publish(new)
-            self._spare += self._kept
-            self._kept = []
+            self._take_step(gate, taken, rows, mean.table_groups, _nothing_more, _nothing_more, scale)
 
     def _take_members(self, gate: Gate[Contribution], members: Sequence[Rank]) -> None:
         present = gate.present(members)
         if present is not None:
-            self._complete(gate, present, lambda: self._close(gate, members), _nothing_early)
+            self._complete(gate, present, lambda: self._close(gate, members), _nothing_more)
             return
         with self._changed:
             self._close(gate, members)
@@ -1000,5 +1006,5 @@ class Partition:
         return f"logical rank {ranks} of step {self._gate.step}"
 
 
-def _nothing_early() -> None:
-    """Rows are updated with their step."""
+def _nothing_more() -> None:
+    """Nothing else is to be done in that moment."""
