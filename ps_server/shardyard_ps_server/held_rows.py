@@ -11,7 +11,7 @@ the partition's lock, but for `merged`. Must not know: tables, when updates come
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +93,16 @@ def put_back(parts: Sequence[_Part], table: int, ids: Ids, out: Floats) -> None:
     """out[i], read from the table since, becomes what the row of ids[i] was at the version that is held."""
     for part in reversed(parts):
         part.rows.put_back(table, ids, out)
+
+
+def formers(parts: Sequence[_Part], table: int) -> Iterator[tuple[Ids, Floats]]:
+    """What is put back, all of it, in pieces; each id with its oldest value, however often it comes."""
+    for at, part in enumerate(parts):
+        ids, values = part.rows.rows.get(table, (None, None))
+        if ids is not None and values is not None:
+            oldest = values.copy()
+            put_back(parts[:at], table, ids, oldest)
+            yield ids, oldest
 
 
 def _union(given: Sequence[FormerRows]) -> FormerRows:

@@ -75,7 +75,7 @@ from shardyard_ps_server.blocks import Blocks, Contribution, Groups
 from shardyard_ps_server.cuts import Cut
 from shardyard_ps_server.former_rows import FormerRows
 from shardyard_ps_server.gate import Gate, Verdict, scale_of, verdict
-from shardyard_ps_server.held_rows import merged, put_back
+from shardyard_ps_server.held_rows import HeldRows, formers, merged, put_back
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition_tables import Floats, Gone, PartitionTables, Rows, scaled, square_norm
 from shardyard_ps_server.readers_rows import ReadersRows
@@ -216,12 +216,7 @@ class Partition:
         """As `look_up`, as of a version that a reader wants with its rows, and that has come. Raises NotReady where it
         has not, VersionPassed where it is not held any more, InvalidRequest where it was wanted without rows."""
         self._check_whole()
-        with self._changed:
-            held = self._readers.find(wanted)
-            if held is None:
-                raise InvalidRequest(f"rows of a pin of partition {self.id} that has none", todo="pin it with its rows")
-            if wanted.version is None:
-                raise NotReady(f"version {wanted.number} of partition {self.id}, which is not there yet")
+        held = self._held_rows(wanted)
         self._read_rows(asked)
         with self._changed:  # what has changed while it was read, or before, was set aside before
             parts = held.parts()
@@ -230,6 +225,31 @@ class Partition:
             put_back(fewer, each.table, each.ids, each.out)
         with self._changed:
             held.take(parts, fewer)
+
+    def items_held(self, table: int, wanted: Wanted) -> Iterator[tuple[Ids, Floats]]:
+        """All rows of a table as of a version that a reader holds, in pieces, ids in no order. Those that have changed
+        since come twice, with the same values; ids that had no row then and have, or had, one since, come with what
+        they read as. Raises what `look_up_held` raises, and NotReady as `items`."""
+        held = self._held_rows(wanted)
+        for chunk in self.items(table):
+            values = np.ascontiguousarray(chunk.values)
+            ids = chunk.ids[: values.shape[0]]
+            with self._changed:  # what has changed by now was set aside before
+                parts = held.parts()
+            put_back(parts, table, ids, values)
+            yield ids, values
+        with self._changed:
+            parts = held.parts()
+        yield from formers(parts, table)  # those that have gone since are nowhere else
+
+    def _held_rows(self, wanted: Wanted) -> HeldRows:
+        with self._changed:
+            held = self._readers.find(wanted)
+            if held is None:
+                raise InvalidRequest(f"rows of a pin of partition {self.id} that has none", todo="pin it with its rows")
+            if wanted.version is None:
+                raise NotReady(f"version {wanted.number} of partition {self.id}, which is not there yet")
+        return held
 
     def _read_rows(self, asked: Sequence[Asked]) -> None:
         for each in asked:

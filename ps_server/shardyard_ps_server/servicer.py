@@ -239,6 +239,7 @@ class Servicer:
             Generation(request.generation),
             PartitionId(request.partition),
             request.table,
+            request.pin,
         )
         before = 0
         for ids, values in gathered(found):

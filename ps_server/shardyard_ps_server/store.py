@@ -672,14 +672,25 @@ class Store:
         return found
 
     def read_rows(
-        self, caller: Caller, server: Incarnation, generation: Generation, number: PartitionId, table: int
+        self,
+        caller: Caller,
+        server: Incarnation,
+        generation: Generation,
+        number: PartitionId,
+        table: int,
+        pin: bytes = b"",
     ) -> Iterator[tuple[Ids, Floats]]:
-        """All rows of a table that a partition has, as they are between two of its updates, in pieces. Raises NotReady
-        while they are read for somebody else."""
+        """All rows of a table that a partition has, as they are between two of its updates, in pieces. `pin`: as they
+        were in the version that a reader holds, as Partition.items_held has it. Raises NotReady while they are read for
+        somebody else, and NotFound, VersionPassed where that version is not held."""
         hosted = self.admit(caller, server, generation, reads=True)
         if not hosted.open:
             raise NotReady(f"job {hosted.job} has no first values yet")
         table_at(hosted.layout.tables, table)
+        if pin:
+            holder, wanted = hosted.pins.rows(pin, [number], _now_ms())[number]
+            yield from holder.items_held(table, wanted)
+            return
         for chunk in hosted.find(number).items(table):
             yield chunk.ids[: chunk.values.shape[0]], chunk.values
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from shardyard.ground import limits, row_optimizers
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.layouts import check_tables
+from shardyard.ground.row_ids import Ids
+from shardyard.ground.row_values import Rows
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Caller,
@@ -29,6 +32,7 @@ from shardyard.ground.types import (
     Term,
     WantedRows,
 )
+from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
@@ -275,3 +279,21 @@ def _wanted(
 def _check_tables_once(tables: Sequence[int]) -> None:
     if len(set(tables)) != len(tables):
         raise MalformedPayload("rows that name a table twice")
+
+
+def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, Rows]]:
+    """The pieces of an answer to ReadRows: ids, shape (n,), and their rows, shape (n, dim). Copies."""
+    found = []
+    before, width = 0, 8 + 4 * dim
+    for frame in frames:
+        rows, odd = divmod(len(frame.data), width)
+        if odd or frame.offset != before:
+            raise MalformedPayload(
+                f"{sender} sent {len(frame.data)} bytes of rows of {width} as those from {frame.offset} on; expected"
+                f" those from {before} on"
+            )
+        data = np.frombuffer(frame.data, np.uint8)
+        ids = data[: 8 * rows].copy().view(np.int64)
+        found.append((ids, data[8 * rows :].copy().view(np.float32).reshape(rows, dim)))
+        before += rows
+    return found

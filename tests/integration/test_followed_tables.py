@@ -16,6 +16,8 @@ from readers import Course, Yard, eventually
 from yards import Probes, RoleYard
 
 import shardyard as sy
+from shardyard.checkpoints.best import BestFolder
+from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import errors
 from shardyard.ground.row_ids import partition_of
 from shardyard.ground.types import UpdateMode
@@ -161,6 +163,108 @@ def test_a_model_that_was_copied_reads_the_same_rows() -> None:
             break
 
 
+# ---- all rows of the version
+
+
+@MODES
+def test_state_dict_has_all_rows_of_the_version_however_far_training_goes(mode: dict[str, object]) -> None:
+    with yard(**mode) as there, training(there) as trained, torch.no_grad():
+        model = Model()
+        for count, snapshot in enumerate(there.follow().snapshots(model, every_s=0)):
+            before = trained.job.step
+            eventually(lambda before=before: trained.job.step > before + 5)  # type: ignore[misc]
+            words, users, _ = model()
+            state = model.state_dict()
+            assert torch.equal(state["words.table.ids"], IDS)
+            assert torch.equal(state["words.table.rows"], words)
+            assert torch.equal(state["users.table.rows"], users)
+            alone = Model()
+            alone.load_state_dict(state)
+            assert torch.equal(alone()[0], words)
+            if mode is SYNC:
+                assert (words == -float(snapshot.step)).all()
+            if count == 3:
+                break
+
+
+@pytest.mark.parametrize("mode", [SYNC, {}], ids=["sync", "async"])
+def test_the_best_has_the_rows_that_were_evaluated(tmp_path: Path, mode: dict[str, object]) -> None:
+    into = str(tmp_path)
+    with yard(**mode) as there, training(there) as trained, torch.no_grad():
+        model, expected = Model(), ()
+        run = there.follow()
+        for count, snapshot in enumerate(run.snapshots(model, every_s=0)):
+            found = [each.clone() for each in model()]
+            before = trained.job.step
+            eventually(lambda before=before: trained.job.step > before + 5)  # type: ignore[misc]
+            run.report(loss=float(abs(count - 2)))
+            is_best = run.keep_best("loss", "min", into=into)
+            assert is_best is (count <= 2)
+            expected = (snapshot.step, *found) if is_best else expected
+            if count == 4:
+                break
+    folder = BestFolder(open_storage(into), "default")
+    best = folder.load()
+    assert best is not None
+    values = {name: torch.from_numpy(each.copy()) for name, each in folder.read(best).items()}
+    alone = Model()
+    alone.load_state_dict(values)
+    step, words, users, top = expected
+    assert best.step == step
+    assert all(torch.equal(*each) for each in zip(alone(), (words, users, top), strict=True))
+
+
+def test_the_best_without_rows_where_nobody_wants_them(tmp_path: Path) -> None:
+    with yard() as there, torch.no_grad():
+        Training(there.connect()).step(2)
+        run = there.follow()
+        next(run.snapshots(Model(), every_s=0))
+        run.report(loss=1.0)
+        assert run.keep_best("loss", "min", into=str(tmp_path), rows=False)
+    folder = BestFolder(open_storage(str(tmp_path)), "default")
+    best = folder.load()
+    assert best is not None
+    assert list(folder.read(best)) == ["top"]
+
+
+def test_a_best_whose_rows_are_not_held_any_more_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(partitions, "HELD_ROWS_BYTES_MAX", 2_000)
+    with yard(**SYNC) as there, torch.no_grad():
+        trained = Training(there.connect())
+        trained.step()
+        run = there.follow()
+        for _snapshot in run.snapshots(Model(), every_s=0):
+            run.report(loss=1.0)
+            trained.step(50)
+            with caplog.at_level("WARNING", "shardyard.evaluator"):
+                assert not run.keep_best("loss", "min", into=str(tmp_path))
+            break
+        assert "is not kept: step 1 of job" in caplog.text
+        assert BestFolder(open_storage(str(tmp_path)), "default").load() is None
+
+
+def test_rows_that_a_checkpoint_reads_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refused = []
+    real = partitions.Partition.items
+
+    def busy(self: partitions.Partition, table: int) -> Any:
+        if len(refused) < 2:
+            refused.append(table)
+            raise errors.NotReady("a cut of this table is being taken")
+        return real(self, table)
+
+    with yard(**SYNC) as there, torch.no_grad():
+        Training(there.connect()).step(2)
+        run = there.follow()
+        next(run.snapshots(Model(), every_s=0))
+        monkeypatch.setattr(partitions.Partition, "items", busy)
+        run.report(loss=1.0)
+        assert run.keep_best("loss", "min", into=str(tmp_path))
+    assert len(refused) == 2
+
+
 # ---- what cannot be
 
 
@@ -174,8 +278,6 @@ def test_who_follows_changes_nothing(mode: dict[str, object]) -> None:
                 model.words(IDS).sum().backward()
             with pytest.raises(errors.InvalidRequest, match="who follows a job changes nothing"):
                 model.words.table.put(torch.tensor([1]), torch.zeros(1, 2))
-            with pytest.raises(errors.InvalidRequest, match="looks up rows by their ids"):
-                model.state_dict()
             break
 
 

@@ -141,6 +141,38 @@ def test_rows_that_expired_since_are_there() -> None:
     table = store.hosted()[0].partitions[PARTS[0]].tables["wide"]
     assert table.expired == (OWNER == 0).sum() - 1, "nothing has expired: the test tests nothing"
     assert (pinned(store) == after(1)).all()
+    assert everything(store) == {int(each): row.tolist() for each, row in zip(IDS, after(1), strict=True)}
+
+
+def everything(store: Store, pin: bytes = PIN) -> dict[int, list[float]]:
+    """All rows of the first table, of all partitions, as a pin has them."""
+    found: dict[int, list[float]] = {}
+    for part in PARTS:
+        for ids, rows in store.read_rows(READER, HERE, GENERATION, part, 0, pin):
+            for each, row in zip(ids.tolist(), rows.tolist(), strict=True):
+                assert found.setdefault(each, row) == row, "an id came twice, with other values"
+    return found
+
+
+def test_all_pinned_rows_are_those_of_the_version_whatever_is_pushed() -> None:
+    """Rows that began since are there with what they read as."""
+    store = server()
+    for sequence in range(4):
+        store.pin(wish(bytes([sequence]) * 16))
+        push_ones(store, sequence)
+    for number in range(4):
+        expected = {int(each): row.tolist() for each, row in zip(IDS, after(number), strict=True)}
+        assert everything(store, bytes([number]) * 16) == expected
+
+
+def test_all_rows_of_a_pin_that_is_not_there_are_refused() -> None:
+    store = server()
+    push_ones(store, 0)
+    with pytest.raises(NotFound, match="a pin that is not here"):
+        everything(store)
+    store.pin(wish(rows=False))
+    with pytest.raises(InvalidRequest, match="that has none"):
+        everything(store)
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
@@ -170,6 +202,8 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
                     out = np.zeros((steps_of.IDS.size, 2), np.float32)
                     partition.look_up_held([Asked(0, steps_of.IDS, out)], wanted)
                     assert (out == -np.float32(wanted.number)).all()
+                for _, rows in partition.items_held(0, wanted):
+                    assert (rows == -np.float32(wanted.number)).all()
             finally:
                 partition.unwant(wanted)
             seen.add(wanted.number)

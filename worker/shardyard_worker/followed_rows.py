@@ -21,17 +21,21 @@ from shardyard_worker.table import RowSource, Table, Wanted
 
 LookUpRows = Callable[[Sequence[Asked]], Sequence[Float32s]]
 """Of each table, at most once, the rows of distinct ids; all of one version. Raises VersionPassed."""
+ReadRows = Callable[[int, int], Rows]
+"""Of a table, by its number and dim, all rows, of one version. Raises VersionPassed."""
+Reads = tuple[LookUpRows, ReadRows]
 
 
 class FollowedRows:
     """`renew`: how rows of a newer version are read, where one was lost; None: nobody may read another one."""
 
-    def __init__(self, layout: JobLayout, renew: Callable[[], LookUpRows] | None = None) -> None:
+    def __init__(self, layout: JobLayout, renew: Callable[[], Reads] | None = None) -> None:
         self._numbers = numbers_of(layout)
         self._partitions = len(layout.partitions)
         self._renew = renew
         self._lock = threading.Lock()
         self._read: LookUpRows | None = None
+        self._read_all: ReadRows | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FollowedRows:
         """A copy of a model reads the same rows."""
@@ -44,10 +48,11 @@ class FollowedRows:
             todo="pickle its parameters alone",
         )
 
-    def show(self, read: LookUpRows | None) -> None:
-        """How rows of a version are read, from here on; None: of none, for now."""
+    def show(self, read: LookUpRows | None, read_all: ReadRows | None = None) -> None:
+        """How rows of a version are read, from here on, and all of a table, where they may be; None: of none, for
+        now."""
         with self._lock:
-            self._read = read
+            self._read, self._read_all = read, read_all
 
     def once(self, table: Table, ids: Int64s) -> Distinct:  # noqa: ARG002
         return distinct(ids, self._partitions)
@@ -69,13 +74,25 @@ class FollowedRows:
             except VersionPassed:
                 if self._renew is None:
                     raise
-                self.show(self._renew())
+                self.show(*self._renew())
 
     def count(self, table: Table) -> int:
         raise _all_rows(table)
 
     def everything(self, table: Table) -> Rows:
-        raise _all_rows(table)
+        """Raises VersionPassed, InvalidRequest where nobody may read all rows, and NotReady while servers read them for
+        somebody else."""
+        while True:
+            with self._lock:
+                read_all = self._read_all
+            if read_all is None:
+                raise _all_rows(table)
+            try:
+                return read_all(self._numbers[table.name], table.dim)
+            except VersionPassed:
+                if self._renew is None:
+                    raise
+                self.show(*self._renew())
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _changed(table)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +34,13 @@ from shardyard.transport.memory import tune_malloc
 from shardyard.transport.peers import Network
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.event_files import EventFiles
-from shardyard_worker.followed_rows import FollowedRows, LookUpRows, bind
+from shardyard_worker.followed_rows import FollowedRows, Reads, bind
 from shardyard_worker.follower import Follower, Heard
 from shardyard_worker.held_version import HeldVersion, Leases, View
 from shardyard_worker.job import as_written, checked_metric, pick_device
 from shardyard_worker.serving import Served, ServingOptions
 from shardyard_worker.snapshots import AGAIN, Snapshots, Values
-from shardyard_worker.table import tables_of
+from shardyard_worker.table import Table, tables_of
 
 log = logging.getLogger("shardyard.evaluator")
 
@@ -49,6 +50,9 @@ LOOK_AGAIN_S: Final = 0.2
 TRY_AGAIN_S: Final = 0.5
 
 Mode = Literal["max", "min"]
+
+_ROWS: Final = re.compile(r"(^|\.)table\.(ids|rows|seed)$")
+"""Of a table, in a state dict."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Run:
         self._held: HeldVersion | None = None
         """Of the newest snapshot, where its rows are looked up."""
         self._rows: FollowedRows | None = None
+        self._model: torch.nn.Module | None = None
         self._rows_of: tuple[JobLayout, UpdateMode] | None = None
         self._renewing = threading.Lock()
         self._is_given_up = False
@@ -238,7 +243,7 @@ class Run:
     # ---- rows
 
     def _load(self, model: torch.nn.Module, snapshot: Snapshot) -> None:
-        tables = tables_of(model)
+        tables, self._model = tables_of(model), model
         if tables and self._held is not None:
             view = self._held.view
             of = self._rows_of
@@ -246,11 +251,11 @@ class Run:
                 # rows of a step belong to its parameters; of versions that are nobody's together any newer one will do
                 self._rows_of = view.layout, view.mode
                 self._rows = FollowedRows(view.layout, None if view.mode is UpdateMode.SYNC else self._newer)
-            self._rows.show(self._held.look_up)
+            self._rows.show(self._held.look_up, self._held.read_rows)
             bind(tables, view.layout, self._rows)
         load_into(model, snapshot)
 
-    def _newer(self) -> LookUpRows:
+    def _newer(self) -> Reads:
         """Reads a version in the place of one that servers do not hold any more. Raises VersionPassed where none will
         come."""
         why = ""
@@ -261,7 +266,7 @@ class Run:
             lost, self._held = self._held, None
             if lost is not None and not lost.is_lost:
                 self._held = lost
-                return lost.look_up  # another thread has asked
+                return lost.look_up, lost.read_rows  # another thread has asked
             if lost is not None:
                 self._leases.release(lost)
             while True:
@@ -271,7 +276,8 @@ class Run:
                 try:
                     if heard.view is not None:
                         log.info("rows of job %s are those of a newer version from here on", self.name)
-                        return self._hold_on(self._snapshots.hold(heard.view)).look_up
+                        held = self._hold_on(self._snapshots.hold(heard.view))
+                        return held.look_up, held.read_rows
                 except AGAIN as error:
                     why = f" ({error.what})"
                 self._try_again(heard)
@@ -305,9 +311,11 @@ class Run:
             self._files.take(snapshot.step, dict(found))
         self._tell(snapshot, None)
 
-    def keep_best(self, metric: str, mode: Mode = "max", *, into: str | None = None) -> bool:
+    def keep_best(self, metric: str, mode: Mode = "max", *, into: str | None = None, rows: bool = True) -> bool:
         """Keeps the newest snapshot, in the place of the one that was the best before, if the reported `metric` says
-        that it is better: larger (`mode` "max") or smaller ("min"). Whether it was.
+        that it is better: larger (`mode` "max") or smaller ("min"). Whether it was, and could be kept. `rows`: with all
+        rows of the tables of the model that was given to `snapshots`, which are read from the servers now; a version
+        that servers do not hold any more by then is not kept, and the log says so.
 
         It is kept in the folder JOB/best of the job's checkpoints, or below `into` (evaluator.into): a folder or any
         URL that fsspec knows. Raises InvalidRequest for a metric that was not reported, ConfigurationError where there
@@ -327,18 +335,44 @@ class Run:
             return False
         folder = self._folder(into)
         with self._follower.vigil.over(lambda: f"{folder.url} to take the best version"):
-            return self._keep(folder, snapshot, metric, mode, value)
+            try:
+                return self._keep(folder, snapshot, metric, mode, value, rows=rows)
+            except errors.VersionPassed as error:
+                log.warning("step %d, the best by %s so far, is not kept: %s", snapshot.step, metric, error.what)
+                return False
 
-    def _keep(self, folder: BestFolder, snapshot: Snapshot, metric: str, mode: Mode, value: float) -> bool:
+    def _keep(
+        self, folder: BestFolder, snapshot: Snapshot, metric: str, mode: Mode, value: float, *, rows: bool
+    ) -> bool:
         former = self._former(folder, snapshot, metric, mode)
         if former is not None and not former.is_beaten_by(value):
             return False
         values = dict(zip(snapshot.names, snapshot.arrays, strict=True))
+        if rows:
+            values |= self._all_rows()
         folder.keep(job=self.job, metric=metric, mode=mode, value=value, step=snapshot.step, values=values)
         kept = wire.KeptBest(metric=metric, lowest=mode == "min", value=value, step=snapshot.step, url=folder.url)
         self._tell(snapshot, kept)
         log.info("step %d is the best by %s so far: %g", snapshot.step, metric, value)
         return True
+
+    def _all_rows(self) -> dict[str, npt.NDArray[Any]]:
+        """Of the model's tables, by the names that its state dict has for them. Raises VersionPassed."""
+        if self._model is None or self._rows is None:
+            return {}
+        found: dict[str, npt.NDArray[Any]] = {}
+        with ExplainedWait(lambda: f"rows of job {self.name}, which a checkpoint reads", logger=log) as wait:
+            for path, module in self._model.named_modules(remove_duplicate=False):
+                while isinstance(module, Table) and module.source is self._rows:
+                    try:
+                        state = module.state_dict(prefix=f"{path}." if path else "")
+                    except errors.NotReady:
+                        self._try_again(self._heard())
+                        wait.tick()
+                        continue
+                    found |= {name.replace("_orig_mod.", ""): value.numpy() for name, value in state.items()}
+                    break
+        return found
 
     def _former(self, folder: BestFolder, snapshot: Snapshot, metric: str, mode: Mode) -> BestManifest | None:
         """What is kept, where that can be compared with this."""
@@ -351,7 +385,8 @@ class Run:
                     "%s has the %s of %s, and gets that of %s now", folder.url, former.mode, former.metric, metric
                 )
                 return None
-            there = {tensor.name: tensor.shape for tensor in folder.contents(former).tensors.values()}
+            found = folder.contents(former).tensors.values()
+            there = {tensor.name: tensor.shape for tensor in found if not _ROWS.search(tensor.name)}
         except (errors.CheckpointDamaged, errors.CheckpointNotFound) as error:
             log.warning("what was the best is damaged, and replaced: %s", error.what)
             return None

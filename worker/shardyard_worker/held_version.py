@@ -41,7 +41,8 @@ from shardyard.wire import convert, methods, tables
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.coded_rows import questions
-from shardyard_worker.distinct import Float32s
+from shardyard_worker.distinct import Float32s, Int64s
+from shardyard_worker.own_rows import Rows
 from shardyard_worker.rows_ahead import Asked
 
 LEASE_MS: Final = 30_000
@@ -49,6 +50,7 @@ LEASE_MS: Final = 30_000
 RENEW_MS: Final = 7_500
 CALL_TIMEOUT_MS: Final = 5_000
 LOOK_UP_TIMEOUT_MS: Final = 30_000
+READ_ROWS_TIMEOUT_MS: Final = 600_000
 
 GONE: Final = (errors.Refused, errors.NotFound, errors.NotReady)
 """What a server says that does not hold the version."""
@@ -196,6 +198,39 @@ class HeldVersion:
             else:
                 self._everywhere(asks, ask)
         return found
+
+    def read_rows(self, table: int, dim: int) -> Rows:
+        """All rows of a table. Ids that have got a row since are there too, with what they read as in this version.
+        Raises VersionPassed, MalformedPayload, and NotReady while a server reads them for somebody else."""
+        self.check()
+
+        def ask(server: ReadServer) -> list[tuple[Int64s, Float32s]]:
+            return [piece for number in server.partitions for piece in self._read_rows(server, number, table, dim)]
+
+        with self._vigil.over(lambda: f"all rows of table {table} of job {self.view.job}, as of step {self.step}"):
+            pieces = [piece for found in self._everywhere(self.servers, ask) for piece in found]
+        ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
+        ids, first = np.unique(ids, return_index=True)
+        return Rows(ids, np.concatenate([np.empty((0, dim), np.float32), *[rows for _, rows in pieces]])[first])
+
+    def _read_rows(
+        self, server: ReadServer, partition: PartitionId, table: int, dim: int
+    ) -> list[tuple[Int64s, Float32s]]:
+        request = wire.ReadRowsRequest(
+            caller=convert.caller_to_wire(self.view.reader),
+            server=server.incarnation,
+            generation=self.view.map.generation,
+            partition=partition,
+            table=table,
+            pin=self.pin.name,
+        )
+        try:
+            frames = server.peer.receive(methods.READ_ROWS, request, timeout_ms=READ_ROWS_TIMEOUT_MS)
+            return tables.rows_from_frames(frames, dim, server.peer.name)
+        except errors.NotReady:
+            raise  # the version is there; somebody reads the table, or a checkpoint does
+        except (*GONE, errors.Unavailable) as error:
+            raise self._lose(error) from None
 
     def renew(self) -> None:
         """Its leases last from now on. A server that does not answer may hold it all the same."""

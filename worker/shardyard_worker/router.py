@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from shardyard.ground import errors
 from shardyard.ground.limits import KIB
 from shardyard.ground.types import (
@@ -305,20 +303,8 @@ class Router:
             partition=partition,
             table=table,
         )
-        found = []
-        before, width = 0, 8 + 4 * dim
-        for frame in self._lines[server].peer.receive(methods.READ_ROWS, request, timeout_ms=self._deadline_ms):
-            rows, odd = divmod(len(frame.data), width)
-            if odd or frame.offset != before:
-                raise errors.MalformedPayload(
-                    f"server {server} sent {len(frame.data)} bytes of rows of {width} as those from {frame.offset} on;"
-                    f" expected those from {before} on"
-                )
-            data = np.frombuffer(frame.data, np.uint8)
-            ids = data[: 8 * rows].copy().view(np.int64)
-            found.append((ids, data[8 * rows :].copy().view(np.float32).reshape(rows, dim)))
-            before += rows
-        return found
+        frames = self._lines[server].peer.receive(methods.READ_ROWS, request, timeout_ms=self._deadline_ms)
+        return tables.rows_from_frames(frames, dim, f"server {server}")
 
     def _ask_for_rows(self, servers: Sequence[Incarnation], ask: Callable[[Incarnation], R], what: str) -> list[R]:
         """Reads from these servers, all at once, each again while it does not answer."""

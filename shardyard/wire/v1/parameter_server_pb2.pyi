@@ -755,18 +755,20 @@ class LookUpFrame(_message.Message):
     def __init__(self, header: _Optional[_Union[LookUpHeader, _Mapping]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class ReadRowsRequest(_message.Message):
-    __slots__ = ("caller", "server", "generation", "partition", "table")
+    __slots__ = ("caller", "server", "generation", "partition", "table", "pin")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     caller: _common_pb2.Caller
     server: int
     generation: int
     partition: int
     table: int
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., table: _Optional[int] = ...) -> None: ...
+    pin: bytes
+    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., server: _Optional[int] = ..., generation: _Optional[int] = ..., partition: _Optional[int] = ..., table: _Optional[int] = ..., pin: _Optional[bytes] = ...) -> None: ...
 
 class RowsFrame(_message.Message):
     __slots__ = ("offset", "data")
