@@ -13,8 +13,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from simulator import yard
 from simulator.mutations import MUTATIONS, Mutation, first_red
-from simulator.parallel import KINDS_OF_TEN, mixed, run_seeds
+from simulator.parallel import KINDS_OF_TEN, PID_MAX, folder_name, mixed, run_seeds
 from simulator.yard import make_plan, run_plan, simulation
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "1000"))
@@ -104,6 +105,15 @@ def test_seed_has_one_trace_whatever_the_hashes_and_whatever_ran_before() -> Non
         for what in ("digest", "switches", "calls", "virtual_s"):
             assert one[seed][what] == other[seed][what], (seed, what)
     assert len({each["digest"] for each in one.values()}) == len(SAMPLE)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_trace_does_not_depend_on_the_number_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for pid in (7, PID_MAX):
+        monkeypatch.setattr(yard, "PREFIX", folder_name(pid))
+        found.add(run_plan(make_plan(SAMPLE[0])).digest)
+    assert len(found) == 1
 
 
 @pytest.mark.timeout(600)

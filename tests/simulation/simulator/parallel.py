@@ -18,11 +18,13 @@ FOLDER = Path(__file__).parent.parent
 KINDS_OF_TEN = {7: "async-rows", 8: "sync-rows", 9: "hybrid"}
 """What `mixed` makes of seeds by their last figure."""
 SHM = Path("/dev/shm")
+PID_MAX = 1 << 22
 
 
 def folder_name(pid: int) -> str:
-    """How the names of a process's folders begin: its number tells tests that run at the same time whose they are."""
-    return f"shardyard-sim-{pid}-"
+    """How the names of a process's folders begin: its number tells tests that run at the same time whose they are. As
+    long for each process: a trace lacks the name of its folder, and not its length."""
+    return f"shardyard-sim-{pid:0{len(str(PID_MAX))}}-"
 
 
 def folders_of(pid: int) -> Iterator[Path]:
