@@ -44,13 +44,14 @@ from shardyard.runtime.configuration import parse_job_settings
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.checkpoints import Draft, Subject
-from shardyard_coordinator.data_ledger import StepLedger, new_data_ledger
+from shardyard_coordinator.data_ledger import new_data_ledger
 from shardyard_coordinator.effects import Base
 from shardyard_coordinator.feedback import Collecting, FeedbackCollections, Stage, Wanted
 from shardyard_coordinator.origins import Origin, of_record
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
 from shardyard_coordinator.servers import Servers
+from shardyard_coordinator.step_ledger import StepLedger
 
 R = TypeVar("R")
 

@@ -41,7 +41,6 @@ from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import events
 from shardyard_coordinator.audit import Page
 from shardyard_coordinator.checkpoints import Committed
-from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.effects import (
     BatchVerdict,
     CheckpointStanding,
@@ -61,6 +60,7 @@ from shardyard_coordinator.effects import (
 from shardyard_coordinator.evaluations import Best, Evaluation
 from shardyard_coordinator.feedback import Said, Wanted
 from shardyard_coordinator.feedback import Stage as FeedbackStage
+from shardyard_coordinator.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.handovers import Fate, HandOver
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report

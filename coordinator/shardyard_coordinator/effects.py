@@ -40,7 +40,7 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator.backups import Batch
 from shardyard_coordinator.checkpoints import Committed, Draft, Subject
-from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
+from shardyard_coordinator.feeds import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.handovers import NEVER, Fate, HandOver
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.placement import Server

@@ -30,8 +30,8 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.evaluations import Best, Evaluation
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.losses import LostRange
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.origins import Origin

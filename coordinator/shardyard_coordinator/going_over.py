@@ -23,9 +23,11 @@ from shardyard.ground.types import (
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import tables
 from shardyard_coordinator.checkpoints import Committed
-from shardyard_coordinator.data_ledger import DataLedger, LeaseWait, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.effects import Effect, JobState, PaceServers, Reply, SwitchTaken, Tell
+from shardyard_coordinator.feeds import LeaseWait
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
+from shardyard_coordinator.step_ledger import StepLedger
 from shardyard_coordinator.switching import SETTING, consistency_body, consistency_of, settings_of, switched
 
 if TYPE_CHECKING:

@@ -38,9 +38,9 @@ from shardyard.ground.types import (
     WorkerSource,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import backups, data_ledger, deployment, losses, tables
+from shardyard_coordinator import backups, data_ledger, deployment, losses, step_ledger, tables
 from shardyard_coordinator.checkpoints import Committed
-from shardyard_coordinator.data_ledger import DataLedger, FeedCounts, FeedDone, FeedSpec, LeaseWait, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.departed import Departed, Nexts
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
@@ -87,6 +87,7 @@ from shardyard_coordinator.events import (
     VariablesRegistered,
     WatermarksRead,
 )
+from shardyard_coordinator.feeds import FeedCounts, FeedDone, FeedSpec, LeaseWait, feed_opened
 from shardyard_coordinator.going_over import GoingOver
 from shardyard_coordinator.halting import Halting
 from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
@@ -109,6 +110,7 @@ from shardyard_coordinator.records import (
     require,
 )
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
+from shardyard_coordinator.step_ledger import StepLedger
 from shardyard_coordinator.stopping import Stopping
 from shardyard_coordinator.switching import Switching, settings_of
 from shardyard_coordinator.tokens import Tokens
@@ -763,7 +765,7 @@ class Job:
         if opening.done and not self.keeping.has_all_steps_of(feed):
             # as to those who were here before (rule A11)
             opening = replace(opening, done=False)
-        opened = [data_ledger.feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
+        opened = [feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
         return [*self.records(opened), Reply(opening)]
 
     def lease(self, worker: Incarnation, feed: int) -> list[Effect]:
@@ -951,7 +953,7 @@ class Job:
             self._step_seen = max(self._step_seen, next_sequence)
             closed = []
             if done and not known:
-                closed.append(data_ledger.feed_closed(returned.feed, self.feeds.end(returned.feed)))
+                closed.append(step_ledger.feed_closed(returned.feed, self.feeds.end(returned.feed)))
             return [*self.records(closed), Reply(LeaseClosed(self._is_kept(returned.feed, next_sequence, done=done)))]
         assert source is not None
         if self.feeds.is_closed(source, worker, returned.token):

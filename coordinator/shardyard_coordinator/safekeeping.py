@@ -29,9 +29,9 @@ from shardyard.ground.types import (
     VariableSpec,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import data_ledger
+from shardyard_coordinator import data_ledger, step_ledger
 from shardyard_coordinator.checkpoints import CheckpointBook, Committed, Draft, Subject, url_of
-from shardyard_coordinator.data_ledger import DataLedger, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.deployment import RESTORED_LATER, Deployment, Stage, check_registration
 from shardyard_coordinator.effects import (
     Base,
@@ -47,6 +47,7 @@ from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.records import Body, Entry, require
 from shardyard_coordinator.recovery import Attempt, Recovery, Restored
+from shardyard_coordinator.step_ledger import StepLedger
 from shardyard_coordinator.tokens import Tokens
 from shardyard_coordinator.trails import Owner, Trails
 
@@ -332,7 +333,7 @@ class Safekeeping:
         bases = self._bases(attempt.partitions)
         working = tuple(sorted(self._feeds.working & workers)) if isinstance(self._feeds, DataLedger) else ()
         begun = data_ledger.begun_in(self.book.committed.data_ledger)
-        step = data_ledger.stood_in(self.book.committed.data_ledger)
+        step = step_ledger.stood_in(self.book.committed.data_ledger)
         restore = RestorePartitions(
             self._subject, attempt.map, url, bases, attempt.life, attempt.partitions, working, begun, step
         )

@@ -30,8 +30,8 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, standing
 from shardyard_coordinator.archive import Archive
-from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.feedback import FeedbackCollections
+from shardyard_coordinator.feeds import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.placement import Server

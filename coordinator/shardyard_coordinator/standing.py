@@ -23,9 +23,9 @@ from shardyard.ground.types import (
     VariableKind,
 )
 from shardyard_coordinator.checkpoints import Committed
-from shardyard_coordinator.data_ledger import FeedCounts, FeedSpec, QuarantinedBatch
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.evaluations import Best, Evaluation
+from shardyard_coordinator.feeds import FeedCounts, FeedSpec, QuarantinedBatch
 from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Member

@@ -77,7 +77,7 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedSpec
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.journal import FILE as JOURNAL_FILE
 from shardyard_coordinator.journal import Journal
 from shardyard_coordinator.machine import Machine

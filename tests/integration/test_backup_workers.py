@@ -22,7 +22,7 @@ from shardyard.runtime import configuration
 from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.data_ledger import StepLedger
+from shardyard_coordinator.step_ledger import StepLedger
 from shardyard_launcher import audit_command
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker

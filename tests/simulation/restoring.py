@@ -17,13 +17,13 @@ from pydantic import BaseModel
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import Incarnation, Term
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import StepLedger
 from shardyard_coordinator.deployment import Stage
 from shardyard_coordinator.jobs import LATE_MS
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.progress import Progress
 from shardyard_coordinator.readers import Readers
 from shardyard_coordinator.records import NOT_RECORDED, Record
+from shardyard_coordinator.step_ledger import StepLedger
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
 _WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")

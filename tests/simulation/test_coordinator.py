@@ -33,7 +33,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report

@@ -36,12 +36,13 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedSpec, StepLedger
 from shardyard_coordinator.deployment import Stage
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
 from shardyard_coordinator.progress import Report
+from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -36,10 +36,11 @@ from shardyard.ground.types import (
 from shardyard.runtime import configuration
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedSpec, StepLedger
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.quarantine import Condemned
 from shardyard_coordinator.records import Body
+from shardyard_coordinator.step_ledger import StepLedger
 from shardyard_ps_server.gate import Gate
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.rules import UpdateRules

@@ -10,7 +10,9 @@ import pytest
 from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
 from shardyard.ground.limits import SAMPLES_MAX
 from shardyard.ground.types import DataLease, DataShardSource, Incarnation, Token
-from shardyard_coordinator.data_ledger import DataLedger, FeedDone, FeedSpec, LeaseWait, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
+from shardyard_coordinator.feeds import FeedDone, FeedSpec, LeaseWait
+from shardyard_coordinator.step_ledger import StepLedger
 
 A, B = Incarnation(11), Incarnation(12)
 SPEC = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=2, shuffle=True, drop_last=False)

@@ -38,12 +38,14 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard.wire import convert
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.data_ledger import DataLedger, FeedOpening, FeedSpec, LeaseWait, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.effects import LeaseClosed, SwitchTaken
+from shardyard_coordinator.feeds import FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.quarantine import Condemned
 from shardyard_coordinator.records import Body
+from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 

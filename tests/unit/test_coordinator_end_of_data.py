@@ -23,7 +23,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedDone, FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.recovery import Restored
 from shardyard_coordinator.standing import describe

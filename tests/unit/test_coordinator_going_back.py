@@ -17,7 +17,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec
+from shardyard_coordinator.feeds import FeedOpening, FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 

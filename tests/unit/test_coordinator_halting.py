@@ -32,11 +32,13 @@ from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, 
 from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.data_ledger import DataLedger, FeedDone, FeedSpec, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.effects import SwitchTaken
+from shardyard_coordinator.feeds import FeedDone, FeedSpec
 from shardyard_coordinator.halting import Halting
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.quarantine import Condemned
+from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -17,8 +17,8 @@ from shardyard.ground.types import Caller, ConsistencyMode, Durability, Generati
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, handovers
-from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import HandOverVerdict
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.handovers import HOLD_MS, NEVER, Fate
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.progress import Report

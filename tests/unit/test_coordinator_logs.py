@@ -40,8 +40,8 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedDone, FeedSpec
 from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.feeds import FeedDone, FeedSpec
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
 from shardyard_coordinator.progress import Report

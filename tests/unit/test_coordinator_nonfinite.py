@@ -43,8 +43,8 @@ from shardyard.wire import convert
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events, standing
-from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import JobState, NotFiniteVerdict
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.jobs import Job
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -29,11 +29,13 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
 from shardyard_coordinator import effects, events, standing
-from shardyard_coordinator.data_ledger import DataLedger, FeedSpec, StepLedger
+from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.effects import BatchVerdict
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.quarantine import QUARANTINED_MAX, Condemned, Quarantine, Suspects
 from shardyard_coordinator.records import Body, DamagedRecord
+from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 

@@ -24,8 +24,8 @@ from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import SwitchTaken
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.switching import RETRY_MS, SWITCHES_MAX, Switching, settings_of, switched
 

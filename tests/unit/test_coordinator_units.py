@@ -13,6 +13,7 @@ from shardyard.ground import errors
 from shardyard.ground.limits import ACCUMULATE_MAX
 from shardyard.ground.types import (
     ConsistencyMode,
+    DataLease,
     DataShardSource,
     DType,
     Incarnation,
@@ -26,11 +27,13 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import archive, data_ledger, door
-from shardyard_coordinator.data_ledger import DataLedger, FeedOpening, FeedSpec, StepLedger
+from shardyard_coordinator import archive, door
+from shardyard_coordinator.data_ledger import DataLedger
+from shardyard_coordinator.feeds import FeedOpening, FeedSpec
 from shardyard_coordinator.placement import plan
 from shardyard_coordinator.quarantine import Condemned
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
+from shardyard_coordinator.step_ledger import StepLedger
 
 WORKER = Incarnation(7)
 
@@ -61,7 +64,7 @@ def test_data_shards_are_made_of_whole_pushes(wanted: int | None, given: int) ->
     assert opened.batches_per_data_shard == given
     assert opened.units_per_epoch == -(-20 // given)
     lease = ledger.lease(0, WORKER)
-    assert isinstance(lease, data_ledger.DataLease)
+    assert isinstance(lease, DataLease)
     assert (lease.begin, lease.end) == (0, given * 5)
 
 

@@ -29,8 +29,8 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.progress import Report
 
 sys.path.insert(0, str(Path(__file__).parent))

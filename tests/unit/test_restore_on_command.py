@@ -32,10 +32,11 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedOpening, FeedSpec, StepLedger
 from shardyard_coordinator.effects import JobState
+from shardyard_coordinator.feeds import FeedOpening, FeedSpec
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import plan
+from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
