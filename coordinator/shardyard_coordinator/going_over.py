@@ -241,7 +241,7 @@ class GoingOver:
     @property
     def _may_go_over(self) -> bool:
         job = self._job
-        running = job.state is JobState.RUNNING and job.is_whole and not job.fencing
+        running = job.state is JobState.RUNNING and job.is_whole and not job.attendance.fencing
         return running and not job.keeping.book.is_writing and job.stopping.stop is None
 
     def _lease_data(

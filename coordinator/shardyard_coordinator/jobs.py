@@ -1,11 +1,13 @@
-"""One job: who works on it, what state it is in, whose the work is.
+"""One job: who works on it, what state it is in, and the parts that it is made of.
 
-Owns: a job's life (STARTING, RUNNING, FINISHING, FINISHED or FAILED), its living workers, and the order of things when
-one goes: fence it on the servers, then give its work to others. Invariants: an ended job changes no more, but for what
-evaluators say of it, and its values, which stay on the servers while they are read; no work of a
-lost worker is given away before WorkersFenced; the failure that ended a job is the answer to all its requests; each
-change has its record in the same effects, and the records alone make the job anew (but for records.NOT_RECORDED).
-Must not know: members that are not its workers, checkpoints' order, the network, what time it is.
+Owns: a job's life (STARTING, RUNNING, FINISHING, FINISHED or FAILED), its parts, and the order of things when a worker
+goes: fence it on the servers, then give its work to others. What has an order of its own over several parts stands
+beside it, and is asked of the job: `leasing`, `counting`, `rebasing`, `handing_over`, `going_over`, `ending`.
+Invariants: an ended job changes no more, but for what evaluators say of it, and its values, which stay on the servers
+while they are read; no work of a lost worker is given away before WorkersFenced; the failure that ended a job is the
+answer to all its requests; each change has its record in the same effects, and the records alone make the job anew (but
+for records.NOT_RECORDED). Must not know: members that are not its workers, checkpoints' order, the network, what time
+it is.
 """
 
 from __future__ import annotations
@@ -13,113 +15,77 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
 
-from shardyard.checkpoints.manifest import left_name
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
     Consistency,
-    DataLease,
     DataShardSource,
     Durability,
     Generation,
     Incarnation,
     JobId,
     LeasedSource,
-    NonFinite,
     PartitionId,
     Rank,
     RankLease,
     RankSource,
-    Source,
     SourceKey,
-    Token,
     UpdateMode,
-    WorkerSource,
 )
 from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import backups, data_ledger, deployment, losses, step_ledger, tables
+from shardyard_coordinator import deployment, tables
+from shardyard_coordinator.attendance import LATE_MS, Attendance
 from shardyard_coordinator.checkpoints import Committed
+from shardyard_coordinator.counting import Counting
 from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.departed import Departed, Nexts
+from shardyard_coordinator.departed import Departed
 from shardyard_coordinator.deployment import Deployment, Stage
 from shardyard_coordinator.effects import (
-    BatchVerdict,
     CheckpointStanding,
     Done,
-    DropFeedback,
     DropJob,
     Effect,
-    FeedbackVerdict,
     FenceOnServers,
     Followed,
-    HandOverVerdict,
     JobState,
-    LeaseClosed,
-    MadeUp,
-    NotFiniteVerdict,
-    PassOver,
     Persist,
-    ReadDeparted,
-    ReadLedger,
     ReadSteps,
-    ReadWatermarks,
-    Rebased,
     Reply,
     Standing,
-    StepDecision,
     StopTaken,
     Tell,
     records_of,
 )
+from shardyard_coordinator.ending import Ending, Last
 from shardyard_coordinator.evaluations import Evaluations
 from shardyard_coordinator.events import (
-    BatchBegun,
     CheckpointTaken,
     EvaluationReported,
-    FeedbackRead,
-    HandOverAsked,
-    LeaseReturned,
     MemberLeft,
-    NotFiniteReported,
     ReaderHeard,
-    RebaseAsked,
     VariablesRegistered,
-    WatermarksRead,
 )
-from shardyard_coordinator.feeds import FeedCounts, FeedDone, FeedSpec, LeaseWait, feed_opened
+from shardyard_coordinator.feeds import FeedCounts
 from shardyard_coordinator.going_over import GoingOver
 from shardyard_coordinator.halting import Halting
-from shardyard_coordinator.handovers import Fate, HandOver, HandOvers, Left
-from shardyard_coordinator.losses import LostPushes, LostRange, LostResiduals
+from shardyard_coordinator.handing_over import HandingOver
+from shardyard_coordinator.handovers import HandOvers
+from shardyard_coordinator.leasing import Leasing
+from shardyard_coordinator.losses import LostPushes, LostResiduals
 from shardyard_coordinator.nonfinite import NotFinite
 from shardyard_coordinator.origins import Origin
 from shardyard_coordinator.placement import Server
 from shardyard_coordinator.progress import Progress, Report
-from shardyard_coordinator.quarantine import QUARANTINED_MAX, Condemned, Suspects, source_body, source_of
+from shardyard_coordinator.quarantine import Suspects, source_body, source_of
 from shardyard_coordinator.ranks import RankBook, RankGiven
 from shardyard_coordinator.readers import Readers
-from shardyard_coordinator.records import (
-    SUM_MAX,
-    Body,
-    DamagedRecord,
-    Entry,
-    checked_float,
-    checked_items,
-    checked_text,
-    require,
-)
+from shardyard_coordinator.rebasing import Rebasing
+from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
 from shardyard_coordinator.step_ledger import StepLedger
 from shardyard_coordinator.stopping import Stopping
 from shardyard_coordinator.switching import Switching, settings_of
 from shardyard_coordinator.tokens import Tokens
-
-FENCED_MAX: Final = 1_024
-"""So many fenced workers are named to servers again and again, the latest."""
-LATE_MS: Final = 10_000
-"""A job that is left by its last worker stays open for so long if fewer workers than expected have said goodbye: one
-that starts late, or is restarted, finds its work done, where it would else begin the whole run anew."""
 
 
 class Job:
@@ -130,9 +96,7 @@ class Job:
         self.settings = settings
         self.state = JobState.STARTING
         self.failure: errors.ShardyardError | None = None
-        self.workers: list[Incarnation] = []
-        self.fenced: list[Incarnation] = []
-        self.fencing: list[Incarnation] = []
+        self.attendance = Attendance(now_ms)
         self.deployment = Deployment(job, settings)
         self.progress = Progress(now_ms)
         self.lost = LostPushes()
@@ -151,17 +115,8 @@ class Job:
         self.halting = Halting()
         self.readers = Readers()
         self.evaluations = Evaluations()
-        self._kept_for_readers: list[DropJob] = []
-        self._idle_since_ms = now_ms
-        self._last_lost = ""
-        self._goodbyes = 0
-        self._chief_is_done = False
-        self._finish_at_ms: int | None = None
-        self._ends_with: errors.ShardyardError | None = None
-        self._last_ticket = 0
+        self.last = Last()
         self._rows_seen: dict[Incarnation, tuple[int, ...]] = {}
-        self.last_failure = ""
-        """Of its last checkpoint, for behind what is said of it."""
         if settings.consistency.mode.updates is UpdateMode.SYNC:
             self.ranks = self.make_ranks(now_ms)
             self.feeds = self.make_step_ledger(settings)
@@ -182,10 +137,9 @@ class Job:
         return title_of(self.settings, self.id)
 
     @property
-    def chief(self) -> Incarnation | None:
-        """The living worker that came first; nobody once a chief has said goodbye, since what a chief does at the end
-        of a script is done then."""
-        return self.workers[0] if self.workers and not self._chief_is_done else None
+    def workers(self) -> list[Incarnation]:
+        """The living."""
+        return self.attendance.living
 
     def require_unfinished(self) -> None:
         """Raises what the job failed with; NotFound where it is finished."""
@@ -203,10 +157,42 @@ class Job:
                 f"{self.title} writes its last checkpoint", why="its workers have left", todo="join when it is finished"
             )
 
+    # ---- what has an order of its own
+
+    @property
+    def leasing(self) -> Leasing:
+        """Whose its work is."""
+        return Leasing(self)
+
+    @property
+    def counting(self) -> Counting:
+        """Which work counts."""
+        return Counting(self)
+
+    @property
+    def rebasing(self) -> Rebasing:
+        """What is found of work without leased data when partitions have gone back."""
+        return Rebasing(self)
+
+    @property
+    def handing_over(self) -> HandingOver:
+        """What has error feedback come to who goes on."""
+        return HandingOver(self)
+
+    @property
+    def going_over(self) -> GoingOver:
+        """What has it go on by other rules while it runs."""
+        return GoingOver(self)
+
+    @property
+    def ending(self) -> Ending:
+        """How it ends."""
+        return Ending(self)
+
     # ---- workers come and go
 
     def join(self, worker: Incarnation, now_ms: int) -> list[Effect]:
-        self._enter(worker)
+        self.attendance.enter(worker)
         given = [] if self.ranks is None else self.ranks.join(worker, now_ms)
         return [self._persist("worker_joined", worker=worker), *self._rank_records(given)]
 
@@ -232,9 +218,12 @@ class Job:
             return []
         effects: list[Effect] = []
         for worker in workers:
-            if worker not in self.fencing:
+            if worker not in self.attendance.fencing:
                 continue
-            held = [_ended(source, self._first_of(source), reached.get(source)) for source in self._held(worker)]
+            held = [
+                _ended(source, self.leasing.first_of(source), reached.get(source))
+                for source in self.leasing.held(worker)
+            ]
             freed = self._free(worker, reached)
             effects.append(self._persist("worker_freed", worker=worker, held=held))
             effects += [Tell(f"{self.title}: {source} of worker {worker} is free again") for source in freed]
@@ -247,8 +236,8 @@ class Job:
         """After a restart: what may not have reached the servers, of which these live, is said to them again."""
         if self.state.ended:
             living = frozenset(servers)
-            return self._give_up([server for server in self.deployment.servers if server.incarnation in living])
-        return self._fence(*self.fencing) if self.fencing else []
+            return self.ending.give_up([server for server in self.deployment.servers if server.incarnation in living])
+        return self._fence(*self.attendance.fencing) if self.attendance.fencing else []
 
     def leave(self, left: MemberLeft, now_ms: int) -> list[Effect]:
         """A worker says goodbye; it sends nothing more. The last one ends the job, at once if as many as were expected
@@ -265,8 +254,8 @@ class Job:
                 f"its last worker, {worker}, left with an error: {error}", facts={"worker": str(worker)}
             )
             return [record, *self.fail(failure)]
-        if not self.workers and self._heard_from >= self.settings.workers_expected:
-            return [record, *self._finish(now_ms)]
+        if not self.workers and self.heard_from >= self.settings.workers_expected:
+            return [record, *self.ending.finish(now_ms)]
         told = self._tell_residual(worker, residual)
         return [record, *told, *self.free((worker,), now_ms), *self._fence(worker)]
 
@@ -279,7 +268,7 @@ class Job:
     def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, or was to have, if any."""
         lost = self.keeping.lost_with(server)
-        self._kept_for_readers = [each for each in self._kept_for_readers if each.server != server]
+        self.readers.lose_server(server)
         if self.state.ended or not lost:
             return []
         if self.keeping.can_go_back:
@@ -296,33 +285,28 @@ class Job:
         return self.fail(failure, gone=server.incarnation)
 
     def fail(self, failure: errors.ShardyardError, gone: Incarnation | None = None) -> list[Effect]:
-        self.failure = failure
-        return self._end(JobState.FAILED, gone)
+        return self.ending.fail(failure, gone)
 
     def tick(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """`servers`: the living."""
         self.readers.expire(now_ms)
         if self.state.ended:
-            return self._drop_when_read(now_ms)
+            return [*self.readers.drop_when_read(now_ms)]
         if self.state is JobState.FINISHING:
-            if now_ms - self._idle_since_ms >= self.settings.idle_ms:
-                late = f"it was not written within {self.settings.idle_ms / 1000:g} s{self.last_failure}"
-                return self._end_without(late)
-            self._last_ticket = self._last_ticket or self.keeping.ask_for_the_last(self.step)
-            return self._keep(now_ms, servers)
-        if self._finish_at_ms is not None and now_ms >= self._finish_at_ms:
-            return self._finish(now_ms)
-        idle_ms = now_ms - self._idle_since_ms
+            return self.ending.tick(now_ms) or self._keep(now_ms, servers)
+        if self.attendance.is_over(now_ms):
+            return self.ending.finish(now_ms)
+        idle_ms = self.attendance.idle_ms(now_ms)
         if not self.workers and self.stopping.stop is not None and idle_ms >= LATE_MS:
-            return self._finish(now_ms)
+            return self.ending.finish(now_ms)
         if not self.workers and idle_ms >= self.settings.idle_ms:
             left = errors.WorkerFailed(
                 f"{self.title} has had no worker for {self.settings.idle_ms / 1000:g} s; the last one, "
-                f"{self._last_lost}",
+                f"{self.attendance.last_lost}",
                 why="a job without workers is ended after job.idle_ms",
                 todo="start the script again for a new run",
             )
-            return self._finish(now_ms, left) if self.is_whole else self.fail(left)
+            return self.ending.finish(now_ms, left) if self.is_whole else self.fail(left)
         given = [] if self.ranks is None else self.ranks.settle(now_ms)
         return [
             *self._rank_records(given),
@@ -367,7 +351,7 @@ class Job:
     @property
     def _may_settle(self) -> bool:
         halts = self.halting.is_due(self.workers) and self.going_over.may_settle
-        return (halts or self.stopping.is_due(self.workers)) and not self.fencing and self.is_whole
+        return (halts or self.stopping.is_due(self.workers)) and not self.attendance.fencing and self.is_whole
 
     def settle(self, generation: Generation, step: int) -> list[Effect]:
         """`step`: the first of which no partition has any part; of a job that goes over to steps, the highest version
@@ -386,11 +370,6 @@ class Job:
         self._reads_steps = False
 
     # ---- another consistency
-
-    @property
-    def going_over(self) -> GoingOver:
-        """What has it go on by other rules while it runs."""
-        return GoingOver(self)
 
     @property
     def consistency(self) -> Consistency | None:
@@ -454,17 +433,15 @@ class Job:
 
     def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""
-        reading: list[Effect] = []
-        due = self.departed is not None and self.departed.is_due and self.is_whole
-        if due and self.departed is not None and self.deployment.map is not None:
-            workers = self.departed.ask(now_ms)
-            reading = [ReadDeparted(self.id, self.deployment.map, workers)] if workers else []
-        waits = self._waits_to_hand_over or self.handovers.holds(now_ms, self.deployment.workers)
-        holds = due or (self.state is not JobState.FINISHING and waits)
+        due, reading = self.rebasing.is_due, self.rebasing.ask(now_ms)
+        holds = due or (self.state is not JobState.FINISHING and self.handing_over.holds(now_ms))
         left = tuple(each.file for each in self.handovers.left)
         # who has not gone over to a bound does not say when it has no work any more
         paced = frozenset(filter(self.switching.goes_by_latest, self.workers))
-        return [*reading, *self.keeping.tick(now_ms, self.step, servers, self._gone, paced, holds=holds, left=left)]
+        return [
+            *reading,
+            *self.keeping.tick(now_ms, self.step, servers, self.attendance.gone, paced, holds=holds, left=left),
+        ]
 
     # ---- recovery and checkpoints
 
@@ -478,105 +455,8 @@ class Job:
         if effects and attempt is not None and self.departed is not None and is_same_run:
             self.departed.restored(attempt.partitions)
         if committed is not None:
-            effects += self._go_back_with(committed, generation, is_same_run=is_same_run)
+            effects += self.handing_over.go_back_with(committed, generation, is_same_run=is_same_run)
         return [*effects, *self._begin_running()]
-
-    def _go_back_with(self, committed: Committed, generation: Generation, *, is_same_run: bool) -> list[Effect]:
-        """All partitions are as the checkpoint has them, and so shall be what workers have not sent."""
-        if not committed.feedback and not self.keeping.keeps_feedback:
-            return []
-        record = self.handovers.go_back(committed, committed.url, generation, is_same_run=is_same_run)
-        told = f"{self.title}: what {len(committed.feedback)} workers had not sent at checkpoint {committed.number}"
-        tell = [Tell(f"{told} is handed over")] if committed.feedback else []
-        return [*self.records([record]), *tell]
-
-    def handed_to(self, worker: Incarnation) -> tuple[HandOver, ...]:
-        """What the worker's error feedback shall take up."""
-        return self.handovers.told_to(worker, self.workers, self.deployment.workers, frozen=self._is_frozen)
-
-    def take_feedback(self, read: FeedbackRead) -> list[Effect]:
-        worker, lost = read.caller.incarnation, bool(read.failure)
-        claim = self.handovers.take(
-            worker, self.workers, read.generation, read.worker, lost=lost, frozen=self._is_frozen
-        )
-        effects: list[Effect] = [] if claim.record is None else self.records([claim.record])
-        if claim.lost is not None:
-            self.residuals.add_lost(claim.lost)
-            what = f"what worker {read.worker} had not sent is lost: worker {worker} could not take it up"
-            effects.append(Tell(f"{self.title}: {what}: {read.failure}", warning=True))
-        return [
-            *effects,
-            *self._drop([claim.left] if claim.left is not None else []),
-            Reply(FeedbackVerdict(claim.taken)),
-        ]
-
-    def hand_over_feedback(self, asked: HandOverAsked, now_ms: int) -> list[Effect]:
-        """A worker leaves whose steps have no room for what it has not sent. Raises InvalidRequest where nobody could
-        read it, TooLarge."""
-        worker, url = asked.caller.incarnation, self.keeping.book.url
-        if self.ranks is None:
-            raise errors.InvalidRequest(
-                f"{self.title} is asynchronous: what a worker has not sent when it leaves is its last push"
-            )
-        fate = self._fate_of(asked)
-        if fate not in (Fate.WAIT, Fate.WRITE):
-            return [Reply(HandOverVerdict(fate))]
-        if url is None:
-            raise errors.InvalidRequest(
-                f"{self.title} has no storage", why="job.checkpoint.url is never, or there is no state folder"
-            )
-        # what is older than the newest checkpoint, and not in it, was pruned
-        if fate is Fate.WAIT or asked.file is None or asked.file.file.number <= self.keeping.book.base:
-            if fate is Fate.WRITE:
-                self.handovers.begin_leaving(worker, now_ms)
-            return [Reply(HandOverVerdict(fate, url))]
-        record = self.handovers.hand_over(Left(worker, url, asked.file, asked.norm), now_ms)
-        told = f"{self.title}: worker {worker} leaves; what it has not sent (2-norm {asked.norm:.3g}) is handed over"
-        return [*self.records([record]), Tell(told), Reply(HandOverVerdict(Fate.HANDED_OVER))]
-
-    def _fate_of(self, asked: HandOverAsked) -> Fate:
-        worker, keeping = asked.caller.incarnation, self.keeping
-        if self.handovers.has_from(worker):
-            return Fate.HANDED_OVER
-        goes_back = keeping.recovery.needed and keeping.trails is None
-        if asked.gone_back != self.handovers.generation or goes_back:
-            return Fate.VOID
-        if not self._goes_on_without(worker):
-            return Fate.UNWANTED
-        if self._is_frozen or left_name(worker) in self.handovers.due:
-            return Fate.WAIT
-        return Fate.WRITE
-
-    def _goes_on_without(self, worker: Incarnation) -> bool:
-        """Whether there is, or may come, a worker that takes further steps when this one has left."""
-        if self.state is not JobState.RUNNING or self._is_through or self.stopping.is_over(self.step):
-            return False
-        if any(each != worker and not self.handovers.is_leaving(each) for each in self.workers):
-            return True
-        return self._heard_from + len(self.workers) < self.settings.workers_expected
-
-    @property
-    def _is_through(self) -> bool:
-        """Whether all data of a synchronous job is done, and nobody has taken steps without any since."""
-        feeds = self.feeds
-        return isinstance(feeds, StepLedger) and feeds.finished and self.step <= feeds.end(len(feeds) - 1)
-
-    @property
-    def _is_frozen(self) -> bool:
-        """Whether a checkpoint is being taken: nothing that was left may change hands between its files."""
-        return self.keeping.book.draft is not None
-
-    def _drop(self, unneeded: Iterable[Left]) -> list[Effect]:
-        """Files that nobody reads any more; while a manifest may be written that names them, they are left alone."""
-        if self.keeping.book.is_writing:
-            return []
-        return [DropFeedback(each.url, self.settings.name, each.file) for each in unneeded]
-
-    @property
-    def _waits_to_hand_over(self) -> bool:
-        """Whether there is something to be taken up, and nobody to do so yet: nobody trains either, and a checkpoint
-        would lack it. But for one for which workers wait."""
-        return bool(self.handovers.due) and not self.deployment.workers and self.keeping.can_begin
 
     def fail_recovery(self, generation: Generation, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
         if self.state.ended:
@@ -591,17 +471,14 @@ class Job:
             return []
         effects = self.keeping.end_checkpoint(taken)
         if effects and self.keeping.book.committed is not None:
-            self._settle_departed(self.keeping.book.committed.gone)
-        if self._last_ticket and isinstance(self.keeping.book.outcome(self._last_ticket), Committed):
-            return [*effects, *self._conclude()]
-        return effects
+            self.rebasing.settle(self.keeping.book.committed.gone)
+        return [*effects, *self.ending.end_checkpoint()]
 
     def fail_checkpoint(self, draft: int, failure: errors.ShardyardError, now_ms: int) -> list[Effect]:
         if self.state.ended:
             return []
         effects = self.keeping.fail_checkpoint(draft, failure, now_ms)
-        if self._last_ticket and draft >= self._last_ticket:
-            self.last_failure = f", which failed at last by: {failure.what}"
+        self.ending.fail_checkpoint(draft, failure)
         return effects
 
     def ask_checkpoint(self, ticket: int) -> list[Effect]:
@@ -623,29 +500,6 @@ class Job:
         elif found is not None:
             standing = replace(standing, failure=found)
         return [Reply(standing)]
-
-    def _finish(self, now_ms: int, failure: errors.ShardyardError | None = None) -> list[Effect]:
-        """All workers have said goodbye, or, which is the failure that the job ends with, none has come for long: what
-        the newest checkpoint lacks is written down before the job ends."""
-        self._ends_with = failure
-        committed = self.keeping.book.committed
-        kept = () if committed is None else committed.feedback
-        if self.keeping.is_whole_at(self.step) and all(each.file in kept for each in self.handovers.left):
-            return self._conclude()
-        self.state = JobState.FINISHING
-        self._idle_since_ms = now_ms
-        self._last_ticket = self.keeping.ask_for_the_last(self.step)
-        done = "is done" if failure is None else "has no workers any more"
-        told = Tell(f"{self.title} {done}; its last checkpoint is written")
-        return [*self.free(tuple(self.fencing), now_ms), *self.records([self._finishing]), told]
-
-    def _end_without(self, why: str) -> list[Effect]:
-        told = f"{self.title} ends without its last checkpoint: {why}; what came after the newest one is lost"
-        return [Tell(told, warning=True), *self._conclude()]
-
-    def _conclude(self) -> list[Effect]:
-        failure, self._ends_with = self._ends_with, None
-        return self._end(JobState.FINISHED) if failure is None else self.fail(failure)
 
     # ---- variables
 
@@ -674,7 +528,7 @@ class Job:
             placed = self.deployment.placed(worker)
             handed = replace(
                 placed,
-                feedback=self.handed_to(worker),
+                feedback=self.handing_over.told_to(worker),
                 gone_back=self.handovers.generation,
                 consistency=self.consistency,
             )
@@ -752,332 +606,15 @@ class Job:
             )
         return self.keeping.go_back(origin, now_ms, is_of_before=self.switching.is_checkpoint_of_before(origin.number))
 
-    # ---- data
-
-    def open_feed(self, feed: int, spec: FeedSpec) -> list[Effect]:
-        known = len(self.feeds)
-        stop = self.stopping.stop
-        if isinstance(self.feeds, StepLedger) and stop is not None and stop.settled:
-            never = self.feeds.never(feed, spec)
-            if never is not None:
-                return [Reply(never)]
-        opening = self.feeds.open(feed, spec)
-        if opening.done and not self.keeping.has_all_steps_of(feed):
-            # as to those who were here before (rule A11)
-            opening = replace(opening, done=False)
-        opened = [feed_opened(feed, spec, opening)] if len(self.feeds) > known else []
-        return [*self.records(opened), Reply(opening)]
-
-    def lease(self, worker: Incarnation, feed: int) -> list[Effect]:
-        if self.state is not JobState.RUNNING:
-            raise errors.NotReady(
-                f"{self.title} has no variables on the servers yet, so no work can be counted",
-                todo="call job.prepare before job.batches; then it is only a moment",
-            )
-        awaits = self.going_over.awaits_work
-        if isinstance(self.feeds, StepLedger):
-            if awaits is not None and not self.switching.goes_by_latest(worker):
-                return [Reply(awaits)]
-            raise errors.InvalidRequest(
-                f"{self.title} is synchronous: it leases logical ranks, not data shards",
-                todo="ask for no lease; the job's ranks come with heartbeats",
-            )
-        before = self.tokens.latest
-        answer = self.feeds.lease(feed, worker, fresh=awaits is None)
-        if isinstance(answer, LeaseWait):
-            answer = awaits or answer
-        if isinstance(answer, FeedDone) and not self.keeping.has_all_data:
-            # were it lost now, nobody would be there to compute it again (rule A11)
-            self.keeping.book.want()
-            answer = LeaseWait("a checkpoint that has all of this data")
-        leased: list[Entry] = []
-        if self.tokens.latest > before:
-            assert isinstance(answer, DataLease), answer
-            first = self._first_of(answer.source)
-            leased.append(data_ledger.data_leased(answer.source, worker, answer.token, first=first))
-        if isinstance(answer, DataLease):
-            answer = replace(answer, careful_below=self._careful_below(answer.source))
-        return [*self.records(leased), Reply(answer)]
-
-    def begin_batch(self, begun: BatchBegun) -> list[Effect]:
-        """Rule A13. A batch that some partition has counted was computed once, and is never condemned."""
-        source, sequence, worker = begun.source, begun.sequence, begun.caller.incarnation
-        self._check_begin(begun)
-        if self.feeds.quarantine.has(source, sequence) or self._is_over_for(source, sequence):
-            return [Reply(BatchVerdict(False, self._careful_below(source)))]
-        told: list[Effect] = []
-        entry: Entry | None
-        if begun.highest > sequence or self.feeds.quarantine.full or not self.suspects.condemns(source, sequence):
-            entry = self.suspects.begin(worker, source, sequence)
-        elif self.keeping.book.draft is not None:
-            # it may have copied the data ledger already, and cut partitions later than this (rule A9)
-            return [Reply(BatchVerdict(None, self._careful_below(source)))]
-        else:
-            condemned = Condemned(source, sequence, self.suspects.deaths(source, sequence))
-            self.feeds.quarantine.add(condemned)
-            entry = condemned.entry
-            what = "step" if self.ranks is not None else "batch"
-            why = f"{condemned.deaths} workers have died at it"
-            told.append(Tell(f"{self.title}: {what} {sequence} of {source} is in quarantine: {why}", warning=True))
-        counts = not told
-        return [
-            *self.records([] if entry is None else [entry]),
-            *told,
-            Reply(BatchVerdict(counts, self._careful_below(source))),
-        ]
-
-    def _is_over_for(self, source: LeasedSource, step: int) -> bool:
-        """Whether a rank's contribution to a step came too late: the samples count at another step, and are not
-        condemned under this name."""
-        if not isinstance(self.feeds, StepLedger) or not isinstance(source, RankSource):
-            return False
-        return source.rank in self.feeds.verdicts.left_out(step)
-
-    def _check_begin(self, begun: BatchBegun) -> None:
-        """Raises StaleToken, NotFound or InvalidRequest unless the worker has this to compute."""
-        source, worker, token = begun.source, begun.caller.incarnation, begun.token
-        if isinstance(self.feeds, DataLedger):
-            self._check_former(source)
-            self.feeds.check_begin(source, worker, token, begun.sequence)
-            return
-        self._check_former(source)
-        self.feeds.check_begin(source, begun.sequence)
-        self._check_rank(source, worker, token)
-
-    def _check_former(self, source: Source) -> None:
-        """Raises StaleToken for work of a kind that the job does not have any more."""
-        of_before = RankSource if self.ranks is None else DataShardSource | WorkerSource
-        if isinstance(source, of_before) and self.switching.has_gone_over:
-            raise errors.StaleToken(f"{source} of {self.title}, which has gone over to {self.switching.latest}")
-
-    def _check_rank(self, source: LeasedSource, worker: Incarnation, token: Token) -> None:
-        """Raises StaleToken unless the logical rank is the worker's."""
-        assert self.ranks is not None
-        if not any(RankSource(lease.rank) == source and lease.token == token for lease in self.ranks.of(worker)):
-            raise errors.StaleToken(
-                f"worker {worker} does not have {source} under token {token}", facts={"token": str(token)}
-            )
-
-    def report_not_finite(self, said: NotFiniteReported) -> list[Effect]:
-        """A gradient is not finite: its work does not count from now on, whoever computes it (rule A4). The answer is
-        the last effect; where it says WorkerQuarantined, the worker is to be lost. Raises StaleToken, StraddlingRange,
-        NotFound, InvalidRequest."""
-        policy, worker = self.settings.nonfinite, said.caller.incarnation
-        if policy is NonFinite.ALLOW:
-            raise errors.InvalidRequest(f"{said.work} of {self.title}, which takes what is not finite")
-        of_data = self._check_reported(said)
-        parts = isinstance(of_data, DataShardSource) or self.settings.consistency.rows_at_once
-        counted = of_data is not None and parts and said.first < said.highest
-        if counted and said.highest <= said.last:
-            raise errors.StraddlingRange(
-                f"{said.work}, of which partitions have counted what is before #{said.highest}"
-            )
-        sequences = range(said.first, said.last + 1) if of_data is not None and not counted else ()
-        quarantine = self.feeds.quarantine
-        fresh = [
-            Condemned(of_data, sequence, parameter=said.parameter, worker=worker)
-            for sequence in sequences
-            if of_data is not None and not quarantine.has(of_data, sequence)
-        ]
-        if policy is NonFinite.FAIL or len(quarantine) + len(fresh) > QUARANTINED_MAX:
-            return self._fail_by_not_finite(said, said.title)
-        if fresh and self.ranks is None and self.keeping.book.draft is not None:
-            # as with a batch that kills: a checkpoint may have copied the data ledger already (rule A9)
-            return [Reply(NotFiniteVerdict(decided=False))]
-        for condemned in fresh:
-            quarantine.add(condemned)
-        effects = self.records([each.entry for each in fresh])
-        if not self.not_finite.take(worker, said.count, said.in_a_row):
-            return [*effects, Reply(NotFiniteVerdict(decided=True))]
-        effects += self.records([said.entry])
-        effects.append(Tell(f"{self.title}: {said.title}; it does not count", warning=True))
-        if not self.not_finite.expels(worker):
-            return [*effects, Reply(NotFiniteVerdict(decided=True))]
-        row = f"{said.in_a_row} gradients in a row of worker {worker} were not finite; the last: {said.title}"
-        if self.workers == [worker]:
-            before = self.not_finite.quarantined
-            others = f", and {before} workers were out before it" if before else ""
-            return [*effects, *self._fail_by_not_finite(said, f"{row}{others}; the loss has diverged")]
-        self.not_finite.quarantine()
-        out: Entry = ("worker_quarantined", {"worker": worker, "step": said.step, "parameter": said.parameter})
-        failure = errors.WorkerQuarantined(row, facts=said.facts)
-        return [*effects, *self.records([out]), Reply(NotFiniteVerdict(decided=True, failure=failure))]
-
-    def _fail_by_not_finite(self, said: NotFiniteReported, what: str) -> list[Effect]:
-        failure = errors.NonFiniteGradient(what, facts=said.facts)
-        return [*self.fail(failure), Reply(NotFiniteVerdict(decided=True, failure=failure))]
-
-    def _check_reported(self, said: NotFiniteReported) -> LeasedSource | None:
-        """The source, where its work is that of a data set. Raises StaleToken, NotFound or InvalidRequest unless the
-        worker has it to compute."""
-        source, worker = said.source, said.caller.incarnation
-        self._check_former(source)
-        if isinstance(self.feeds, DataLedger) and not isinstance(source, WorkerSource):
-            self.feeds.check_begin(source, worker, said.token, said.last)
-            return source
-        if isinstance(self.feeds, StepLedger) and isinstance(source, RankSource) and said.first == said.last:
-            self._check_rank(source, worker, said.token)
-            return source if self.feeds.has_step(said.first) else None
-        if self.ranks is not None or source != WorkerSource(worker):
-            raise errors.InvalidRequest(f"{said.work} by worker {worker} in {self.title}")
-        return None
-
-    def _careful_below(self, source: LeasedSource) -> int:
-        """Sequences of the source before this one are announced."""
-        return limits.SEQUENCE_MAX if self.suspects.has(source) else self.feeds.quarantine.end(source)
-
-    def return_lease(self, returned: LeaseReturned) -> list[Effect]:
-        """Replies, or reads the servers' ledgers."""
-        if self._is_of_before(returned):
-            return [Reply(LeaseClosed(done=returned.data_shard is not None))]
-        if self._is_closed(returned):
-            return [Reply(LeaseClosed(done=self.keeping.has_all_steps_of(returned.feed)))]
-        if self.deployment.map is None or self.deployment.stage is not Stage.OPEN:
-            raise errors.NotReady(f"{self.title} has no variables on the servers yet, so no work is counted")
-        keys: tuple[SourceKey, ...]
-        if returned.data_shard is not None:
-            keys = (SourceKey(returned.data_shard),)
-        else:
-            assert self.ranks is not None
-            keys = tuple(SourceKey(RankSource(rank)) for rank in self.ranks.all)
-        return [ReadLedger(self.id, self.deployment.map, keys)]
-
-    def close_lease(self, returned: LeaseReturned, next_sequence: int, generation: Generation) -> list[Effect]:
-        """Replies; asks again where partitions have gone back since the ledgers were read."""
-        if generation != self.deployment.generation or self._is_of_before(returned):
-            return self.return_lease(returned)
-        source, worker = returned.data_shard, returned.caller.incarnation
-        if isinstance(self.feeds, StepLedger):
-            known = self.feeds.is_closed(returned.feed)
-            done = self.feeds.close(returned.feed, next_sequence=next_sequence)
-            self._step_seen = max(self._step_seen, next_sequence)
-            closed = []
-            if done and not known:
-                closed.append(step_ledger.feed_closed(returned.feed, self.feeds.end(returned.feed)))
-            return [*self.records(closed), Reply(LeaseClosed(self._is_kept(returned.feed, next_sequence, done=done)))]
-        assert source is not None
-        if self.feeds.is_closed(source, worker, returned.token):
-            return [Reply(LeaseClosed(done=True))]
-        first = self._first_of(source)
-        done = self.feeds.close(source, worker, returned.token, next_sequence=next_sequence)
-        record = data_ledger.data_closed(source, worker, returned.token, done=done, first=first, reached=next_sequence)
-        self._settle_suspicion(source, worker, done=done)
-        return [*self.records([record]), Reply(LeaseClosed(done))]
-
-    def decide_step(self, step: int, ranks: tuple[Rank, ...]) -> list[Effect]:
-        """Rule B6: the verdict who counts in a step, as soon as enough ranks have contributed; written down before
-        anybody hears of it."""
-        feeds, book = self._steps, self.ranks
-        assert book is not None
-        if ranks and ranks[-1] >= len(book.all):
-            raise errors.InvalidRequest(f"logical rank {ranks[-1]} of {self.title}, which has {len(book.all)}")
-        feeds.verdicts.tell(step, ranks)
-        left_out = feeds.due(step)
-        records: list[Effect] = []
-        if left_out is not None:
-            late = feeds.decide(step, left_out)
-            owners = [book.owner(rank) or Incarnation(0) for rank in late]
-            dropped = [(owner, owners.count(owner)) for owner in sorted(set(owners))]
-            feeds.verdicts.drop(dropped)
-            records += self.records([backups.steps_decided(step, [left_out], dropped)])
-        return [*records, Reply(StepDecision(feeds.verdicts.members(step)))]
-
-    def read_make_up(self, feed: int, step: int) -> list[Effect]:
-        """Raises NotFound, InvalidRequest, NotReady."""
-        return [Reply(MadeUp(*self._steps.made_up(feed, step)))]
-
-    @property
-    def _steps(self) -> StepLedger:
-        """Raises InvalidRequest where the job has no backup workers."""
-        if not isinstance(self.feeds, StepLedger) or not self.settings.consistency.backup_workers:
-            raise errors.InvalidRequest(f"{self.title} has no backup workers: each step is of all its ranks")
-        return self.feeds
-
-    @property
-    def dropped(self) -> int:
-        """Contributions that came late, in all."""
-        return self.feeds.verdicts.dropped if isinstance(self.feeds, StepLedger) else 0
-
-    def dropped_by(self, worker: Incarnation) -> int:
-        return self.feeds.verdicts.dropped_by(worker) if isinstance(self.feeds, StepLedger) else 0
-
-    def verdicts_before(self, step: int) -> list[Entry]:
-        """For a checkpoint of that step."""
-        return self.feeds.verdicts.entries(before=step) if isinstance(self.feeds, StepLedger) else []
-
-    def _is_kept(self, feed: int, step: int, *, done: bool) -> bool:
-        """Whether a synchronous job that stands at `step` has all that it shall have of a feed in a checkpoint."""
-        if done:
-            return self.keeping.has_all_steps_of(feed)
-        stop = self.stopping.stop
-        return stop is not None and self.stopping.is_over(step) and self.keeping.has_steps_before(stop.step)
-
-    # ---- work without leased data
-
-    def rebase(self, asked: RebaseAsked) -> list[Effect]:
-        """Reads what each partition has of a worker's own source."""
-        if self.ranks is not None:
-            raise errors.InvalidRequest(f"{self.title} is synchronous: its workers have no sources of their own")
-        if self.state is not JobState.RUNNING or self.keeping.recovery.needed:
-            raise errors.NotReady(f"{self.title} has partitions that are not there yet")
-        assert self.deployment.map is not None
-        return [ReadWatermarks(self.id, self.deployment.map, asked.caller.incarnation)]
-
-    def declare_lost(self, read: WatermarksRead) -> list[Effect]:
-        """What partitions lack before the sequence that the worker goes on with is lost: written down first, then
-        passed over, so that it is never passed over in silence (rule A11)."""
-        worker, next_sequence = read.asked.caller.incarnation, read.asked.next
-        if self.keeping.recovery.needed or read.generation != self.deployment.generation:
-            raise errors.NotReady(f"{self.title} has restored partitions while they were asked")
-        lost = tuple(LostRange(partition, found, next_sequence - 1) for partition, found in read.nexts)
-        lost = tuple(each for each in lost if each.first <= each.last)
-        if not lost:
-            return [Reply(Rebased(()))]
-        self.lost.add(worker, lost)
-        assert self.deployment.map is not None
-        return [
-            *self.records([losses.pushes_lost(worker, lost)]),
-            Tell(f"{self.title}: pushes of worker {worker} are lost: {losses.described(lost)}", warning=True),
-            PassOver(self.id, self.deployment.map, worker, next_sequence, lost),
-        ]
-
-    def declare_lost_of_departed(
-        self, generation: Generation, found: Mapping[Incarnation, Nexts], now_ms: int
-    ) -> list[Effect]:
-        """What partitions that were restored lack of workers that are gone: there is nobody to pass it over for."""
-        if self.state.ended or self.departed is None:
-            return []
-        if not self.is_whole or generation != self.deployment.generation:
-            return self.fail_departed(now_ms)
-        effects: list[Effect] = []
-        for worker, lost in self.departed.answer(found).items():
-            before = self.lost.count
-            self.lost.add(worker, lost)
-            effects += self.records([losses.pushes_lost(worker, lost)])
-            if self.lost.count > before:
-                said = f"pushes of worker {worker}, which is gone, are lost: {losses.described(lost)}"
-                effects.append(Tell(f"{self.title}: {said}", warning=True))
-        return effects
-
-    def fail_departed(self, now_ms: int) -> list[Effect]:
-        if self.departed is not None:
-            self.departed.fail(now_ms)
-        return []
-
     # ---- readers
-
-    @property
-    def is_read(self) -> bool:
-        """Whether its values stay on the servers though it is finished."""
-        return bool(self._kept_for_readers)
 
     def hear_reader(self, heard: ReaderHeard, now_ms: int) -> list[Effect]:
         """Somebody reads the job's values, or does not any more. Raises TooLarge."""
         effects: list[Effect] = []
         if heard.leaves:
             self.readers.leave(heard.reader)
-            effects = self._drop_when_read(now_ms)
-        elif not self.state.ended or self.is_read:
+            effects = [*self.readers.drop_when_read(now_ms)]
+        elif not self.state.ended or self.readers.keep_values:
             self.readers.hear(heard.reader, now_ms)
         followed = Followed(
             job=self.id,
@@ -1085,7 +622,7 @@ class Job:
             state=self.state,
             failure=self.failure,
             mode=self.settings.consistency.mode.updates,
-            map=self.deployment.map if self.is_whole and (not self.state.ended or self.is_read) else None,
+            map=self.deployment.map if self.is_whole and (not self.state.ended or self.readers.keep_values) else None,
             layout=self.deployment.layout,
             url=self.keeping.book.url,
         )
@@ -1093,25 +630,6 @@ class Job:
 
     def take_evaluation(self, reported: EvaluationReported) -> list[Effect]:
         return [*self.records(self.evaluations.report(reported.evaluation, reported.best)), Reply(Done())]
-
-    def _give_up(self, servers: Sequence[Server]) -> list[Effect]:
-        """These have nothing to do for the job any more, unless somebody reads its last values."""
-        drops = [DropJob(self.id, server) for server in servers]
-        if self.state is JobState.FINISHED and self.readers.may_be_there:
-            self._kept_for_readers, drops = drops, []
-        return [*drops]
-
-    def _drop_when_read(self, now_ms: int) -> list[Effect]:
-        if not self._kept_for_readers:
-            return []
-        self.readers.end(now_ms)
-        self.readers.expire(now_ms)
-        return [] if self.readers.may_be_there else self.drop_kept()
-
-    def drop_kept(self) -> list[Effect]:
-        """Nobody reads the values any more."""
-        drops, self._kept_for_readers = self._kept_for_readers, []
-        return [*drops]
 
     # ---- what people and workers want to know
 
@@ -1125,11 +643,11 @@ class Job:
             failure=self.failure,
             generation=self.deployment.generation,
             ranks=self.ranks_of(worker),
-            chief=self.chief == worker,
+            chief=self.attendance.chief == worker,
             workers=len(self.workers),
             initializer=self.deployment.initializer == worker and self.deployment.stage is Stage.CREATED,
             recovering=self.keeping.recovery.needed,
-            feedback=self.handed_to(worker),
+            feedback=self.handing_over.told_to(worker),
             gone_back=self.handovers.generation,
             stop=self.stopping.stop,
             checkpoint=self.keeping.book.committed,
@@ -1139,7 +657,9 @@ class Job:
 
     def ranks_of(self, worker: Incarnation) -> tuple[RankLease, ...]:
         leases = () if self.ranks is None else self.ranks.of(worker)
-        return tuple(replace(lease, careful_below=self._careful_below(RankSource(lease.rank))) for lease in leases)
+        return tuple(
+            replace(lease, careful_below=self.counting.careful_below(RankSource(lease.rank))) for lease in leases
+        )
 
     @property
     def samples(self) -> int:
@@ -1159,21 +679,9 @@ class Job:
 
     def entries(self) -> list[Entry]:
         """Records that make this job anew, in this order."""
-        gone: Entry = (
-            "workers_gone",
-            {
-                "goodbyes": self._goodbyes,
-                "chief_is_done": self._chief_is_done,
-                "last_lost": self._last_lost,
-                "fenced": self.fenced,
-                "fencing": self.fencing,
-                "finishes": self._finish_at_ms is not None,
-            },
-        )
         return [
             ("job_started", {"settings": self.settings.model_dump(mode="json")}),
-            *(("worker_joined", {"worker": worker}) for worker in self.workers),
-            *([gone] if self._last_lost else []),
+            *self.attendance.entries(),
             *self.switching.entries(),
             *self.halting.entries(),
             *self.deployment.entries(),
@@ -1189,8 +697,8 @@ class Job:
             *self.keeping.entries(),
             *self.lost.entries(),
             *([("token_given", {"token": self.tokens.latest})] if self.tokens.latest else []),
-            *([self._finishing] if self.state is JobState.FINISHING else []),
-            *([self._ended] if self.state.ended else []),
+            *([self.ending.finishing] if self.state is JobState.FINISHING else []),
+            *([self.ending.ended] if self.state.ended else []),
         ]
 
     def restore(self, kind: str, body: Body, now_ms: int) -> None:
@@ -1210,7 +718,9 @@ class Job:
                 if kind == "data_leased":
                     self.tokens.seen(body.number("token"))
                 elif kind == "data_closed":
-                    self._settle_suspicion(source_of(body), Incarnation(body.number("worker")), done=body.flag("done"))
+                    self.counting.settle_suspicion(
+                        source_of(body), Incarnation(body.number("worker")), done=body.flag("done")
+                    )
             case "steps_decided" | "contributions_dropped_before":
                 require(isinstance(self.feeds, StepLedger), "verdicts on the steps of an asynchronous job")
                 self.feeds.restore(kind, body)
@@ -1257,7 +767,7 @@ class Job:
                 elif self.deployment.stage is Stage.LOST:
                     self.state = JobState.STARTING
                 if kind == "checkpoint_committed":
-                    self._settle_departed([Incarnation(each) for each in body.numbers("gone")])
+                    self.rebasing.settle([Incarnation(each) for each in body.numbers("gone")])
                 elif kind == "partitions_moved" and self.departed is not None and not is_first:
                     self.departed.restored(PartitionId(each) for each in body.numbers("partitions"))
             case "pushes_lost" | "pushes_lost_before":
@@ -1273,28 +783,19 @@ class Job:
                 self.go_by_latest()
             case "evaluation_reported" | "best_kept":
                 self.evaluations.restore(kind, body)
-            case "job_finishing":
-                require(not self.state.ended, "the job has ended before")
-                self.state = JobState.FINISHING
-                self._idle_since_ms = now_ms
-                self._ends_with = _failure_of(body)
-            case "job_ended":
-                self._restore_end(body)
+            case "job_finishing" | "job_ended":
+                self.ending.restore(kind, body, now_ms)
             case _:
                 raise DamagedRecord("its kind is unknown to this release")
 
     def _restore_workers(self, kind: str, body: Body, now_ms: int) -> None:
         if kind == "workers_gone":
-            self._goodbyes, self._chief_is_done = body.number("goodbyes"), body.flag("chief_is_done")
-            self._last_lost = body.text("last_lost")
-            self.fenced = [Incarnation(each) for each in body.numbers("fenced")][-FENCED_MAX:]
-            self.fencing = [Incarnation(each) for each in body.numbers("fencing")]
-            self._finish_at_ms = now_ms + LATE_MS if body.flag("finishes") else None
+            self.attendance.restore(body, now_ms)
             return
         worker = Incarnation(body.number("worker", least=1))
         if kind == "worker_joined":
             require(worker not in self.workers, f"worker {worker} joins twice")
-            self._enter(worker)
+            self.attendance.enter(worker)
             if self.ranks is not None:
                 self.ranks.enter(worker)
         elif kind == "worker_gone":
@@ -1303,49 +804,13 @@ class Job:
             pushed = body.number("pushed", most=limits.SEQUENCE_MAX)
             self._remove(worker, body.text("how"), now_ms, goodbye=goodbye, died=died, residual=residual, pushed=pushed)
         else:
-            require(worker in self.fencing, f"worker {worker} is free of its work twice")
+            require(worker in self.attendance.fencing, f"worker {worker} is free of its work twice")
             self._free(worker, dict(_reached(body)))
             self.deployment.forget(worker)
             if self.ranks is not None:
                 self.ranks.vacate(worker, now_ms)
 
-    @property
-    def _finishing(self) -> Entry:
-        return "job_finishing", {"failure": _failure_body(self._ends_with)}
-
-    @property
-    def _ended(self) -> Entry:
-        progress = self.progress
-        return "job_ended", {
-            "state": self.state.value,
-            "failure": _failure_body(self.failure),
-            "step": progress.step,
-            "samples": progress.samples,
-            "metrics": [[name, value] for name, value in progress.metrics],
-        }
-
-    def _restore_end(self, body: Body) -> None:
-        ends = {state.value: state for state in JobState if state.ended}
-        state = body.text("state")
-        require(state in ends, f"state: expected one of {', '.join(ends)}, got {state!r}")
-        self.state = ends[state]
-        self.keeping.origin = None
-        self.failure, self._ends_with = _failure_of(body), None
-        require((self.failure is None) == (self.state is JobState.FINISHED), "a failure where the job is finished")
-        metrics = [checked_items(each, "a metric", count=2) for each in body.items("metrics")]
-        self.progress.restore(
-            step=body.number("step"),
-            samples=body.number("samples", most=SUM_MAX),
-            metrics=tuple(
-                (checked_text(name, "a metric"), checked_float(value, "a metric")) for name, value in metrics
-            ),
-        )
-
     # ---- within
-
-    def _enter(self, worker: Incarnation) -> None:
-        self.workers = sorted([*self.workers, worker])
-        self._finish_at_ms = None
 
     def _remove(
         self,
@@ -1362,48 +827,32 @@ class Job:
         compression had not sent; `pushed`: its acknowledged pushes without leased data."""
         self.residuals.add(residual)
         if died:
-            self.suspects.lose(worker, self._held(worker))
+            self.suspects.lose(worker, self.leasing.held(worker))
         self.suspects.leave(worker)
         if isinstance(self.feeds, StepLedger):
             self.feeds.verdicts.leave(worker)
         self.handovers.forget(worker)
-        if goodbye:
-            self._goodbyes += 1
-            self._chief_is_done = self._chief_is_done or self.chief == worker
-        self.workers = [each for each in self.workers if each != worker]
+        self.attendance.leave(worker, how, now_ms, goodbye=goodbye)
         self.progress.forget(worker)
         self.not_finite.forget(worker)
         self.switching.forget(worker)
-        if self.departed is None or (not pushed and not died):
-            self.lost.forget(worker)
-        else:
-            for given_up in self.departed.add(worker, pushed):
-                self.lost.forget(given_up)
-        self._last_lost = f"worker {worker}, {how}"
+        self.rebasing.leave(worker, pushed, died=died)
         if not self.workers:
-            self._idle_since_ms = now_ms
             # who died after the others had done all there was has nothing left to do, and nobody may start it again
-            is_done = goodbye or (died and self._goodbyes > 0 and self.feeds.finished)
-            late_ms = 0 if self._heard_from >= self.settings.workers_expected else LATE_MS
-            self._finish_at_ms = now_ms + late_ms if is_done else None
+            is_done = goodbye or (died and self.attendance.goodbyes > 0 and self.feeds.finished)
+            late_ms = 0 if self.heard_from >= self.settings.workers_expected else LATE_MS
+            self.attendance.close_at(now_ms + late_ms if is_done else None)
         if self.ranks is not None:
             self.ranks.suspend(worker)
         self.deployment.suspend(worker)
-        self.fenced = [*self.fenced, worker][-FENCED_MAX:]
-        self.fencing = [*self.fencing, worker]
         return self._persist(
             "worker_gone", worker=worker, how=how, goodbye=goodbye, died=died, residual=residual, pushed=pushed
         )
 
     @property
-    def _heard_from(self) -> int:
+    def heard_from(self) -> int:
         """Workers that are done: nobody waits for them to come."""
-        return self._goodbyes + self.not_finite.quarantined
-
-    def _settle_departed(self, gone: Iterable[Incarnation]) -> None:
-        if self.departed is not None:
-            for worker in self.departed.settle(gone):
-                self.lost.forget(worker)
+        return self.attendance.goodbyes + self.not_finite.quarantined
 
     @property
     def _goes_back_in_part(self) -> bool:
@@ -1418,72 +867,19 @@ class Job:
 
     def _free(self, worker: Incarnation, reached: Mapping[LeasedSource, int]) -> list[DataShardSource]:
         """Nobody has the worker's data now; gives what it had."""
-        self.fencing = [each for each in self.fencing if each != worker]
+        self.attendance.refuse(worker)
         return self.feeds.release(worker, reached) if isinstance(self.feeds, DataLedger) else []
-
-    def _held(self, worker: Incarnation) -> Sequence[LeasedSource]:
-        """What the worker has to compute."""
-        if isinstance(self.feeds, DataLedger):
-            return self.feeds.held(worker)
-        assert self.ranks is not None
-        return [RankSource(lease.rank) for lease in self.ranks.of(worker)]
-
-    def _first_of(self, source: LeasedSource) -> int | None:
-        """The batch at which the lease of a data shard began, if that is known."""
-        if not isinstance(self.feeds, DataLedger) or not isinstance(source, DataShardSource):
-            return None
-        return self.feeds.first_of(source)
-
-    def _settle_suspicion(self, source: LeasedSource, worker: Incarnation, *, done: bool) -> None:
-        """The worker's lease is closed."""
-        self.suspects.leave(worker)
-        if done:
-            self.suspects.clear(source)
 
     def _fence(self, *workers: Incarnation) -> list[Effect]:
         servers = self.deployment.servers
-        held = tuple(source for worker in workers for source in self._held(worker))
+        held = tuple(source for worker in workers for source in self.leasing.held(worker))
         map_ = self.deployment.map if self.deployment.stage is Stage.OPEN else None
         return [FenceOnServers(self.id, servers, workers, held, map_)] if servers else []
-
-    @property
-    def _gone(self) -> tuple[Incarnation, ...]:
-        """Workers that have left, or that the servers refuse."""
-        return tuple(worker for worker in self.fenced if worker not in self.fencing)
 
     @property
     def step(self) -> int:
         """Where the job stands, as far as is known here."""
         return max(self.progress.step, self._step_seen)
-
-    def _is_of_before(self, returned: LeaseReturned) -> bool:
-        """Of somebody who does not know yet that there are no steps, or, as all that were begun are done, no data
-        shards."""
-        return self.switching.has_gone_over and (returned.data_shard is None) is (self.ranks is None)
-
-    def _is_closed(self, returned: LeaseReturned) -> bool:
-        source = returned.data_shard
-        if isinstance(self.feeds, StepLedger):
-            if source is not None:
-                raise errors.InvalidRequest(f"{source} in {self.title}, which is synchronous and has no data shards")
-            return self.feeds.is_closed(returned.feed)
-        if source is None or source.feed != returned.feed:
-            raise errors.InvalidRequest(
-                f"the lease to close is of {source or 'no data shard'} and of feed {returned.feed}; "
-                "expected a data shard of that feed"
-            )
-        return self.feeds.is_closed(source, returned.caller.incarnation, returned.token)
-
-    def _end(self, state: JobState, gone: Incarnation | None = None) -> list[Effect]:
-        self.state = state
-        self.keeping.origin = None
-        said = f"{self.title} has ended: {self.failure.what}" if self.failure else f"{self.title} is finished"
-        untaken = [*self.handovers.due, *(each.file.worker for each in self.handovers.left)]
-        if untaken:
-            said += f"; nobody has taken up what workers {', '.join(untaken[:8])} had not sent"
-        drops: list[Effect] = [*self._drop(self.handovers.left)]
-        drops += self._give_up([server for server in self.deployment.servers if server.incarnation != gone])
-        return [*self.records([self._ended]), Tell(said, warning=self.failure is not None), *drops]
 
     def _rank_records(self, given: Sequence[RankGiven]) -> list[Effect]:
         return self.records(each.entry for each in given)
@@ -1493,27 +889,6 @@ class Job:
 
     def _persist(self, kind: str, **body: object) -> Persist:
         return Persist(kind, {"job": self.id, **body})
-
-
-def _failure_body(failure: errors.ShardyardError | None) -> dict[str, object] | None:
-    if failure is None:
-        return None
-    return {
-        "code": failure.code,
-        "what": failure.what,
-        "why": failure.why_text,
-        "todo": failure.todo_text,
-        "facts": failure.facts,
-    }
-
-
-def _failure_of(body: Body) -> errors.ShardyardError | None:
-    """Raises DamagedRecord."""
-    if body.is_null("failure"):
-        return None
-    said = body.part("failure")
-    code, what, why, todo = (said.text(name) for name in ("code", "what", "why", "todo"))
-    return errors.rebuild(code, what, why, todo, said.texts("facts"))
 
 
 def _ended(source: LeasedSource, first: int | None, reached: int | None) -> dict[str, object]:

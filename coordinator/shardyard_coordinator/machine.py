@@ -131,21 +131,21 @@ class Machine:
             case events.VariablesCommitted(caller, generation):
                 return self._require_job(caller).commit_variables(caller.incarnation, generation)
             case events.FeedOpened(caller, feed, spec):
-                return self._require_job(caller).open_feed(feed, spec)
+                return self._require_job(caller).leasing.open_feed(feed, spec)
             case events.LeaseRequested(caller, feed):
-                return self._require_job(caller).lease(caller.incarnation, feed)
+                return self._require_job(caller).leasing.lease(caller.incarnation, feed)
             case events.LeaseReturned(caller):
-                return self._require_job(caller).return_lease(event)
+                return self._require_job(caller).leasing.return_lease(event)
             case events.BatchBegun(caller):
-                return self._require_job(caller).begin_batch(event)
+                return self._require_job(caller).counting.begin_batch(event)
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.StepToldOf(caller, step, ranks):
-                return self._require_job(caller).decide_step(step, ranks)
+                return self._require_job(caller).counting.decide_step(step, ranks)
             case events.MakeUpAsked(caller, feed, step):
-                return self._require_job(caller).read_make_up(feed, step)
+                return self._require_job(caller).counting.read_make_up(feed, step)
             case events.LedgerRead(returned, next_sequence, generation):
-                return self._require_job(returned.caller).close_lease(returned, next_sequence, generation)
+                return self._require_job(returned.caller).leasing.close_lease(returned, next_sequence, generation)
             case events.CheckpointAsked(asker, job_name, ticket):
                 asked = self._find_job(job_name) if asker is None else self._require_job(asker)
                 return asked.ask_checkpoint(ticket)
@@ -155,9 +155,9 @@ class Machine:
             case events.SwitchAsked(job_name, mode, staleness):
                 return self._find_job(job_name).going_over.switch(mode, staleness, now_ms)
             case events.FeedbackRead(caller):
-                return self._require_job(caller).take_feedback(event)
+                return self._require_job(caller).handing_over.take(event)
             case events.HandOverAsked(caller):
-                return self._require_job(caller).hand_over_feedback(event, now_ms)
+                return self._require_job(caller).handing_over.hand_over(event, now_ms)
             case events.ReaderHeard():
                 return self._find_followed(event).hear_reader(event, now_ms)
             case events.EvaluationReported(job):
@@ -167,9 +167,9 @@ class Machine:
             case events.RestoreCancelled(job_name):
                 return self._cancel_restore(job_name)
             case events.RebaseAsked(caller):
-                return self._require_job(caller).rebase(event)
+                return self._require_job(caller).rebasing.rebase(event)
             case events.WatermarksRead(asked):
-                return self._require_job(asked.caller).declare_lost(event)
+                return self._require_job(asked.caller).rebasing.declare_lost(event)
             case events.PassedOver(asked, lost):
                 self._require_job(asked.caller)
                 return [Reply(Rebased(lost))]
@@ -199,9 +199,9 @@ class Machine:
             case events.RestoreFailed(job, generation, failure) if job in self._jobs:
                 return self._jobs[job].fail_recovery(generation, failure, now_ms)
             case events.DepartedRead(job, generation, found) if job in self._jobs:
-                return self._jobs[job].declare_lost_of_departed(generation, dict(found), now_ms)
+                return self._jobs[job].rebasing.declare_lost_of_departed(generation, dict(found), now_ms)
             case events.DepartedUnread(job) if job in self._jobs:
-                return self._jobs[job].fail_departed(now_ms)
+                return self._jobs[job].rebasing.fail_departed(now_ms)
             case events.StepsRead(job, generation, step) if job in self._jobs:
                 return self._jobs[job].settle(generation, step)
             case events.StepsUnread(job) if job in self._jobs:
@@ -272,7 +272,7 @@ class Machine:
 
     def _report_not_finite(self, said: events.NotFiniteReported, now_ms: int) -> list[Effect]:
         job = self._require_job(said.caller)
-        effects = job.report_not_finite(said)
+        effects = job.counting.report_not_finite(said)
         reply = effects[-1]
         assert isinstance(reply, Reply)
         assert isinstance(reply.answer, NotFiniteVerdict)
@@ -324,7 +324,7 @@ class Machine:
             worker
             for job in self.jobs
             if not job.state.ended and any(each.incarnation == server for each in job.deployment.servers)
-            for worker in job.fenced
+            for worker in job.attendance.fenced
         )
 
     # ---- jobs
@@ -408,7 +408,7 @@ class Machine:
             started=started,
             ranks=job.ranks_of(worker.incarnation),
             logical_ranks=0 if job.ranks is None else len(job.ranks.all),
-            chief=job.chief == worker.incarnation,
+            chief=job.attendance.chief == worker.incarnation,
             stop=job.stopping.stop,
             checkpoint=job.keeping.book.committed,
             consistency=job.consistency,
@@ -458,7 +458,7 @@ class Machine:
     def _forget_old_jobs(self) -> list[Effect]:
         ended = [job.id for job in self.jobs if job.state.ended]
         forgotten = ended[: max(0, len(ended) - JOBS_ENDED_MAX)]
-        drops = [drop for job in forgotten for drop in self._jobs[job].drop_kept()]
+        drops = [drop for job in forgotten for drop in self._jobs[job].readers.drop()]
         for job in forgotten:
             del self._jobs[job]
         return [*(Persist("job_forgotten", {"job": job}) for job in forgotten), *drops]

@@ -1,9 +1,9 @@
 """Who reads a job's values without being its worker: evaluators.
 
-Owns: which readers were heard, and when. Invariants: nobody waits for a reader while the job lasts; the values of a
-finished job stay on the servers for readers that were heard within SILENT_MS, until they have left, at most END_MS; a
-coordinator that was started again waits as long to hear from those that it has forgotten; at most limits.READERS_MAX
-are known. Must not know: what is read, the network.
+Owns: which readers were heard, and when; on which servers values stay for them. Invariants: nobody waits for a reader
+while the job lasts; the values of a finished job stay on the servers for readers that were heard within SILENT_MS,
+until they have left, at most END_MS; a coordinator that was started again waits as long to hear from those that it has
+forgotten; at most limits.READERS_MAX are known. Must not know: what is read, the network.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Final
 
 from shardyard.ground import limits
 from shardyard.ground.errors import TooLarge
+from shardyard_coordinator.effects import DropJob
+from shardyard_coordinator.placement import Server
 
 SILENT_MS: Final = 10_000
 """A reader that was not heard for so long is gone. They ask every second."""
@@ -26,6 +28,7 @@ class Readers:
         self._heard_ms: dict[bytes, int] = {}
         self._forgotten_ms: int | None = None
         self._end_ms: int | None = None
+        self._kept: list[DropJob] = []
 
     def __len__(self) -> int:
         return len(self._heard_ms)
@@ -58,7 +61,30 @@ class Readers:
         if self._forgotten_ms is not None and now_ms - self._forgotten_ms >= SILENT_MS:
             self._forgotten_ms = None
 
-    def end(self, now_ms: int) -> None:
-        """The job is finished, and readers have what is left of END_MS."""
+    # ---- when the job is finished
+
+    @property
+    def keep_values(self) -> bool:
+        """Whether values stay on servers for them though the job is finished."""
+        return bool(self._kept)
+
+    def keep(self, drops: list[DropJob]) -> None:
+        """What is to be said to servers stays unsaid while somebody reads."""
+        self._kept = drops
+
+    def lose_server(self, server: Server) -> None:
+        self._kept = [each for each in self._kept if each.server != server]
+
+    def drop_when_read(self, now_ms: int) -> list[DropJob]:
+        """What is to be said now: nothing for as long as somebody is there who has what is left of END_MS."""
+        if not self._kept:
+            return []
         if self._end_ms is None:
             self._end_ms = now_ms
+        self.expire(now_ms)
+        return [] if self.may_be_there else self.drop()
+
+    def drop(self) -> list[DropJob]:
+        """What is to be said, whoever reads."""
+        drops, self._kept = self._kept, []
+        return drops

@@ -117,7 +117,7 @@ class Coordinator:
         """Whether a job waits for its last checkpoint, or its final values are being read."""
         with self._lock:
             return any(
-                job.state is effects.JobState.FINISHING or (job.is_read and len(job.readers))
+                job.state is effects.JobState.FINISHING or (job.readers.keep_values and len(job.readers))
                 for job in self._machine.jobs
             )
 
@@ -546,7 +546,9 @@ class Coordinator:
 
     def _verdicts_before(self, job: JobId, step: int) -> list[Entry]:
         with self._lock:
-            return [entry for each in self._machine.jobs if each.id == job for entry in each.verdicts_before(step)]
+            return [
+                entry for each in self._machine.jobs if each.id == job for entry in each.counting.verdicts_before(step)
+            ]
 
     def _forget_sources(self, wanted: effects.ForgetSources) -> None:
         for server, owned in wanted.map.by_server().items():

@@ -165,7 +165,7 @@ def _member(member: Member, job: Job | None, now_ms: int) -> MemberStanding:
         waiting_for=member.waiting_for,
         ranks=() if job is None else tuple(lease.rank for lease in job.ranks_of(member.incarnation)),
         not_finite=0 if job is None else job.not_finite.of(member.incarnation),
-        dropped=0 if job is None else job.dropped_by(member.incarnation),
+        dropped=0 if job is None else job.counting.dropped_by(member.incarnation),
     )
 
 
@@ -204,7 +204,7 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStanding:
         evaluation=job.evaluations.latest,
         best=job.evaluations.best,
         readers=len(job.readers),
-        dropped=job.dropped,
+        dropped=job.counting.dropped,
         tables=() if layout is None else tuple(zip(layout.tables, job.rows, strict=True)),
         switch=_switch(job),
     )

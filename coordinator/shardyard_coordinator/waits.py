@@ -72,11 +72,11 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
     if job.state.ended:
         return
     if job.state is JobState.FINISHING:
-        yield "last", f"its last checkpoint{job.last_failure}; it ends without after {job.settings.idle_ms / 1000:g} s"
+        yield "last", f"its last checkpoint{job.last.told}; it ends without after {job.settings.idle_ms / 1000:g} s"
     elif not job.workers:
         yield "worker", f"a worker; it is ended {job.settings.idle_ms / 1000:g} s after its last one has gone"
-    if job.fencing:
-        yield "fence", f"servers to refuse worker {_named(job.fencing)}, before others have their work"
+    if job.attendance.fencing:
+        yield "fence", f"servers to refuse worker {_named(job.attendance.fencing)}, before others have their work"
     if job.keeping.recovery.needed:
         yield "recovery", _recovery(job)
     elif job.deployment.stage is not Stage.OPEN and job.workers:

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from shardyard.ground.errors import ShardyardError
 from shardyard.ground.types import Incarnation, Term
 from shardyard_coordinator import effects, events
+from shardyard_coordinator.attendance import LATE_MS
 from shardyard_coordinator.deployment import Stage
-from shardyard_coordinator.jobs import LATE_MS
 from shardyard_coordinator.machine import Machine
 from shardyard_coordinator.progress import Progress
 from shardyard_coordinator.readers import Readers
@@ -37,7 +37,7 @@ def state_of(machine: Machine) -> object:
         for job in machine.jobs
         if job.state.ended
     ]
-    finishing = [job.id for job in machine.jobs if job._finish_at_ms is not None]
+    finishing = [job.id for job in machine.jobs if job.attendance._over_at_ms is not None]
     return _look(machine, ""), ends, finishing
 
 
@@ -75,8 +75,8 @@ def renew(machine: Machine, now_ms: int) -> None:
     for member in machine.members:
         member.last_seen_ms = now_ms
     for job in machine.jobs:
-        job._idle_since_ms = now_ms
-        job._finish_at_ms = None if job._finish_at_ms is None else now_ms + LATE_MS
+        job.attendance._idle_since_ms = now_ms
+        job.attendance._over_at_ms = None if job.attendance._over_at_ms is None else now_ms + LATE_MS
         job.stopping._reached.clear()
         job.halting._reached.clear()
         job._reads_steps = False
@@ -89,7 +89,6 @@ def renew(machine: Machine, now_ms: int) -> None:
             job.progress = Progress(now_ms)
         job.readers = Readers()
         job.readers.forget(now_ms)
-        job._kept_for_readers = []
         if job.ranks is not None:
             for standing in job.ranks._ranks:
                 standing.unowned_since_ms = now_ms
@@ -147,7 +146,9 @@ class Lockstep:
     def restart(self, now_ms: int) -> tuple[list[effects.Effect], frozenset[Incarnation]]:
         """The machine dies, and another goes on in the next term. What it does again, and whose fence was under way."""
         self.check(now_ms)
-        waiting = frozenset(worker for job in self.machine.jobs if not job.state.ended for worker in job.fencing)
+        waiting = frozenset(
+            worker for job in self.machine.jobs if not job.state.ended for worker in job.attendance.fencing
+        )
         self._others = []
         self.machine = self.fold(self.persisted, now_ms, Term(self.machine.term + 1))
         self.persisted = self.machine.snapshot()

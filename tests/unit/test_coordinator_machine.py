@@ -34,10 +34,10 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events
+from shardyard_coordinator.attendance import LATE_MS
 from shardyard_coordinator.deployment import OPEN_RETRY_MS
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.feeds import FeedOpening, FeedSpec
-from shardyard_coordinator.jobs import LATE_MS
 from shardyard_coordinator.machine import JOBS_ENDED_MAX
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.standing import describe

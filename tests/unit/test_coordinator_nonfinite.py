@@ -304,7 +304,7 @@ def test_fatal_by_policy_names_worker_step_and_parameter() -> None:
 
 
 def test_job_with_more_of_them_than_can_be_listed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardyard_coordinator.jobs.QUARANTINED_MAX", 1)
+    monkeypatch.setattr("shardyard_coordinator.counting.QUARANTINED_MAX", 1)
     yard = Yard()
     lease = yard.lease(yard.one)
     assert yard.report(yard.one, SHARD, lease.token, 0) == DECIDED

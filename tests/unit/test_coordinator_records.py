@@ -34,9 +34,9 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard_coordinator import effects, events, layouts, placement
+from shardyard_coordinator.attendance import LATE_MS
 from shardyard_coordinator.effects import JobState
 from shardyard_coordinator.feeds import FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.jobs import LATE_MS
 from shardyard_coordinator.machine import JOBS_ENDED_MAX, Machine
 from shardyard_coordinator.membership import Registration
 from shardyard_coordinator.progress import Report

@@ -31,10 +31,10 @@ from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
 from shardyard_coordinator import door, effects, events
+from shardyard_coordinator.attendance import LATE_MS
 from shardyard_coordinator.checkpoints import Committed
 from shardyard_coordinator.effects import JobState, StopTaken
 from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.jobs import LATE_MS
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.stopping import Stopping
 

@@ -406,7 +406,7 @@ def test_sources_of_workers_are_forgotten_when_nothing_more_can_come_from_them()
     left, dead = yard.join(), yard.join()
     yard.handle(events.MemberLeft(left.incarnation, ""))
     yard.kill(dead.incarnation)
-    assert dead.incarnation in yard.machine.jobs[0].fencing
+    assert dead.incarnation in yard.machine.jobs[0].attendance.fencing
     yard.ask()
     yard.tick()
     yard.commit()

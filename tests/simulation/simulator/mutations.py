@@ -18,8 +18,8 @@ from shardyard.ground.types import LANE_OF_ROWS, Generation, Outcome, PartResult
 from shardyard_coordinator import data_ledger, recovery, safekeeping
 from shardyard_coordinator.backups import MakeUp
 from shardyard_coordinator.checkpoints import CheckpointBook
+from shardyard_coordinator.counting import Counting
 from shardyard_coordinator.effects import Base, Persist
-from shardyard_coordinator.jobs import Job
 from shardyard_coordinator.membership import Membership
 from shardyard_coordinator.ranks import RankBook
 from shardyard_ps_server import gate, partition, replay, store
@@ -345,12 +345,12 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
 @mutation("B6", "sync-backup", 3, 14)
 def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
     """the coordinator tells who counts, and forgets it when it is started again"""
-    real = Job.decide_step
+    real = Counting.decide_step
 
     def decide_step(self: Any, step: int, ranks: Any) -> Any:
         return [effect for effect in real(self, step, ranks) if not isinstance(effect, Persist)]
 
-    patch.setattr(Job, "decide_step", decide_step)
+    patch.setattr(Counting, "decide_step", decide_step)
 
 
 @mutation("B6", "sync-backup", 0, 1)
