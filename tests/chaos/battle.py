@@ -64,7 +64,8 @@ def script_arguments(plan: Plan, out: Path) -> list[str]:
     parts = plan.logical_ranks if plan.sync else 1
     numbers = {"samples": SAMPLES, "batch-size": BATCH, "epochs": EPOCHS, "parts": parts}
     options = [text for name, number in numbers.items() for text in (f"--{name}", str(number))]
-    options += [f"--{name}" for name, chosen in (("tables", plan.tables), ("look-ahead", plan.looks_ahead)) if chosen]
+    chosen = {"tables": plan.tables, "forgetful": plan.forgetful, "look-ahead": plan.looks_ahead}
+    options += [f"--{name}" for name in chosen if chosen[name]]
     return [str(SCRIPTS / "digits.py"), str(out), *options]
 
 

@@ -157,11 +157,15 @@ class Undisturbed:
         return self._digests[key]
 
     @staticmethod
-    def run(plan: Plan, folder: Path) -> str:
-        """Runs the plan's job; the URL of its checkpoints."""
+    def run(plan: Plan, folder: Path, more: Mapping[str, object] | None = None) -> str:
+        """Runs the plan's job; the URL of its checkpoints. `more`: settings beside the plan's."""
         folder.mkdir(parents=True)
         calm = replace(plan, every_steps=0, wal=False)
-        settings = job_settings(calm) | {"job.checkpoint.url": folder / "checkpoints", "yard.servers": 1}
+        settings = job_settings(calm) | {
+            "job.checkpoint.url": folder / "checkpoints",
+            "yard.servers": 1,
+            **(more or {}),
+        }
         done = subprocess.run(
             [sys.executable, *script_arguments(plan, folder)],
             env={**KEPT_ENVIRONMENT, "OMP_NUM_THREADS": "1", "SHARDYARD_JOB": JOB, **as_environment(settings)},

@@ -150,7 +150,8 @@ class Timed:
 class Plan:
     """The job and its yard. `wal`: job.durability. `workers` are started by hand, one more by the agent. `jumping`:
     whose wall clocks jump. `tables`: the model has embedding tables, whose rows a synchronous job in `hybrid` mode
-    updates as they come; `looks_ahead`: the script says which rows it will look up."""
+    updates as they come; `looks_ahead`: the script says which rows it will look up; `forgetful`: one of the tables
+    admits ids late, and its rows expire."""
 
     sync: bool
     wal: bool
@@ -167,6 +168,7 @@ class Plan:
     tables: bool = False
     hybrid: bool = False
     looks_ahead: bool = False
+    forgetful: bool = False
 
     @property
     def has_bits(self) -> bool:
@@ -201,6 +203,7 @@ class Plan:
                 ("overlap", self.overlap),
                 ("tables", self.tables),
                 ("look-ahead", self.looks_ahead),
+                ("rows that go", self.forgetful),
                 (f"clocks of {', '.join(self.jumping)} jump", bool(self.jumping)),
             )
             if chosen

@@ -1,5 +1,6 @@
 """Bits that flip, and ends that are missing, at a thousand places of each kind of thing that a real job leaves on its
-disk.
+disk; and files that are gone. Of a job whose model has tables, rows that have come, changed and gone, and the filter
+that admits them, are among what is damaged.
 
 Each is found and named, with its file, and in a log its byte, by whoever looks and by whoever restores, and nothing is
 restored from it. One rule makes damage harmless (docs/durability.md): behind the place up to which a log is durable,
@@ -15,38 +16,57 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import oracle
 import pytest
 from battle import JOB, LOOK_S, Battlefield, battlefield
-from schedules import draw
+from schedules import Plan, draw
 
+from shardyard.checkpoints import tensors
 from shardyard.checkpoints.library import CheckpointLibrary, read_partition
+from shardyard.checkpoints.manifest import NAME, FileRef, Manifest, folder_name
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged
+from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable
 from shardyard.ground.failpoints import EXIT_CODE
-from shardyard.ground.types import Generation, Incarnation, JobId
+from shardyard.ground.types import Durability, Generation, Incarnation, JobId, JobLayout, PartitionId, UpdateMode
+from shardyard.wire import convert
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.replay import replay
 from shardyard_ps_server.rules import UpdateRules
+from shardyard_ps_server.tables import cuts
 from shardyard_ps_server.wal_files import END, FENCED, SYNCED, LogFiles, LogRoot
-from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_mark
+from shardyard_ps_server.wal_records import (
+    RECORD_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Mark,
+    RecordKind,
+    decode_mark,
+)
 
 LATER = Generation(1_000)
 PLACES = 1_000
 SEED = 7
 SHM = Path("/dev/shm")
 FIGHT_S = 60.0
+DAMAGE_S_MAX = 300
 VICTIM = "server-0"
 TORN_AT = "wal.before_sync=exit@40"
 """Where the server dies whose log is damaged: a record is written, and not durable."""
-TAIL_EVERY = 50
-"""One place of so many is drawn from a log's torn tail, which is small, the others from all of its files."""
+TAIL = "torn tail"
+ROWS_IN_CHECKPOINTS = frozenset(
+    {f"entries of {a_file}: {array}" for a_file in ("a base", "an increment") for array in
+     ("header", "ids", "values", "sum", "frequencies", "steps")}
+    | {f"removed of an increment: {array}" for array in ("header", "ids")}
+    | {f"cells of an increment: {array}" for array in ("header", "cells")}
+)  # fmt: skip
+ROWS_IN_LOGS = frozenset({"rows", "rows that expire"})
+"""What must be there to be damaged, of a job whose rows come and go."""
 
 
 @dataclass(frozen=True)
@@ -73,54 +93,126 @@ class Spoilt:
         return bytes(changed)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes [begin, end) of a file."""
+
+    file: Path
+    begin: int
+    end: int
+
+
 class Artifact(ABC):
-    """What lies on the disk. `files`: what is damaged; `looks`: ways to look at it."""
+    """What lies on the disk. `files`: all of it; `looks`: ways to look at it."""
 
     files: Sequence[Path]
     looks: dict[str, Callable[[], Sight]]
-    harmless = 0
-    """So many of the places tried must be such that damage there is harmless."""
+
+    def __init__(self) -> None:
+        self.stretches: dict[str, list[Stretch]] = {}
+        """What is damaged, by what it means."""
+
+    def add(self, meaning: str, file: Path, begin: int, end: int) -> None:
+        if begin < end:
+            self.stretches.setdefault(meaning, []).append(Stretch(file, begin, end))
 
     def spoil(self, number: int, chance: random.Random) -> Spoilt:
-        """Damage `number`."""
-        file = chance.choice(self.files)
-        return Spoilt(file, chance.randrange(file.stat().st_size), cut=number % 2 == 1)
+        """Damage `number`: each meaning has its turn."""
+        around, turn = divmod(number, len(self.stretches))
+        stretch = chance.choice(self.stretches[sorted(self.stretches)[turn]])
+        return Spoilt(stretch.file, chance.randrange(stretch.begin, stretch.end), cut=around % 2 == 1)
+
+    @property
+    def harmless(self) -> int:
+        """So many of the places tried must be such that damage there is harmless."""
+        return PLACES // len(self.stretches) if TAIL in self.stretches else 0
 
     @abstractmethod
     def expected(self, look: str, spoilt: Spoilt) -> Sight | str:
         """What looking must give, or what it must name."""
 
+    @abstractmethod
+    def without(self, look: str, file: Path) -> Sight | str:
+        """The same, where a file is gone."""
+
 
 class Checkpoint(Artifact):
     """All files of a job's checkpoints; a server that begins from the newest reads those that it names."""
 
-    def __init__(self, folder: Path, _: Path) -> None:
-        plan = next(plan for seed in range(100) if (plan := draw(seed).plan).sync and not plan.tables)
-        self._url = oracle.Undisturbed.run(plan, folder / "job")
+    def __init__(
+        self, plan: Plan, folder: Path, *, more: Mapping[str, object], meanings: frozenset[str] = frozenset()
+    ) -> None:
+        """`more`: settings of the job; `meanings`: what the newest checkpoint must have. Later ones are deleted."""
+        super().__init__()
+        self._url = oracle.Undisturbed.run(plan, folder / "job", more)
         self._library = CheckpointLibrary(open_storage(self._url))
-        newest = self._library.load(JOB)
-        self._newest = newest.number
-        named = {file.path for file in newest.files()} | {f"{newest.number:012d}/manifest.json"}
+        numbers = self._library.numbers(JOB)
+        self._newest = next(number for number in reversed(numbers) if meanings <= self._meanings(number))
+        at = numbers.index(self._newest)
+        for later in numbers[at + 1 :]:
+            self._library.storage.delete_folder(f"{JOB}/{folder_name(later)}")
         self._library.prune(JOB, 2)
-        self.files = sorted(path for name in named if (path := Path(self._url, JOB, name)).stat().st_size)
-        assert len(self.files) == len(named)
+        newest = self._library.load(JOB)
+        assert newest.number == self._newest
+        manifest = self._path(f"{folder_name(newest.number)}/{NAME}")
+        self.add("manifest", manifest, 0, manifest.stat().st_size)
+        for file in newest.files():
+            for meaning, begin, end in self._arrays(file):
+                self.add(meaning, self._path(file.path), begin, end)
+        self.files = [manifest, *sorted(self._path(file.path) for file in newest.files())]
         self.looks = {"verify": self._verify, "restore": self._restore}
+        self._before = Sight(content=self._standing(numbers[at - 1])) if at else None
+
+    def _path(self, name: str) -> Path:
+        return Path(self._url, JOB, name)
+
+    def _meanings(self, number: int) -> set[str]:
+        return {meaning for file in self._library.load(JOB, number).files() for meaning, _, _ in self._arrays(file)}
+
+    def _arrays(self, file: FileRef) -> Iterator[tuple[str, int, int]]:
+        """What lies in a file, and where."""
+        contents = tensors.read_contents(self._library.storage, f"{JOB}/{file.path}")
+        said = contents.metadata
+        what = "blocks"
+        if "kind" in said:  # rows
+            what = f"{said['kind']} of {'a base' if said['base'] == '1' else 'an increment'}"
+        yield f"{what}: header", 0, min(tensor.begin for tensor in contents.tensors.values())
+        for name, tensor in contents.tensors.items():
+            yield f"{what}: {name.partition('/')[0]}", tensor.begin, tensor.end
 
     def _verify(self) -> Sight:
-        return Sight(tuple(finding.path for finding in self._library.verify(JOB, self._newest)))
+        try:
+            return Sight(tuple(finding.path for finding in self._library.verify(JOB, self._newest)))
+        except CheckpointNotFound as error:
+            return Sight((error.what,))
 
     def _restore(self) -> Sight:
-        storage = open_storage(f"{self._url}/{JOB}")
         try:
-            manifest = self._library.load(JOB)
-            for entry in manifest.partitions:
-                read_partition(storage, manifest.layout, entry)
+            return Sight(content=self._standing(None))
         except (CheckpointDamaged, CheckpointNotFound) as error:
             return Sight((error.what,))
-        return Sight()
+
+    def _standing(self, number: int | None) -> object:
+        """What a checkpoint, or (None) the newest that is there, makes of partitions."""
+        manifest = self._library.load(JOB, number)
+        return manifest.number, _standing(_partitions(manifest.layout, manifest.mode, self._states(manifest)))
+
+    def _states(self, manifest: Manifest) -> list[PartitionState]:
+        storage = open_storage(f"{self._url}/{JOB}")
+        return [read_partition(storage, manifest.layout, entry) for entry in manifest.partitions]
 
     def expected(self, look: str, spoilt: Spoilt) -> Sight | str:
-        return f"{spoilt.file.parent.name}/{spoilt.file.name}"
+        return self._called(spoilt.file)
+
+    def without(self, look: str, file: Path) -> Sight | str:
+        if file.name != NAME:
+            return self._called(file)
+        if look == "verify":
+            return f"no checkpoint {self._newest} of job '{JOB}'"
+        return f"no checkpoint of job '{JOB}'" if self._before is None else self._before
+
+    def _called(self, file: Path) -> str:
+        return f"{file.parent.name}/{file.name}"
 
 
 class Log(Artifact):
@@ -130,10 +222,10 @@ class Log(Artifact):
     `read`: all records that are there. `restore`: the partitions, from the checkpoint and what the log says after it.
     """
 
-    harmless = PLACES // TAIL_EVERY
-
-    def __init__(self, folder: Path, memory: Path) -> None:
-        url, self._files = fight(folder, memory)
+    def __init__(self, plan: Plan, folder: Path, memory: Path, meanings: frozenset[str] = frozenset()) -> None:
+        """`meanings`: what the log must have."""
+        super().__init__()
+        url, self._files = fight(plan, folder, memory)
         manifests = CheckpointLibrary(open_storage(str(url)))
         numbers = set(manifests.numbers(JOB)) & set(self._files.numbers()[1:])
         self._base = min(numbers)
@@ -143,6 +235,7 @@ class Log(Artifact):
         self._states: list[PartitionState] = [
             read_partition(storage, manifest.layout, each) for each in manifest.partitions
         ]
+        self._first = self._files.numbers()[0]
         self.files = [self._files.folder / SYNCED, *map(self._files.segment, self._files.numbers())]
         self.looks = {"read": self._read, "restore": self._restore}
         synced = self._files.folder / SYNCED
@@ -150,32 +243,45 @@ class Log(Artifact):
         self._records = self._all_records()
         assert self._records[-1].end > self._synced, "no torn tail"
         self._restored: dict[int, Sight] = {}
+        self._divide()
+        assert meanings <= self.stretches.keys(), self.stretches.keys()
+
+    def _divide(self) -> None:
+        synced = self._files.folder / SYNCED
+        self.add(SYNCED, synced, 0, synced.stat().st_size)
+        for number in self._files.numbers():
+            self.add("header of a segment", self._files.segment(number), 0, SEGMENT_HEADER_BYTES)
+        for record in self._records:
+            if record.end <= self._synced:
+                file, begin = self._files.segment(record.at.segment), record.at.offset
+                for meaning, nbytes in record.parts():
+                    self.add(meaning, file, begin, begin + nbytes)
+                    begin += nbytes
+                assert begin == record.end.offset
+        tail = self._files.segment(self._synced.segment)
+        self.add(TAIL, tail, self._synced.offset, tail.stat().st_size)
 
     def _read(self) -> Sight:
         try:
             return Sight(content=self._all_records())
-        except LogDamaged as error:
+        except (LogDamaged, StorageUnavailable) as error:
             return Sight((error.what,))
 
     def _all_records(self) -> list[_Read]:
         end = self._taken_over()
-        first = self._files.numbers()[0]
         return [
-            _Read(bytes(record.head), bytes(record.payload), record.at, record.end)
-            for record in self._files.records(first, end)
+            _Read(record.kind, bytes(record.head), bytes(record.payload), record.at, record.end)
+            for record in self._files.records(self._first, end)
         ]
 
     def _restore(self) -> Sight:
         self._taken_over_by_nobody()
-        made = {}
-        for state in self._states:
-            partition = made[state.partition] = Partition(self._layout, state.partition, UpdateRules(self._mode, 1))
-            partition.restore(state)
+        made = _partitions(self._layout, self._mode, self._states)
         try:
             replay(self._files, LATER, self._base, self._layout, made)
-        except LogDamaged as error:
+        except (LogDamaged, StorageUnavailable) as error:
             return Sight((error.what,))
-        return Sight(content=[_standing(partition) for partition in made.values()])
+        return Sight(content=_standing(made))
 
     def _taken_over(self) -> Mark:
         self._taken_over_by_nobody()
@@ -184,13 +290,6 @@ class Log(Artifact):
     def _taken_over_by_nobody(self) -> None:
         for name in (FENCED, END):
             (self._files.folder / name).unlink(missing_ok=True)
-
-    def spoil(self, number: int, chance: random.Random) -> Spoilt:
-        if number % TAIL_EVERY:
-            return super().spoil(number, chance)
-        file = self._files.segment(self._synced.segment)
-        place = chance.randrange(self._synced.offset, file.stat().st_size)
-        return Spoilt(file, place, cut=number % (2 * TAIL_EVERY) == 0)
 
     def expected(self, look: str, spoilt: Spoilt) -> Sight | str:
         if spoilt.file.name == SYNCED:
@@ -207,6 +306,17 @@ class Log(Artifact):
         begins = [record.at.offset for record in self._records if record.at.segment == segment]
         return f"{spoilt.file} at byte {begins[bisect_right(begins, spoilt.place) - 1]}: "
 
+    def without(self, look: str, file: Path) -> Sight | str:
+        if file.name == SYNCED:
+            return f"{file}: No such file or directory"
+        segment, begins = int(file.stem), self._first if look == "read" else self._base
+        if segment == self._synced.segment or segment == begins:
+            return f"{file} at byte 0: it is not there"
+        if segment < begins:
+            return self._up_to(look, self._records[-1].end)  # what came before the checkpoint is not read
+        before = {int(follower.stem): int(each.stem) for each, follower in pairwise(self.files[1:])}
+        return f"at byte 0: it does not follow segment {before[segment]}"
+
     def _up_to(self, look: str, place: Mark) -> Sight:
         """What is there where the log ends with its last record that ends before this place."""
         there = [record for record in self._records if record.end <= place]
@@ -222,29 +332,63 @@ class Log(Artifact):
 
 @dataclass(frozen=True)
 class _Read:
+    kind: RecordKind
     head: bytes
     payload: bytes
     at: Mark
     end: Mark
 
+    def parts(self) -> Iterator[tuple[str, int]]:
+        """What its bytes mean, and how many they are, one behind the other."""
+        yield "header of a record", RECORD_HEADER_BYTES
+        yield "head", len(self.head)
+        if self.kind is RecordKind.PUSH:
+            order = convert.push_from_header(self.head, recorded=True)
+            yield "gradients", order.payload_bytes
+            yield "rows", order.rows_bytes
+            yield "rows that expire", order.expired_bytes
 
-def _standing(partition: Partition) -> object:
-    """All that a partition is."""
+
+def _partitions(layout: JobLayout, mode: UpdateMode, states: Sequence[PartitionState]) -> dict[PartitionId, Partition]:
+    """As a checkpoint has them."""
+    made = {}
+    rules = UpdateRules(mode, 1, Durability.WAL if mode is UpdateMode.ASYNC else Durability.CHECKPOINT)
+    for state in states:
+        made[state.partition] = Partition(layout, state.partition, rules)
+        made[state.partition].restore(state)
+    return made
+
+
+def _standing(partitions: Mapping[PartitionId, Partition]) -> object:
+    """All that partitions are."""
+    return [_stands(partition) for _, partition in sorted(partitions.items())]
+
+
+def _stands(partition: Partition) -> object:
     cut = partition.cut()
     try:
         cut.complete()
         arrays = [partition.arrays(index, cut) for index in range(partition.blocks)]
         values = [(name, array.tobytes()) for each in arrays for name, array in sorted(each.items())]
-        return cut.version, values, sorted(cut.marks, key=str), cut.floor
+        tables = [(name, _table(each)) for name, each in sorted(cut.tables.items())]
+        return cut.version, values, sorted(cut.marks, key=str), cut.floor, tables
     finally:
         cut.release()
 
 
-def fight(folder: Path, memory: Path) -> tuple[Path, LogFiles]:
+def _table(cut: cuts.Cut) -> object:
+    cells = b"" if cut.cells is None else cut.cells.tobytes()
+    rows = {}
+    for chunk in cut:
+        found = [record.tobytes() for record in chunk.records] + [b""] * (chunk.ids.size - len(chunk.records))
+        told = zip(found, chunk.frequencies.tolist(), chunk.steps.tolist(), strict=True)
+        rows.update(zip(chunk.ids.tolist(), told, strict=True))
+    return cut.updates, cells, rows
+
+
+def fight(plan: Plan, folder: Path, memory: Path) -> tuple[Path, LogFiles]:
     """Where the checkpoints are of a job that keeps logs, and, in `memory`, the log of a server of its that died at
     TORN_AT."""
-    plan = next(plan for seed in range(100) if (plan := draw(seed).plan).wal and not (plan.sync or plan.tables))
-    plan = replace(plan, jumping=(), every_steps=10)
     with battlefield(plan, folder / "fight") as field:
         victim = field.places[VICTIM]
         victim.arm(TORN_AT)  # its first process: a second one may come when others have its partitions
@@ -271,34 +415,76 @@ def await_that(field: Battlefield, condition: Callable[[], bool]) -> None:
         time.sleep(LOOK_S)
 
 
-KINDS: dict[str, Callable[[Path, Path], Artifact]] = {"checkpoint": Checkpoint, "log": Log}
+def drawn(*, tables: bool, sync: bool = False, wal: bool = False) -> Plan:
+    """The first plan that is so. With tables, of few partitions, so that each has many rows, and one that forgets."""
+    plans = (draw(seed).plan for seed in range(100))
+    plan = next(
+        plan for plan in plans if plan.sync == sync and plan.tables == tables and plan.wal >= wal and not plan.hybrid
+    )
+    plan = replace(plan, jumping=(), every_steps=10)
+    return replace(plan, partitions=plan.servers, forgetful=True) if tables else plan
 
 
-@pytest.fixture(scope="module")
-def artifacts(preloaded: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifact]]:
-    """By the kind of thing that is damaged. Logs lie in memory, since each reader notes something durably."""
+def checkpoint(folder: Path, _: Path) -> Artifact:
+    return Checkpoint(drawn(sync=True, tables=False), folder, more={})
+
+
+def checkpoint_with_rows(folder: Path, _: Path) -> Artifact:
+    often = {"job.checkpoint.every_steps": 2, "job.checkpoint.keep": 1_000}
+    return Checkpoint(drawn(sync=True, tables=True), folder, more=often, meanings=ROWS_IN_CHECKPOINTS)
+
+
+def log(folder: Path, memory: Path) -> Artifact:
+    return Log(drawn(wal=True, tables=False), folder, memory)
+
+
+def log_with_rows(folder: Path, memory: Path) -> Artifact:
+    return Log(drawn(wal=True, tables=True), folder, memory, ROWS_IN_LOGS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[checkpoint, checkpoint_with_rows, log, log_with_rows],
+    ids=["checkpoint", "checkpoint with rows", "log", "log with rows"],
+)
+def artifact(
+    request: pytest.FixtureRequest, preloaded: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Artifact]:
+    """What is damaged. Logs lie in memory, since each reader notes something durably."""
     with tempfile.TemporaryDirectory(
         prefix=f"shardyard-damage-{os.getpid()}-", dir=SHM if SHM.is_dir() else None
     ) as memory:
-        yield {kind: make(tmp_path_factory.mktemp(kind), Path(memory)) for kind, make in KINDS.items()}
+        yield request.param(tmp_path_factory.mktemp("job"), Path(memory))
 
 
 @contextmanager
-def damaged(file: Path, content: bytes) -> Iterator[None]:
-    """The file has other content while the block lasts."""
+def damaged(file: Path, content: bytes | None) -> Iterator[None]:
+    """The file has other content, or (None) is gone, while the block lasts."""
     before = file.read_bytes()
-    file.write_bytes(content)
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
     try:
         yield
     finally:
         file.write_bytes(before)
 
 
+def check(artifact: Artifact, expected: Mapping[str, Sight | str], what: object) -> None:
+    for name, look in artifact.looks.items():
+        found, wanted = look(), expected[name]
+        if isinstance(wanted, str):
+            assert len(found.damage) == 1, (name, what, found.damage)
+            assert wanted in found.damage[0], (name, what, found.damage)
+        else:
+            assert found == wanted, (name, what, found.damage)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_damage_anywhere_is_found_and_named(artifacts: dict[str, Artifact], kind: str) -> None:
-    artifact = artifacts[kind]
-    chance = random.Random(f"{SEED} {kind}")
+@pytest.mark.timeout(DAMAGE_S_MAX)
+def test_damage_anywhere_is_found_and_named(artifact: Artifact) -> None:
+    chance = random.Random(SEED)
     whole = {name: look() for name, look in artifact.looks.items()}
     assert not any(sight.damage for sight in whole.values())
     harmless = 0
@@ -306,15 +492,21 @@ def test_damage_anywhere_is_found_and_named(artifacts: dict[str, Artifact], kind
         spoilt = artifact.spoil(number, chance)
         expected = {name: artifact.expected(name, spoilt) for name in artifact.looks}
         with damaged(spoilt.file, spoilt.content(spoilt.file.read_bytes(), chance)):
-            for name, look in artifact.looks.items():
-                found, wanted = look(), expected[name]
-                if isinstance(wanted, str):
-                    assert len(found.damage) == 1, (name, spoilt, found.damage)
-                    assert wanted in found.damage[0], (name, spoilt, found.damage)
-                else:
-                    assert found == wanted, (name, spoilt, found.damage)
+            check(artifact, expected, spoilt)
         harmless += not any(isinstance(wanted, str) for wanted in expected.values())
-    assert {name: look() for name, look in artifact.looks.items()} == whole
+    check(artifact, whole, "what was damaged and mended")
     assert harmless >= artifact.harmless
     if not artifact.harmless:
         assert not harmless
+
+
+@pytest.mark.long
+@pytest.mark.timeout(DAMAGE_S_MAX)
+def test_a_file_that_is_gone_is_found_and_named(artifact: Artifact) -> None:
+    """But for the manifest: without it a checkpoint is none, and the one before counts."""
+    whole = {name: look() for name, look in artifact.looks.items()}
+    for file in artifact.files:
+        expected = {name: artifact.without(name, file) for name in artifact.looks}
+        with damaged(file, None):
+            check(artifact, expected, file)
+    check(artifact, whole, "what was gone and came back")

@@ -1,5 +1,6 @@
 """The job under fire: the digits, and beside them a count, where a sample's gradient adds 1 to its own coordinate. With
-tables: also to a row of its own, and what the digits' pixels say is looked up in rows that are learned.
+tables: also to a row of its own, and what the digits' pixels say is looked up in rows that are learned. Forgetful: also
+in rows that ids have late, and not for long.
 
 So a push that was lost or counted twice shows as a whole number that is wrong. What a batch was computed on goes into
 the file OUT/computed, one line a batch, before it is pushed; when the script ends well, OUT/PID.json has what came out.
@@ -22,10 +23,12 @@ import shardyard as sy
 FAR = 1_000_003
 """Between the ids of two samples' rows."""
 SHADES = 17
+NEIGHBOURS = 4
+"""So many samples share an id of the forgetful table."""
 
 
 class Net(torch.nn.Module):
-    def __init__(self, samples: int, *, tables: bool) -> None:
+    def __init__(self, samples: int, *, tables: bool, forgetful: bool) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Conv2d(1, 8, kernel_size=3, padding=1),
@@ -44,6 +47,15 @@ class Net(torch.nn.Module):
             self.tables = torch.nn.ModuleDict(
                 {"seen": sy.Embedding(1, table=seen), "pixels": sy.EmbeddingBag(10, "sum", table=pixels)}
             )
+            if forgetful:
+                lately = sy.tables.Table(
+                    10,
+                    name="lately",
+                    optimizer=sy.tables.Adagrad(lr=0.01),
+                    admission=sy.tables.AdmitAfter(2, cells=64),
+                    expiry=sy.tables.Expiry(age_steps=6),
+                )
+                self.tables["lately"] = sy.Embedding(10, table=lately)
 
     def look_ups(self, images: torch.Tensor, index: torch.Tensor) -> dict[torch.nn.Module, torch.Tensor]:
         """What modules of tables will be given for a batch."""
@@ -51,14 +63,17 @@ class Net(torch.nn.Module):
             return {}
         shades = (images.flatten(1) * 16).round().long()
         pixels = torch.arange(shades.shape[1]) * SHADES + shades
-        return {self.tables["seen"]: (index - 7) * FAR, self.tables["pixels"]: pixels}
+        ids = {"seen": (index - 7) * FAR, "pixels": pixels, "lately": index // NEIGHBOURS}
+        return {module: ids[name] for name, module in self.tables.items()}
 
     def forward(self, images: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits, and the sum of the counts of these samples."""
         logits, counts = self.layers(images), self.counts[index].sum()
         if self.tables is not None:
-            seen, pixels = (module(ids) for module, ids in self.look_ups(images, index).items())
-            logits, counts = logits + pixels, counts + seen.double().sum()
+            seen, *learned = [module(ids) for module, ids in self.look_ups(images, index).items()]
+            counts = counts + seen.double().sum()
+            for rows in learned:
+                logits = logits + rows
         return logits, counts
 
     def rows_seen(self, samples: int) -> list[float]:
@@ -83,6 +98,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--parts", type=int, required=True, help="of a step, whose mean is taken; 1: there is none")
     parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--forgetful", action="store_true", help="with tables: one whose rows come late, and go")
     parser.add_argument("--look-ahead", action="store_true", help="say which rows will be looked up")
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--gate", type=Path, help="wait until this file is there before the job is joined")
@@ -96,7 +112,7 @@ def main() -> None:
     computed = os.open(options.out / "computed", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with sy.connect() as job:
         torch.manual_seed(job.seed)
-        model = Net(options.samples, tables=options.tables)
+        model = Net(options.samples, tables=options.tables, forgetful=options.forgetful)
         learned = [parameter for name, parameter in model.named_parameters() if name != "counts"]
         optimizer = torch.optim.SGD(
             [{"params": learned, "lr": 0.03, "momentum": 0.9}, {"params": [model.counts], "lr": 1.0}], lr=0.03
