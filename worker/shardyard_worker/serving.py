@@ -261,21 +261,17 @@ class Served:
 
     def _take(self, until: float) -> tuple[ServedVersion, float]:
         with self._changed:
-            usable = self._usable()
-            if usable is not None:
-                usable[0].users += 1
-                self._readers += 1
-                return usable
+            entered = self._enter()
+            if entered is not None:
+                return entered
             self._counts[3] += 1
         with ExplainedWait(self._waited_for, logger=log) as wait:
             while True:
                 self._wake.set()
                 with self._changed:
-                    usable = self._usable()
-                    if usable is not None:
-                        usable[0].users += 1
-                        self._readers += 1
-                        return usable
+                    entered = self._enter()
+                    if entered is not None:
+                        return entered
                     left = until - time.monotonic()
                     if left <= 0:
                         raise errors.DeadlineExceeded(
@@ -287,8 +283,9 @@ class Served:
                     self._changed.wait(min(left, SLICE_MS / 1000))
                 wait.tick()
 
-    def _usable(self) -> tuple[ServedVersion, float] | None:
-        """With its age in milliseconds. Raises what the job, or this, has ended with."""
+    def _enter(self) -> tuple[ServedVersion, float] | None:
+        """The present version, if it is young enough, with its age in milliseconds: one more reads it from here on.
+        Called with the lock held. Raises what the job, or this, has ended with."""
         if self._stop.is_set():
             raise errors.InvalidRequest("rows of a job that is not served any more", why="it was closed", todo="")
         if self._failed is not None:
@@ -297,7 +294,11 @@ class Served:
         if version is None or version.held.is_lost:
             return None
         age_ms = version.age_ms
-        return (version, age_ms) if version.is_last or age_ms <= self._options.staleness_ms else None
+        if not version.is_last and age_ms > self._options.staleness_ms:
+            return None
+        version.users += 1
+        self._readers += 1
+        return version, age_ms
 
     def _waited_for(self) -> str:
         why = f" ({self._why})" if self._why else ""
