@@ -11,7 +11,7 @@ import pytest
 
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import TableSettings
-from shardyard_ps_server.tables.memory import HUGE_BYTES, populate, reserve
+from shardyard_ps_server.tables.memory import HUGE_BYTES, Pages, populate, reserve
 from shardyard_ps_server.tables.stripes import BUCKET_BYTES, Stripes, fitted, length_of
 from shardyard_ps_server.tables.table import Table
 
@@ -88,6 +88,20 @@ def test_pages_that_are_asked_for_are_there_and_keep_what_they_hold() -> None:
     assert resident(room, 6 * HUGE_BYTES, 8 * HUGE_BYTES) == 0
     assert int(room[: 3 * HUGE_BYTES].min()) == 7
     assert int(room[3 * HUGE_BYTES :].max()) == 0
+
+
+def test_pages_come_before_rows_a_huge_page_at_least_and_no_further_than_there_are_rows() -> None:
+    rows = reserve(4 * HUGE_BYTES, np.float32).reshape(-1, 64)
+    whole, in_a_huge_page = rows.reshape(-1).view(np.uint8), HUGE_BYTES // 256
+    pages = Pages(rows)
+    pages.make_ready(in_a_huge_page)
+    assert resident(whole, 0, whole.nbytes) == 0, "the first come one by one"
+    pages.make_ready(in_a_huge_page + 1)
+    if POPULATES:
+        assert resident(whole, 0, whole.nbytes) == HUGE_BYTES // PAGE
+    pages.make_ready(10 * in_a_huge_page)
+    if POPULATES:
+        assert resident(whole, 0, whole.nbytes) == 3 * HUGE_BYTES // PAGE
 
 
 def test_rows_of_a_push_have_their_pages_before_a_stripe_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,6 @@ def bad_calls() -> dict[str, tuple[type[ShardyardError], str, Callable[[Table], 
         "frequency too high": (TableError, "to 65536", lambda t: t.load(IDS, good, None, counts * 65_536)),
         "steps below 0": (TableError, "steps from -1", lambda t: t.load(IDS, good, None, None, -counts)),
         "a filter where there is none": (TableError, "filter", lambda t: t.load_cells(np.zeros(64, np.uint8))),
-        "ids to pin": (DTypeMismatch, "int32", lambda t: t.pin(IDS.astype(np.int32), 1)),
     }
 
 

@@ -201,17 +201,18 @@ def test_beyond_the_rows_that_are_kept_the_least_frequent_go() -> None:
     assert expire(table, 12) == []
 
 
-def test_a_pinned_row_stays_until_it_is_let_go() -> None:
+def test_rows_of_pushes_on_their_way_are_not_among_what_expires() -> None:
     table = make(expiry=ExpirySettings(age_steps=1))
     push(table, IDS, 1)
-    table.pin(IDS[:100], 8)
-    table.pin(IDS[50:200], 9)
-    assert expire(table, 10) == IDS[200:].tolist()
-    table.unpin(8)
-    assert expire(table, 10) == IDS[:50].tolist()
-    table.unpin(9)
-    table.unpin(9)
-    assert expire(table, 10) == IDS[50:200].tolist()
+
+    def expiring(*besides: np.ndarray) -> list[int]:
+        return table.expiring(10, 1 << 40, besides).tolist()
+
+    assert expiring(IDS[50:200], IDS[:100]) == IDS[200:].tolist()
+    assert table.rows == IDS.size, "it is told, and somebody else takes it out"
+    table.remove_expired(IDS[200:])
+    assert expiring(IDS[50:200]) == IDS[:50].tolist()
+    assert expire(table, 10) == IDS[:200].tolist()
 
 
 def test_expiry_goes_on_where_it_stopped_while_others_push() -> None:

@@ -1,9 +1,8 @@
 """What goes, a little at a time or all at once: walks for a table's expiry settings.
 
-Owns: where the walk is, and what it has learned of frequencies. Invariants: a pinned id stays; what goes is told, since
-where a walk stands depends on the index's private seed: whoever needs the same rows again records the ids (rule C1), or
-sweeps, which depends on it in nothing.
-Must not know: when it is called.
+Owns: where the walk is, and what it has learned of frequencies. Invariants: the ids stay that it is told to leave; what
+goes is told, since where a walk stands depends on the index's private seed: whoever needs the same rows again records
+the ids (rule C1), or sweeps, which depends on it in nothing. Must not know: when it is called.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ class Expiry:
     _ties: Numbers = field(default_factory=lambda: np.zeros(1, np.int64))
     _begun: bool = False
 
-    def step(self, memory: Memory, unit: int, rows: int, pinned: Numbers, *, stays: bool = False) -> Expired:
-        """The next few hundred buckets. `stays`: what expires is told, and somebody else takes it out."""
+    def step(self, memory: Memory, unit: int, rows: int, besides: Numbers, *, stays: bool = False) -> Expired:
+        """The next few hundred buckets, but for `besides`, ids that ascend. `stays`: what expires is told, and somebody
+        else takes it out."""
         nothing = np.empty(0, np.int64)
         if not self._begun:
             self._begin(rows)
@@ -63,7 +63,7 @@ class Expiry:
             return Expired(nothing, over=False)
         gone = np.empty(_GONE, np.int64)
         n, cursor, over = walks.expire_some(
-            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, pinned), gone, stays
+            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, besides), gone, stays
         )
         self._cursor = np.uint64(cursor)
         if over:
@@ -93,7 +93,7 @@ class Expiry:
         self._histogram = None
         self._cursor = np.uint64(0)
 
-    def _reasons(self, unit: int, pinned: Numbers) -> walks.Reasons:
+    def _reasons(self, unit: int, besides: Numbers) -> walks.Reasons:
         settings = self.settings
         return walks.Reasons(
             unit,
@@ -103,7 +103,7 @@ class Expiry:
             float(settings.norm_min) ** 2,
             self._fewest,
             self._ties,
-            pinned,
+            besides,
         )
 
 
@@ -136,7 +136,7 @@ class Sweep:
             square_norm_min=float(settings.norm_min) ** 2,
             fewest=fewest,
             ties=no_ties,
-            pinned=besides,
+            besides=besides,
         )
         gone = np.unique(self._walk(reasons))
         if not too_many:

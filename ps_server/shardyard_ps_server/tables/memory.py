@@ -1,7 +1,8 @@
 """Memory that is reserved at once and comes page by page as it is touched, so that it grows without a copy.
 
-Owns: how it is mapped. Invariants: it begins at a huge page; the first MiB comes in small pages, so that a small table
-stays small; the rest in huge ones; it is unmapped with the last array on it. Must not know: what lies there.
+Owns: how it is mapped, and when its pages come. Invariants: it begins at a huge page; the first MiB comes in small
+pages, so that a small table stays small; the rest in huge ones; it is unmapped with the last array on it. Must not
+know: what lies there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from typing import Any, Final
 
 import numpy as np
@@ -72,6 +74,29 @@ def populate(array: npt.NDArray[Any], begin: int, end: int) -> None:
     for first in range(begin // HUGE_BYTES * HUGE_BYTES, end, HUGE_BYTES):
         at = (address + max(first, begin)) // mmap.PAGESIZE * mmap.PAGESIZE
         _MADVISE(at, address + min(first + HUGE_BYTES, end) - at, _POPULATE_WRITE)
+
+
+class Pages:
+    """Of the rows of `array`, which was reserved, float32 (rows, row): they come before the rows are used, which are
+    taken from its beginning on. Safe for several threads."""
+
+    def __init__(self, array: npt.NDArray[np.float32]) -> None:
+        self._array = array
+        self._asking = threading.Lock()
+        self._asked = HUGE_BYTES // array.strides[0]
+        """Rows whose pages were asked for; those of the first are small, and come one by one."""
+
+    def make_ready(self, rows: int) -> None:
+        """Those of the first `rows` rows, or of all where there are fewer, are there, or come by another thread now;
+        with them as many as make a huge page."""
+        row_bytes = self._array.strides[0]
+        if min(rows, len(self._array)) <= self._asked:
+            return
+        with self._asking:
+            first = self._asked
+            last = self._asked = max(first, min(max(rows, first + HUGE_BYTES // row_bytes), len(self._array)))
+        if last > first:
+            populate(self._array, first * row_bytes, last * row_bytes)
 
 
 def _from_libc(name: str, result: Any, *arguments: Any) -> Any:

@@ -49,7 +49,7 @@ from shardyard_ps_server.tables.layout import (
     Memory,
     Numbers,
 )
-from shardyard_ps_server.tables.memory import HUGE_BYTES, populate, reserve
+from shardyard_ps_server.tables.memory import Pages, reserve
 from shardyard_ps_server.tables.retirement import Retirement
 from shardyard_ps_server.tables.stripes import Stripes
 from shardyard_ps_server.tables.tier import Tier
@@ -81,6 +81,7 @@ class Table:
         self._state = sum(slot.width(settings.dim) for slot in self.slots)
         self._rows_max = settings.rows_max if budget is None else min(settings.rows_max, COLD_ROWS_MAX)
         self._memory = self._reserve(tiered=budget is not None)
+        self._pages = Pages(self._memory.slab)
         self._retirement = Retirement()
         self._stripes = Stripes(self._memory, self._retirement)
         self._batches = Batches()
@@ -93,8 +94,6 @@ class Table:
         self._counting = threading.Lock()
         """Of what is below: short, and never around a loop."""
         self._promised = 0
-        self._populated = HUGE_BYTES // self._memory.slab.strides[0]
-        """Rows whose pages were asked for; those of the first are small, and come one by one."""
         self._updates = 0
         self._now_ms = 0
         self._expired = 0
@@ -105,7 +104,6 @@ class Table:
         self._chained = False
         self._removed: list[Numbers] = []
         self._cut: Cut | None = None
-        self._pinned: dict[int, list[Numbers]] = {}
         self._expiry = Expiry(settings.expiry, settings.dim)
         self._expiring = threading.Lock()
         admission = settings.admission
@@ -310,16 +308,6 @@ class Table:
 
     # ---- expiring
 
-    def pin(self, ids: Ids, step: int) -> None:
-        """These do not expire until `unpin(step)`: a step in flight has read them, and will push them."""
-        self._check_ids(ids)
-        with self._counting:
-            self._pinned.setdefault(step, []).append(ids.copy())
-
-    def unpin(self, step: int) -> None:
-        with self._counting:
-            self._pinned.pop(step, None)
-
     def expire(self, step: int, budget: int, now_ms: int = 0) -> Expired:
         """Takes out what expires by the settings at `step`, or at `now_ms` of the table's clock, in about `budget`
         buckets from where the last call has stopped, or to the end of the table. Others push and look up meanwhile."""
@@ -350,17 +338,14 @@ class Table:
 
     def _expire(self, step: int, budget: int, now_ms: int, *, stays: bool, besides: Sequence[Ids] = ()) -> Expired:
         gone: list[Numbers] = []
-        over = False
+        over, staying = False, _distinct(besides)
         self._advance(0, now_ms)
         unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
         with self._expiring:
             for _ in range(max(1, budget // HOMES_PER_STEP)):
                 self._expiry.bring(self._memory)
                 with self._gate.together():
-                    with self._counting:
-                        pins = [*besides, *(ids for of in self._pinned.values() for ids in of)]
-                    pinned = _distinct(pins)
-                    done = self._expiry.step(self._memory, unit, self.rows, pinned, stays=stays)
+                    done = self._expiry.step(self._memory, unit, self.rows, staying, stays=stays)
                     if not stays:
                         self._tell_removed(done.ids)
                         self._expired += done.ids.size
@@ -504,8 +489,8 @@ class Table:
         self._retirement.let_go()
         if self._tier is not None:
             self._tier.make_room(ids)
-        else:
-            self._populate(ids.size)
+        else:  # a page that comes while a stripe is locked is waited for by all who look something up in that
+            self._pages.make_ready(int(self._memory.shared[NEXT_ROW]) + ids.size)
         with self._gate.together(), self._room_for(ids):
             self._advance(step, now_ms)
             pushed = loops.Pushed(
@@ -569,20 +554,6 @@ class Table:
         finally:
             with self._counting:
                 self._promised -= n
-
-    def _populate(self, n: int) -> None:
-        """Pages of the rows that so many ids may need are there: one that comes while a stripe is locked is waited for
-        by all who look something up in that. Where memory has a bound it comes as it is needed."""
-        slab, first = self._memory.slab, self._populated
-        row_bytes = slab.strides[0]
-        last = min(int(self._memory.shared[NEXT_ROW]) + n, self._rows_max)
-        if last > first:
-            with self._counting:
-                first = self._populated
-                last = min(max(last, first + HUGE_BYTES // row_bytes), self._rows_max)
-                self._populated = max(last, first)
-            if last > first:
-                populate(slab, first * row_bytes, last * row_bytes)
 
     def _missing(self, ids: Ids) -> int:
         """How many of the ids have no row."""

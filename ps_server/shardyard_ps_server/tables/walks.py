@@ -93,7 +93,7 @@ def copy_some(
 class Reasons(NamedTuple):
     """Why an entry expires; a number of 0 is no reason. `unit`: now, in units of steps, as ages are. `grace_units`: for
     so long after its last push it stays, but for its age. `fewest`: what is less frequent goes, for want of room, and
-    of what is as frequent so many as `ties[0]` says. `pinned`: ids that stay, ascending."""
+    of what is as frequent so many as `ties[0]` says. `besides`: ids that stay, ascending."""
 
     unit: int
     age_units: int
@@ -102,7 +102,7 @@ class Reasons(NamedTuple):
     square_norm_min: float
     fewest: int
     ties: Numbers
-    pinned: Numbers
+    besides: Numbers
 
 
 @compiled
@@ -117,7 +117,7 @@ def expire_some(
     base = memory.stripes[at + BASE]
     buckets = buckets_of(memory.stripes, stripe)
     stop = min(home + homes, memory.stripes[at + HOMES])
-    slab, ties, pinned = memory.slab, reasons.ties, reasons.pinned
+    slab, ties, besides = memory.slab, reasons.ties, reasons.besides
     unit, age_units, grace_units = reasons.unit, reasons.age_units, reasons.grace_units
     frequency_min, square_norm_min, fewest = reasons.frequency_min, reasons.square_norm_min, reasons.fewest
     b, n = home, 0
@@ -127,7 +127,7 @@ def expire_some(
             slab, word, base, dim, unit, age_units, grace_units, frequency_min, square_norm_min, fewest, ties[0]
         ):
             number = signed(buckets[2 * b])
-            if not _is_in(pinned, number):
+            if not _is_in(besides, number):
                 if n == gone.size:
                     stop = stop if stays else home
                     break
