@@ -194,11 +194,6 @@ class Yard(MachineYard):
         return feeds
 
 
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 def test_verdict_comes_when_enough_ranks_are_there_and_is_the_same_for_ever(short: bool) -> None:
     yard = Yard()
     yard.handle(events.FeedOpened(yard.workers[0], 0, feed_of(60)))

@@ -16,12 +16,10 @@ from shardyard.ground.types import (
     ConsistencyMode,
     DataLease,
     DataShardSource,
-    DType,
     Durability,
     Halt,
     Incarnation,
     MemberRole,
-    OptimizerSpec,
     PartitionId,
     Rank,
     RankSource,
@@ -29,7 +27,6 @@ from shardyard.ground.types import (
     SourceKey,
     Token,
     UpdateMode,
-    VariableSpec,
     Version,
     Watermark,
     WorkerSource,
@@ -49,11 +46,8 @@ from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine_yards import MachineYard
+from switching_yards import ASYNC, BOUNDED, FEED, SGD, SYNC, VARIABLES, SwitchingYard
 
-SYNC, ASYNC, BOUNDED = ConsistencyMode.SYNC, ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED
-VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
-SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 SHARD = 3
 JOB = JobSettings(
     partitions=2,
@@ -62,39 +56,16 @@ JOB = JobSettings(
     consistency=ConsistencySettings(mode=ASYNC, logical_ranks=2, staleness=4),
     data=DataSettings(batches_per_data_shard=SHARD),
 )
-FEED = FeedSpec(samples=100, fingerprint="f", batch_size=5, epochs=2, shuffle=True, drop_last=False)
 
 
-class Yard(MachineYard):
+class Yard(SwitchingYard):
     def __init__(
         self, settings: JobSettings = JOB, checkpoints: str | None = "/c", feed: FeedSpec | None = FEED
     ) -> None:
-        super().__init__(checkpoints=checkpoints)
-        self.server = self.register(MemberRole.SERVER, "s:0")
-        self.settings = settings
-        self.workers = [self.join() for _ in range(2)]
-        self.open_job(self.workers[0], VARIABLES, SGD)
-        for caller in self.workers:
-            self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
-            if feed is not None:
-                self.handle(events.FeedOpened(caller, 0, feed))
-
-    def join(self) -> Caller:
-        return self.join_as(self.register(MemberRole.WORKER), self.settings)
+        super().__init__(settings, checkpoints, feed)
 
     def switch(self, mode: ConsistencyMode | None = SYNC, staleness: int | None = None) -> SwitchTaken:
-        answer = self.handle(events.SwitchAsked("", mode, staleness))
-        assert isinstance(answer, SwitchTaken)
-        return answer
-
-    def say(self, caller: Caller, reached: int = 0, *, halt: int = 1, step: int = 0) -> Halt | None:
-        return self.beat(caller.incarnation, Report(step=step, halted=(halt, reached))).halt
-
-    def halt(self, caller: Caller) -> Halt | None:
-        return self.beat(caller.incarnation).halt
-
-    def lease(self, caller: Caller, feed: int = 0) -> object:
-        return self.handle(events.LeaseRequested(caller, feed))
+        return super().switch(mode, staleness)
 
     def leased(self, caller: Caller) -> DataLease:
         found = self.lease(caller)
@@ -110,22 +81,6 @@ class Yard(MachineYard):
     def compute(self, shards: int) -> None:
         for _ in range(shards):
             self.close(self.workers[0], self.leased(self.workers[0]))
-
-    def tick(self, ms: int = 100) -> None:
-        self.now_ms += ms
-        self.handle(events.Ticked())
-
-    @property
-    def read(self) -> effects.ReadSteps:
-        (read,) = self.wanted(effects.ReadSteps)
-        assert isinstance(read, effects.ReadSteps)
-        return read
-
-    def settle(self, version: int, *, halt: int = 1) -> None:
-        for caller in self.workers:
-            self.say(caller, halt=halt)
-        read = self.read
-        self.handle(events.StepsRead(read.job, read.map.generation, version))
 
     def begin_writing(self) -> effects.TakeCheckpoint:
         self.tick()
@@ -148,15 +103,6 @@ class Yard(MachineYard):
         self.tick()
         return self.restoring
 
-    @property
-    def restoring(self) -> effects.RestorePartitions:
-        (restore,) = self.wanted(effects.RestorePartitions)
-        assert isinstance(restore, effects.RestorePartitions)
-        return restore
-
-    def restored(self, restore: effects.RestorePartitions) -> None:
-        self.handle(events.PartitionsRestored(restore.subject.job, restore.map.generation))
-
     def opened(self, feed: int = 0, spec: FeedSpec = FEED) -> FeedOpening:
         answer = self.handle(events.FeedOpened(self.workers[0], feed, spec))
         assert isinstance(answer, FeedOpening)
@@ -167,11 +113,6 @@ class Yard(MachineYard):
         return self.job().mode
 
 
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 # ---- what is waited for
 
 
@@ -180,7 +121,7 @@ def test_data_shards_that_were_begun_are_done_and_no_other_is_begun() -> None:
     first, second = yard.workers
     lease = yard.leased(first)
     assert yard.switch().consistency == Consistency(1, SYNC)
-    assert [yard.say(each) for each in yard.workers] == [Halt(1, drains=True)] * 2
+    assert [yard.halted(each) for each in yard.workers] == [Halt(1, drains=True)] * 2
     waiting = yard.lease(second)
     assert isinstance(waiting, LeaseWait)
     assert "to go over to sync" in waiting.waiting_for
@@ -205,7 +146,7 @@ def test_what_a_lost_worker_has_begun_is_computed_by_another_first() -> None:
     yard.handle(events.MemberLeft(first.incarnation, "power"))
     again = yard.leased(second)
     assert again.source == lease.source
-    yard.say(second)
+    yard.halted(second)
     assert not yard.wanted(effects.ReadSteps)
     yard.close(second, again)
     yard.handle(events.WorkersFenced(second.job, (first.incarnation,), ()))
@@ -216,19 +157,19 @@ def test_what_a_lost_worker_has_begun_is_computed_by_another_first() -> None:
 def test_all_living_workers_say_that_they_push_nothing_of_their_own() -> None:
     yard = Yard()
     yard.switch()
-    yard.say(yard.workers[0])
+    yard.halted(yard.workers[0])
     yard.tick()
     assert not yard.wanted(effects.ReadSteps)
-    yard.say(yard.workers[1])
+    yard.halted(yard.workers[1])
     assert yard.wanted(effects.ReadSteps)
 
 
 def test_job_whose_worker_pushes_its_own_work_meanwhile_stays_as_it_is() -> None:
     yard = Yard()
     yard.switch()
-    yard.say(yard.workers[0], 1)
+    yard.halted(yard.workers[0], 1)
     assert "stays async, since worker" in yard.told[-1]
-    assert yard.halt(yard.workers[0]) is None
+    assert yard.told_to_halt(yard.workers[0]) is None
     assert isinstance(yard.lease(yard.workers[0]), DataLease)
 
 
@@ -254,18 +195,18 @@ def test_partitions_that_go_back_have_their_work_computed_again_and_the_step_is_
     yard.compute(2)
     yard.switch()
     yard.settle(6)
-    assert yard.halt(yard.workers[0]) == Halt(1, True, 6, True)
+    assert yard.told_to_halt(yard.workers[0]) == Halt(1, True, 6, True)
     yard.register(MemberRole.SERVER, "s:1")
     yard.handle(events.MemberLeft(yard.server, ""))
     yard.tick()
     yard.restored(yard.restoring)
-    assert yard.halt(yard.workers[0]) == Halt(1, drains=True)
+    assert yard.told_to_halt(yard.workers[0]) == Halt(1, drains=True)
     yard.write()
     yard.tick()
     assert yard.mode is UpdateMode.ASYNC, "two data shards are free again"
     yard.compute(2)
     yard.settle(8)
-    assert yard.halt(yard.workers[0]) == Halt(1, True, 8, True)
+    assert yard.told_to_halt(yard.workers[0]) == Halt(1, True, 8, True)
 
 
 def test_job_may_be_told_to_stay_until_it_has_gone_over() -> None:
@@ -278,7 +219,7 @@ def test_job_may_be_told_to_stay_until_it_has_gone_over() -> None:
     assert isinstance(yard.lease(yard.workers[0]), DataLease)
     yard.switch()
     yard.handle(events.StopAsked(yard.workers[0], "", "enough"))
-    assert yard.halt(yard.workers[0]) is None
+    assert yard.told_to_halt(yard.workers[0]) is None
 
 
 # ---- what is asked
@@ -337,7 +278,7 @@ def test_data_set_that_is_opened_meanwhile_and_steps_could_not_deal_ends_the_swi
     yard.tick()
     assert yard.mode is UpdateMode.ASYNC
     assert any("stays async, since data set 1" in each for each in yard.told)
-    assert yard.halt(yard.workers[0]) is None
+    assert yard.told_to_halt(yard.workers[0]) is None
 
 
 # ---- going over
@@ -371,7 +312,7 @@ def test_servers_have_heard_it_with_their_partitions_and_workers_with_the_map() 
     with pytest.raises(errors.NotReady, match="goes over to sync"):
         yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
     yard.restored(restore)
-    assert yard.halt(yard.workers[0]) is None
+    assert yard.told_to_halt(yard.workers[0]) is None
     placed = yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
     assert isinstance(placed, effects.Placed)
     assert (placed.map, placed.consistency) == (restore.map, Consistency(1, SYNC))
@@ -464,13 +405,13 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
         yard.tick()
         if moment == "restored":
             yard.restored(yard.restoring)
-    halt, mode = yard.halt(yard.workers[0]), yard.mode
+    halt, mode = yard.told_to_halt(yard.workers[0]), yard.mode
     yard.restart(from_snapshot=short)
-    assert (yard.halt(yard.workers[0]), yard.mode) == (halt, mode)
+    assert (yard.told_to_halt(yard.workers[0]), yard.mode) == (halt, mode)
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "given up":
         assert yard.switch().first
-        assert yard.halt(yard.workers[0]) == Halt(2, drains=True)
+        assert yard.told_to_halt(yard.workers[0]) == Halt(2, drains=True)
         return
     if moment == "asked":
         yard.settle(9)
@@ -513,7 +454,7 @@ def test_job_goes_back_to_data_shards_where_steps_end_and_their_names_mean_what_
         yard.beat(worker.incarnation, Report(step=10, switches=1))
     yard.switch(ASYNC)
     for worker in yard.workers:
-        yard.say(worker, 10, halt=2, step=10)
+        yard.halted(worker, 10, halt=2, step=10)
     yard.handle(events.StepsRead(yard.read.job, yard.read.map.generation, 10))
     taking = yard.begin_writing()
     yard.handle(events.CheckpointTaken(taking.subject.job, taking.draft.number, taking.draft.number, 10))

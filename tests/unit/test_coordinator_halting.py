@@ -11,22 +11,18 @@ import pytest
 
 from shardyard.ground import errors, limits
 from shardyard.ground.types import (
-    Caller,
     Consistency,
     ConsistencyMode,
     DataLease,
     DataShardSource,
-    DType,
     Durability,
     Halt,
     Incarnation,
     MemberRole,
-    OptimizerSpec,
     Rank,
     RankSource,
     Token,
     UpdateMode,
-    VariableSpec,
 )
 from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
 from shardyard.wire import convert
@@ -36,17 +32,13 @@ from shardyard_coordinator.data_ledger import DataLedger
 from shardyard_coordinator.effects import SwitchTaken
 from shardyard_coordinator.feeds import FeedDone, FeedSpec
 from shardyard_coordinator.halting import Halting
-from shardyard_coordinator.progress import Report
 from shardyard_coordinator.quarantine import Condemned
 from shardyard_coordinator.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from machine_yards import MachineYard
+from switching_yards import ASYNC, BOUNDED, FEED, SGD, SYNC, VARIABLES, SwitchingYard
 
-SYNC, ASYNC, BOUNDED = ConsistencyMode.SYNC, ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED
-VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
-SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 JOB = JobSettings(
     partitions=2,
     workers_expected=2,
@@ -54,49 +46,17 @@ JOB = JobSettings(
     consistency=ConsistencySettings(mode=SYNC, logical_ranks=2, staleness=4),
     data=DataSettings(batches_per_data_shard=3),
 )
-FEED = FeedSpec(samples=100, fingerprint="f", batch_size=5, epochs=2, shuffle=True, drop_last=False)
 STEPS_OF_EPOCH = 10
 
 
-class Yard(MachineYard):
+class Yard(SwitchingYard):
     def __init__(
         self, settings: JobSettings = JOB, checkpoints: str | None = "/c", feed: FeedSpec | None = FEED
     ) -> None:
-        super().__init__(checkpoints=checkpoints)
-        self.server = self.register(MemberRole.SERVER, "s:0")
-        self.settings = settings
-        self.workers = [self.join() for _ in range(2)]
-        self.open_job(self.workers[0], VARIABLES, SGD)
-        for caller in self.workers:
-            self.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
-            if feed is not None:
-                self.handle(events.FeedOpened(caller, 0, feed))
-
-    def join(self) -> Caller:
-        return self.join_as(self.register(MemberRole.WORKER), self.settings)
+        super().__init__(settings, checkpoints, feed)
 
     def switch(self, mode: ConsistencyMode | None = ASYNC, staleness: int | None = None) -> SwitchTaken:
-        answer = self.handle(events.SwitchAsked("", mode, staleness))
-        assert isinstance(answer, SwitchTaken)
-        return answer
-
-    def say(self, caller: Caller, reached: int, *, halt: int = 1, step: int = 0) -> Halt | None:
-        return self.beat(caller.incarnation, Report(step=step, halted=(halt, reached))).halt
-
-    def told_to_halt(self, caller: Caller, step: int = 0) -> Halt | None:
-        return self.beat(caller.incarnation, Report(step=step)).halt
-
-    def settle(self, step: int) -> None:
-        """All workers stand before `step`, and the servers have said so."""
-        for caller in self.workers:
-            self.say(caller, step)
-        (read,) = self.wanted(effects.ReadSteps)
-        assert isinstance(read, effects.ReadSteps)
-        self.handle(events.StepsRead(read.job, read.map.generation, 0))
-
-    def tick(self, ms: int = 100) -> None:
-        self.now_ms += ms
-        self.handle(events.Ticked())
+        return super().switch(mode, staleness)
 
     def write(self, step: int) -> bool:
         """Whether a checkpoint is begun; it is taken then."""
@@ -111,29 +71,12 @@ class Yard(MachineYard):
         """From asked to what the servers are told."""
         self.write(0)
         self.switch()
-        self.settle(step)
+        self.settle(reached=step)
         for caller in self.workers:
             self.told_to_halt(caller, step)
         assert self.write(step)
         self.tick()
         return self.restoring
-
-    @property
-    def restoring(self) -> effects.RestorePartitions:
-        (restore,) = self.wanted(effects.RestorePartitions)
-        assert isinstance(restore, effects.RestorePartitions)
-        return restore
-
-    def restored(self, restore: effects.RestorePartitions) -> None:
-        self.handle(events.PartitionsRestored(restore.subject.job, restore.map.generation))
-
-    def lease(self, caller: Caller) -> object:
-        return self.handle(events.LeaseRequested(caller, 0))
-
-
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 # ---- before which step
@@ -144,11 +87,10 @@ def test_job_goes_over_before_the_first_step_to_which_nobody_has_contributed() -
     taken = yard.switch(BOUNDED, 3)
     assert (taken.first, taken.consistency) == (True, Consistency(1, BOUNDED, 3))
     assert [yard.told_to_halt(each) for each in yard.workers] == [Halt(1)] * 2
-    yard.say(yard.workers[0], 4)
+    yard.halted(yard.workers[0], 4)
     assert not yard.wanted(effects.ReadSteps), "the other one may contribute to further steps"
-    yard.say(yard.workers[1], 5)
-    (read,) = yard.wanted(effects.ReadSteps)
-    assert isinstance(read, effects.ReadSteps)
+    yard.halted(yard.workers[1], 5)
+    read = yard.read
     assert [key.source for key in read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
     yard.handle(events.StepsRead(read.job, read.map.generation, 6))
     assert [yard.told_to_halt(each) for each in yard.workers] == [Halt(1, True, 6)] * 2
@@ -161,9 +103,8 @@ def test_partitions_that_went_back_while_they_were_asked_are_asked_again() -> No
     yard = Yard()
     yard.switch()
     for caller in yard.workers:
-        yard.say(caller, 3)
-    (read,) = yard.wanted(effects.ReadSteps)
-    assert isinstance(read, effects.ReadSteps)
+        yard.halted(caller, 3)
+    read = yard.read
     yard.handle(events.StepsRead(read.job, type(read.map.generation)(read.map.generation + 1), 3))
     assert yard.told_to_halt(yard.workers[0]) == Halt(1)
 
@@ -171,14 +112,14 @@ def test_partitions_that_went_back_while_they_were_asked_are_asked_again() -> No
 def test_word_of_a_halt_that_was_given_up_does_not_count_for_the_next_one() -> None:
     yard = Yard()
     yard.switch()
-    yard.say(yard.workers[0], 2)
+    yard.halted(yard.workers[0], 2)
     assert yard.switch(SYNC).consistency == Consistency(0, SYNC)
     assert yard.told_to_halt(yard.workers[0]) is None
     yard.switch()
-    yard.say(yard.workers[1], 2, halt=2)
-    yard.say(yard.workers[0], 2, halt=1)
+    yard.halted(yard.workers[1], 2, halt=2)
+    yard.halted(yard.workers[0], 2, halt=1)
     assert not yard.wanted(effects.ReadSteps)
-    yard.say(yard.workers[0], 9, halt=2)
+    yard.halted(yard.workers[0], 9, halt=2)
     assert yard.wanted(effects.ReadSteps)
 
 
@@ -251,7 +192,7 @@ def test_job_does_not_go_over_with_a_checkpoint_of_an_earlier_step() -> None:
     yard = Yard()
     yard.write(0)
     yard.switch()
-    yard.settle(7)
+    yard.settle(reached=7)
     for step in range(5, 7):
         yard.told_to_halt(yard.workers[0], step)
         assert not yard.write(step), "nothing is wanted before the step is reached"
@@ -335,7 +276,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
     if moment == "given up":
         yard.switch(SYNC)
     if moment in ("settled", "gone over", "restored"):
-        yard.settle(7)
+        yard.settle(reached=7)
     if moment in ("gone over", "restored"):
         yard.told_to_halt(yard.workers[0], 7)
         yard.write(7)
@@ -347,7 +288,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
     assert (yard.told_to_halt(yard.workers[0]), yard.job().mode) == (halt, mode)
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "asked":
-        yard.settle(7)
+        yard.settle(reached=7)
     if moment in ("asked", "settled"):
         yard.told_to_halt(yard.workers[0], 7)
         assert yard.write(7)

@@ -75,11 +75,6 @@ class Yard(MachineYard):
         return describe(self.machine, self.now_ms).jobs[-1]
 
 
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 # ---- who follows what
 
 

@@ -112,11 +112,6 @@ def yard() -> Yard:
     return Yard()
 
 
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 # ---- members
 
 

@@ -100,11 +100,6 @@ class Yard(MachineYard):
         return self.machine.jobs[-1].stopping.stop
 
 
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
 # ---- who decides
 
 

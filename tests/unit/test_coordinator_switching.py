@@ -13,18 +13,14 @@ from shardyard.ground.types import (
     Caller,
     Consistency,
     ConsistencyMode,
-    DType,
     Generation,
     Incarnation,
     MemberRole,
-    OptimizerSpec,
-    VariableSpec,
 )
 from shardyard.runtime.settings import ConsistencySettings, JobSettings
 from shardyard.wire import convert
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.effects import SwitchTaken
 from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.progress import Report
 from shardyard_coordinator.switching import RETRY_MS, SWITCHES_MAX, Switching, settings_of, switched
@@ -32,29 +28,15 @@ from shardyard_coordinator.switching import RETRY_MS, SWITCHES_MAX, Switching, s
 sys.path.insert(0, str(Path(__file__).parent))
 
 from machine_yards import MachineYard
+from switching_yards import ASYNC, BOUNDED, SGD, VARIABLES, SwitchingYard
 
-ASYNC, BOUNDED = ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED
-VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
-SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 JOB = JobSettings(partitions=2, workers_expected=2)
 FEED = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=1, shuffle=True, drop_last=False)
 
 
-class Yard(MachineYard):
+class Yard(SwitchingYard):
     def __init__(self, settings: JobSettings = JOB, checkpoints: str | None = None) -> None:
-        super().__init__(checkpoints=checkpoints)
-        self.server = self.register(MemberRole.SERVER, "s:0")
-        self.settings = settings
-        self.workers = [self.join() for _ in range(2)]
-        self.open_job(self.workers[0], VARIABLES, SGD)
-
-    def join(self) -> Caller:
-        return self.join_as(self.register(MemberRole.WORKER), self.settings)
-
-    def switch(self, mode: ConsistencyMode | None, staleness: int | None = None) -> SwitchTaken:
-        answer = self.handle(events.SwitchAsked("", mode, staleness))
-        assert isinstance(answer, SwitchTaken)
-        return answer
+        super().__init__(settings, checkpoints)
 
     @property
     def order(self) -> effects.PaceServers:
@@ -74,15 +56,6 @@ class Yard(MachineYard):
         switch = self.job().switch
         assert switch is not None
         return switch.behind
-
-    def tick(self, ms: int = 100) -> None:
-        self.now_ms += ms
-        self.handle(events.Ticked())
-
-
-@pytest.fixture(params=[False, True], ids=["from-all-records", "from-the-snapshot"])
-def short(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
 
 
 # ---- servers first
