@@ -11,6 +11,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -62,6 +63,11 @@ def pull_request() -> server.PullRequest:
         exactly=True,
         wait_ms=500,
     )
+
+
+def without_work(**more: Any) -> server.PushHeader:
+    """Of a request that pushes nothing."""
+    return server.PushHeader(caller=CALLER, server=(1 << 32) + 2, generation=1, kind=server.PUSH_KIND_NOTHING, **more)
 
 
 def layout() -> common.JobLayout:
@@ -134,26 +140,10 @@ def messages() -> dict[str, Message]:
             pull=server.PullRequest(number=43, exactly=True, wait_ms=500),
             again=True,
         ),
-        "PushHeader.nothing": server.PushHeader(
-            caller=CALLER,
-            server=(1 << 32) + 2,
-            generation=1,
-            kind=server.PUSH_KIND_NOTHING,
-            pull=server.PullRequest(partitions=[0, 2], number=42),
-        ),
-        "PushHeader.attach": server.PushHeader(
-            caller=CALLER,
-            server=(1 << 32) + 2,
-            generation=1,
-            kind=server.PUSH_KIND_NOTHING,
-            attach=server.SharedMemory(pid=4242, fd=7, bytes=1 << 20, nonce=NONCE),
-        ),
-        "PushHeader.attach_rows": server.PushHeader(
-            caller=CALLER,
-            server=(1 << 32) + 2,
-            generation=1,
-            kind=server.PUSH_KIND_NOTHING,
-            attach_rows=server.SharedMemory(pid=4242, fd=8, bytes=1 << 20, nonce=NONCE),
+        "PushHeader.nothing": without_work(pull=server.PullRequest(partitions=[0, 2], number=42)),
+        "PushHeader.attach": without_work(attach=server.SharedMemory(pid=4242, fd=7, bytes=1 << 20, nonce=NONCE)),
+        "PushHeader.attach_rows": without_work(
+            attach_rows=server.SharedMemory(pid=4242, fd=8, bytes=1 << 20, nonce=NONCE)
         ),
         "PushHeader.rows_at": server.PushHeader(
             kind=server.PUSH_KIND_NOTHING,

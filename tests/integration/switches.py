@@ -9,12 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
-from yards import ROLE, RoleYard
+from yards import ROLE, Probes, RoleYard, finish, wait_for_any
 
 import shardyard as sy
 from shardyard.ground.types import UpdateMode
@@ -35,7 +37,34 @@ SETTINGS = {
     "membership.heartbeat_ms": 200,
     "log.level": "error",
 }
-ASYNC, BOUNDED = wire.CONSISTENCY_MODE_ASYNC, wire.CONSISTENCY_MODE_BOUNDED
+SYNC, ASYNC, BOUNDED = wire.CONSISTENCY_MODE_SYNC, wire.CONSISTENCY_MODE_ASYNC, wire.CONSISTENCY_MODE_BOUNDED
+EPOCHS, RANKS = 3, 2
+"""Where processes die."""
+
+Seen = list[tuple[UpdateMode, int]]
+"""In which mode, and at which step, a worker was after each batch."""
+
+
+def two_workers(folder: Path, mode: str) -> dict[str, object]:
+    """Settings of a job that may go over to the other mode of updates."""
+    return {
+        "job.consistency.mode": mode,
+        "job.consistency.logical_ranks": 2,
+        "job.workers_expected": 2,
+        "job.checkpoint.url": str(folder),
+    }
+
+
+def until(is_so: Callable[[], object], tell: Callable[[], object] = str) -> None:
+    """`tell`: what is told where it takes too long."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline, tell()
+        time.sleep(0.01)
+
+
+def errors_of(runs: Sequence[Future[set[float]]]) -> Callable[[], object]:
+    return lambda: [run.exception() for run in runs if run.done()]
 
 
 class Yard:
@@ -61,10 +90,7 @@ class Yard:
     def go_over(self, mode: wire.ConsistencyMode, staleness: int | None = None) -> None:
         """Switches, until all servers go by it and the workers have been told."""
         assert self.switch(mode, staleness).first
-        until = time.monotonic() + DEADLINE_S
-        while not self.standing().consistency.servers:
-            assert time.monotonic() < until, self.standing().consistency
-            time.sleep(0.01)
+        until(lambda: self.standing().consistency.servers, self.standing)
 
 
 @contextmanager
@@ -119,13 +145,63 @@ class Counting:
         return strategy._bound == staleness
 
 
+def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int) -> set[float]:
+    """A worker, to its end; what it has counted then."""
+    with here.connect() as job:
+        counting = Counting(job, tables=tables)
+        counting.optimizer.zero_grad()
+        for (chosen,) in job.batches(DATA, batch_size=1, epochs=epochs, accumulate=accumulate):
+            counting.add(chosen)
+            if job.step_due:
+                counting.optimizer.step()
+                counting.optimizer.zero_grad()
+            assert job.mode is UpdateMode.ASYNC or job._training is None or job._training.cache is None
+            seen.append((job.mode, job.step))
+            time.sleep(0.005)
+        return counting.counts
+
+
 def until_told(job: sy.Job, number: int) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while job._session.consistency.number < number:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: job._session.consistency.number >= number, lambda: job._session.consistency)
 
 
 def set_(yard: RoleYard, *what: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *ROLE, "set", *what, "--coordinator", yard.address]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def switch_while_some_die(
+    yard: RoleYard, probes: Probes, when: str, settings: dict[str, object], *what: str, told: str, mode: int
+) -> wire.Consistency:
+    """Three workers count; `shardyard set` is given `what`, and says `told`; then a worker, a server and the
+    coordinator are killed, before the job goes over to updates of `mode`, or right `after`. Each sample must count once
+    an epoch. The consistency at the end."""
+
+    def await_mode() -> None:
+        until(lambda: yard.status().jobs[0].mode == mode, yard.status)
+
+    options = ("--epochs", str(EPOCHS), "--pause-ms", "60", "--samples", str(SAMPLES), "--ranks", str(RANKS))
+    given = {
+        "coordinator": yard.address,
+        "job__workers_expected": 3,
+        "job__consistency__logical_ranks": RANKS,
+        "job__rank_grace_ms": 500,
+        **settings,
+    }
+    started = [probes.start("count", *options, **given) for _ in range(3)]  # type: ignore[arg-type]
+    wait_for_any([script for script, _ in started], "computed 2")  # in a synchronous job who comes third has no rank
+    answer = set_(yard, *what)
+    assert (answer.returncode, answer.stdout) == (0, told), answer.stderr
+    if when == "after":
+        await_mode()
+    started.pop()[0].kill()
+    yard.kill_server(1)
+    yard.kill_coordinator()
+    yard.restart_coordinator()
+    yard.restart_server(1)
+    await_mode()
+    results = [finish(script, out) for script, out in started]
+    assert [result["counts"] for result in results] == [[float(EPOCHS)] * SAMPLES] * 2
+    (job,) = yard.ended().jobs
+    assert job.state == wire.JOB_STATE_FINISHED
+    return job.consistency.consistency

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from switches import ASYNC, BOUNDED, DATA, DEADLINE_S, SAMPLES, Counting, until_told, yard
+from switches import ASYNC, BOUNDED, DATA, DEADLINE_S, SAMPLES, Counting, errors_of, until, until_told, yard
 
 from shardyard.ground import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -41,16 +41,10 @@ def test_each_sample_counts_once_an_epoch_over_several_switches_in_it(window: in
                 return counting.counts
 
         runs = [threads.submit(train, number) for number in range(2)]
-        until = time.monotonic() + DEADLINE_S
-        while not all(seen):
-            assert time.monotonic() < until, [run.exception() for run in runs if run.done()]
-            time.sleep(0.01)
+        until(lambda: all(seen), errors_of(runs))
         for bound in bounds[1:]:
             here.go_over(ASYNC if bound is None else BOUNDED, bound)
-            until = time.monotonic() + DEADLINE_S
-            while here.standing().consistency.behind:
-                assert time.monotonic() < until, here.standing().consistency
-                time.sleep(0.01)
+            until(lambda: not here.standing().consistency.behind, here.standing)
             made += 1
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * 2
     for each in seen:

@@ -4,42 +4,31 @@ sample is lost or counted twice, and the loop of the script goes on."""
 from __future__ import annotations
 
 import itertools
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from switches import ASYNC, BOUNDED, DATA, DEADLINE_S, SAMPLES, Counting, Yard, yard
+from switches import (
+    ASYNC,
+    BOUNDED,
+    DATA,
+    DEADLINE_S,
+    SAMPLES,
+    SYNC,
+    Counting,
+    Seen,
+    errors_of,
+    train,
+    two_workers,
+    until,
+    yard,
+)
 
 from shardyard.ground import errors
 from shardyard.ground.types import UpdateMode
-from shardyard.wire.v1 import coordinator_pb2 as wire
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-def sync(folder: Path) -> dict[str, object]:
-    return {
-        "job.consistency.mode": "sync",
-        "job.consistency.logical_ranks": 2,
-        "job.workers_expected": 2,
-        "job.checkpoint.url": str(folder),
-    }
-
-
-def train(here: Yard, seen: list[tuple[UpdateMode, int]], *, epochs: int, tables: bool, accumulate: int) -> set[float]:
-    with here.connect() as job:
-        counting = Counting(job, tables=tables)
-        counting.optimizer.zero_grad()
-        for (chosen,) in job.batches(DATA, batch_size=1, epochs=epochs, accumulate=accumulate):
-            counting.add(chosen)
-            if job.step_due:
-                counting.optimizer.step()
-                counting.optimizer.zero_grad()
-            seen.append((job.mode, job.step))
-            time.sleep(0.005)
-        return counting.counts
 
 
 @pytest.mark.long("False-1-2-given0", "True-1-2-given1")
@@ -59,13 +48,10 @@ def test_each_sample_counts_once_an_epoch_where_a_step_is_the_last_one(
     tmp_path: Path, tables: bool, accumulate: int, workers: int, given: dict[str, object]
 ) -> None:
     epochs = 3
-    seen: list[list[tuple[UpdateMode, int]]] = [[] for _ in range(workers)]
-    with yard(**sync(tmp_path), **given) as here, ThreadPoolExecutor(workers) as threads:
+    seen: list[Seen] = [[] for _ in range(workers)]
+    with yard(**two_workers(tmp_path, "sync"), **given) as here, ThreadPoolExecutor(workers) as threads:
         runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
-        until = time.monotonic() + DEADLINE_S
-        while len(seen[0]) + len(seen[1]) < SAMPLES // 3:
-            assert time.monotonic() < until, [run.exception() for run in runs if run.done()]
-            time.sleep(0.01)
+        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
         here.go_over(BOUNDED, 2)
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
     for each in seen:
@@ -76,13 +62,13 @@ def test_each_sample_counts_once_an_epoch_where_a_step_is_the_last_one(
 
 
 def test_worker_that_is_told_to_stay_goes_on_with_its_steps(tmp_path: Path) -> None:
-    with yard(**sync(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as job:
+    with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as job:
         counting = Counting(job)
         for at, (chosen,) in enumerate(job.batches(DATA, batch_size=1)):
             if at == 4:
                 assert here.switch(ASYNC).first
                 assert here.standing().HasField("consistency")
-                assert here.switch(wire.CONSISTENCY_MODE_SYNC).first
+                assert here.switch(SYNC).first
                 assert not here.standing().HasField("consistency")
             counting.step(chosen)
         assert (job.mode, job.step) == (UpdateMode.SYNC, SAMPLES // 2)
@@ -90,7 +76,7 @@ def test_worker_that_is_told_to_stay_goes_on_with_its_steps(tmp_path: Path) -> N
 
 
 def test_script_between_two_loops_goes_over_with_the_next_one(tmp_path: Path) -> None:
-    with yard(**sync(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as job:
+    with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as job:
         counting = Counting(job)
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
@@ -110,7 +96,7 @@ def test_script_between_two_loops_goes_over_with_the_next_one(tmp_path: Path) ->
 
 
 def test_worker_that_joins_afterwards_finds_an_asynchronous_job(tmp_path: Path) -> None:
-    with yard(**sync(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as first:
+    with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as first:
         one = Counting(first)
         for (chosen,) in first.batches(DATA, batch_size=1, epochs=2):
             if first.step == 3 and first.mode is UpdateMode.SYNC and not here.standing().HasField("consistency"):

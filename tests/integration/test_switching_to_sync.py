@@ -5,56 +5,31 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from switches import ASYNC, BOUNDED, DATA, DEADLINE_S, SAMPLES, Counting, Yard, yard
+from switches import (
+    ASYNC,
+    BOUNDED,
+    DATA,
+    DEADLINE_S,
+    SAMPLES,
+    SYNC,
+    Counting,
+    Seen,
+    errors_of,
+    train,
+    two_workers,
+    until,
+    yard,
+)
 
 from shardyard.ground import errors
 from shardyard.ground.types import UpdateMode
-from shardyard.wire.v1 import coordinator_pb2 as wire
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-SYNC = wire.CONSISTENCY_MODE_SYNC
-
-
-def asynchronous(folder: Path) -> dict[str, object]:
-    return {
-        "job.consistency.mode": "async",
-        "job.consistency.logical_ranks": 2,
-        "job.workers_expected": 2,
-        "job.checkpoint.url": str(folder),
-    }
-
-
-def until(is_so: Callable[[], object], *runs: object) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_so():
-        assert time.monotonic() < deadline, runs
-        time.sleep(0.01)
-
-
-Seen = list[tuple[UpdateMode, int]]
-
-
-def train(here: Yard, seen: Seen, *, epochs: int, tables: bool, accumulate: int) -> set[float]:
-    with here.connect() as job:
-        counting = Counting(job, tables=tables)
-        counting.optimizer.zero_grad()
-        for (chosen,) in job.batches(DATA, batch_size=1, epochs=epochs, accumulate=accumulate):
-            counting.add(chosen)
-            if job.step_due:
-                counting.optimizer.step()
-                counting.optimizer.zero_grad()
-            assert job.mode is UpdateMode.ASYNC or job._training is None or job._training.cache is None
-            seen.append((job.mode, job.step))
-            time.sleep(0.005)
-        return counting.counts
 
 
 @pytest.mark.long("False-1-2-given0", "True-1-2-given8")
@@ -77,9 +52,9 @@ def test_each_sample_counts_once_an_epoch_where_a_data_shard_is_the_last_one(
 ) -> None:
     epochs = 3
     seen: list[Seen] = [[] for _ in range(workers)]
-    with yard(**asynchronous(tmp_path) | given) as here, ThreadPoolExecutor(workers) as threads:
+    with yard(**two_workers(tmp_path, "async") | given) as here, ThreadPoolExecutor(workers) as threads:
         runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
-        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, runs)
+        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
         here.go_over(SYNC)
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
     for each in seen:
@@ -92,11 +67,11 @@ def test_each_sample_counts_once_an_epoch_where_a_data_shard_is_the_last_one(
 def test_job_goes_there_and_back_again_and_each_sample_counts_once_an_epoch(tmp_path: Path) -> None:
     epochs = 6
     seen: list[Seen] = [[], []]
-    with yard(**asynchronous(tmp_path)) as here, ThreadPoolExecutor(2) as threads:
+    with yard(**two_workers(tmp_path, "async")) as here, ThreadPoolExecutor(2) as threads:
         runs = [threads.submit(train, here, each, epochs=epochs, tables=True, accumulate=1) for each in seen]
         for mode, staleness in ((SYNC, None), (BOUNDED, 2), (SYNC, None), (ASYNC, None)):
             before = sum(map(len, seen))
-            until(lambda before=before: sum(map(len, seen)) >= before + 30, runs)  # type: ignore[misc]
+            until(lambda before=before: sum(map(len, seen)) >= before + 30, errors_of(runs))  # type: ignore[misc]
             here.go_over(mode, staleness)
         assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * 2
     modes = [mode for mode, _ in itertools.groupby(seen[0], key=lambda one: one[0])]
@@ -104,7 +79,7 @@ def test_job_goes_there_and_back_again_and_each_sample_counts_once_an_epoch(tmp_
 
 
 def test_worker_that_is_told_to_stay_goes_on_with_its_data_shards(tmp_path: Path) -> None:
-    with yard(**asynchronous(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as job:
+    with yard(**two_workers(tmp_path, "async") | {"job.workers_expected": 1}) as here, here.connect() as job:
         counting = Counting(job)
         for at, (chosen,) in enumerate(job.batches(DATA, batch_size=1)):
             if at == 4:
@@ -120,7 +95,7 @@ def test_worker_that_is_told_to_stay_goes_on_with_its_data_shards(tmp_path: Path
 
 
 def test_script_between_two_loops_goes_over_with_the_next_one(tmp_path: Path) -> None:
-    with yard(**asynchronous(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as job:
+    with yard(**two_workers(tmp_path, "async") | {"job.workers_expected": 1}) as here, here.connect() as job:
         counting = Counting(job)
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
@@ -132,7 +107,7 @@ def test_script_between_two_loops_goes_over_with_the_next_one(tmp_path: Path) ->
 
 
 def test_step_of_the_script_itself_waits_for_the_halt_and_does_not_count_where_there_are_steps(tmp_path: Path) -> None:
-    with yard(**asynchronous(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as job:
+    with yard(**two_workers(tmp_path, "async") | {"job.workers_expected": 1}) as here, here.connect() as job:
         counting = Counting(job)
         for (chosen,) in job.batches(DATA, batch_size=1):
             counting.step(chosen)
@@ -146,7 +121,7 @@ def test_step_of_the_script_itself_waits_for_the_halt_and_does_not_count_where_t
 
 
 def test_job_whose_workers_take_steps_of_their_own_stays_as_it_is(tmp_path: Path) -> None:
-    with yard(**asynchronous(tmp_path) | {"job.workers_expected": 1}) as here, here.connect() as job:
+    with yard(**two_workers(tmp_path, "async") | {"job.workers_expected": 1}) as here, here.connect() as job:
         counting = Counting(job)
         for at, (chosen,) in enumerate(job.batches(DATA, batch_size=1)):
             counting.step(chosen)
@@ -160,7 +135,7 @@ def test_job_whose_workers_take_steps_of_their_own_stays_as_it_is(tmp_path: Path
 
 def test_worker_that_joins_meanwhile_waits_and_says_for_what(tmp_path: Path) -> None:
     begun, goes_on = threading.Event(), threading.Event()
-    with yard(**asynchronous(tmp_path)) as here, ThreadPoolExecutor(2) as threads:
+    with yard(**two_workers(tmp_path, "async")) as here, ThreadPoolExecutor(2) as threads:
 
         def first() -> set[float]:
             with here.connect() as job:
@@ -184,7 +159,7 @@ def test_worker_that_joins_meanwhile_waits_and_says_for_what(tmp_path: Path) -> 
         assert here.switch(SYNC).first
         runs.append(threads.submit(second))
         text = "to go over to sync, for which no data shard is begun"
-        until(lambda: any(text in each.waiting_for for each in here.members()), runs)
+        until(lambda: any(text in each.waiting_for for each in here.members()), errors_of(runs))
         assert "0.0.0 (worker 1.3)" in here.standing().consistency.draining
         goes_on.set()
         assert [run.result(DEADLINE_S) for run in runs] == [{2.0}] * 2
