@@ -1,18 +1,17 @@
 """A partition of a synchronous or hybrid job with two tables, and a server that has it alone: what tests of rows in
-steps share. The fixture `closed` goes with `server`."""
+steps share. The fixture `closed` of rows_in_pushes goes with `server`."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pytest
+from rows_in_pushes import GENERATION, HERE, JOB, RATE, made
 
 from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.optimizers import make_group
 from shardyard.ground.row_values import initial_rows, row_key
 from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.ground.types import (
@@ -20,8 +19,6 @@ from shardyard.ground.types import (
     Caller,
     DType,
     Generation,
-    Incarnation,
-    JobId,
     JobLayout,
     LookUp,
     OptimizerSpec,
@@ -32,7 +29,6 @@ from shardyard.ground.types import (
     Rank,
     RankSource,
     SourceKey,
-    Term,
     Token,
     UpdateMode,
     VariableSpec,
@@ -46,8 +42,6 @@ from shardyard_ps_server.store import Store
 from shardyard_ps_server.tables.budget import Budget
 from shardyard_ps_server.versions import aligned_empty
 
-HERE, JOB, GENERATION, WORKER = Incarnation(3), JobId(1), Generation(4), Incarnation(10)
-RATE = make_group("sgd", {"lr": 1.0})
 HALF = (0.5, *RATE[1:])
 WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
 NARROW = TableSettings("narrow", 1, "sgd", RATE, 5, InitialValues(InitialKind.ZEROS, 0.0), rows_max=1 << 12)
@@ -124,14 +118,6 @@ def full(rows: int) -> JobLayout:
     return dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, rows_max=rows), NARROW))
 
 
-def made(**more: Any) -> Store:
-    """A server without a job."""
-    store = Store(shareable=False, **more)
-    _STORES.append(store)
-    store.become(HERE, Term(1))
-    return store
-
-
 def server(
     restore: Restore = NO_RESTORE,
     ranks: int = 2,
@@ -148,16 +134,6 @@ def server(
     leased = [(SourceKey(RankSource(Rank(rank))), Token(1)) for rank in range(ranks)]
     store.open_sources(store.hosted()[0], leased)
     return store
-
-
-_STORES: list[Store] = []
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    yield
-    while _STORES:
-        _STORES.pop().close()
 
 
 def only(store: Store) -> Partition:

@@ -54,6 +54,7 @@ from rows_in_pushes import (
     OWNER,
     PARTS,
     WIDE,
+    WORKER,
     closed,
     coded,
     look_up,
@@ -226,7 +227,7 @@ def counting(mode: UpdateMode) -> tuple[Partition, Callable[[int], None]]:
     partition.open()
 
     def push_one(number: int) -> None:
-        name = steps_of.PushName(SourceKey(WorkerSource(steps_of.WORKER)), Token(0), number, number)
+        name = steps_of.PushName(SourceKey(WorkerSource(WORKER)), Token(0), number, number)
         partition.push(name, everything, steps_of.current)
 
     return partition, push_one

@@ -44,20 +44,15 @@ from shardyard_ps_server.store import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from rows_in_pushes import GENERATION, HERE, JOB, RATE, closed, made
 from rows_in_steps import (
     EMPTY,
     EXPIRING,
-    GENERATION,
-    HERE,
-    JOB,
     LAYOUT,
     NARROW,
     PARTITION,
-    RATE,
     WIDE,
-    closed,
     full,
-    made,
     moved,
     only,
     partition_of,

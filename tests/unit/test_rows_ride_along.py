@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,27 +13,15 @@ import pytest
 
 from shardyard.codecs.decoding import decode
 from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, encode_rows
 from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
-from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.limits import FRAME_BYTES
-from shardyard.ground.optimizers import make_group
 from shardyard.ground.row_ids import partition_of
 from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
     NO_NAME,
-    Block,
     Caller,
-    DType,
-    Generation,
     Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
     Pace,
-    PartitionId,
-    PartitionLayout,
     PullResult,
     PullWish,
     PushedRows,
@@ -46,11 +36,9 @@ from shardyard.ground.types import (
     Term,
     Token,
     UpdateMode,
-    VariableSpec,
     WantedRows,
     WorkerSource,
 )
-from shardyard.transport.peers import Context
 from shardyard.transport.same_host import Shared
 from shardyard.wire import convert, frames
 from shardyard.wire.frames import Assembler, Frame
@@ -60,20 +48,15 @@ from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 
-JOB, HERE, GENERATION, WORKER = JobId(1), Incarnation(3), Generation(4), Incarnation(10)
-RATE = make_group("sgd", {"lr": 1.0})
-PARTS = (PartitionId(0), PartitionId(1))
-DIM = 3
-TABLE = TableSettings("wide", DIM, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 20)
-LAYOUT = JobLayout(
-    (VariableSpec("a", DType.FLOAT32, (16,)), VariableSpec("b", DType.FLOAT32, (16,))),
-    OptimizerSpec("sgd", (RATE,)),
-    tuple(PartitionLayout(p, 64, (Block(p, 0, 16, 0),)) for p in PARTS),
-    (TABLE,),
-)
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rows_in_pushes import CONTEXT, DENSE, GENERATION, HERE, IDS, JOB, PARTS, RATE, WIDE, WORKER, coded
+from rows_in_pushes import LAYOUT as LAYOUT_OF_TWO
+
+TABLE = dataclasses.replace(WIDE, rows_max=1 << 20)
+DIM = TABLE.dim
+LAYOUT = dataclasses.replace(LAYOUT_OF_TWO, tables=(TABLE,))
 PAYLOAD_BYTES = 128
-IDS = np.array([-(2**63), -77, -1, 0, 1, 5, 1_000_003, 2**63 - 1], np.int64)
-DENSE = np.ones(32, np.float32).tobytes()
 
 
 @pytest.fixture
@@ -97,13 +80,12 @@ def asked(ids: np.ndarray = IDS) -> tuple[tuple[WantedRows, ...], bytes]:
 
 
 def pushed(ids: np.ndarray = IDS, scale: float = 1.0) -> tuple[tuple[PushedRows, ...], bytes]:
-    codes = [
-        (bytes(encode_ids(mine)), bytes(encode_rows(np.full((mine.size, DIM), scale, np.float32), RowCode.FLOAT32)))
-        for mine in by_partition(ids)
-    ]
-    rows = tuple(mine.size for mine in by_partition(ids))
-    said = PushedRows(0, PARTS, rows, tuple(len(ids) for ids, _ in codes), tuple(len(values) for _, values in codes))
-    return (said,), b"".join(ids + values for ids, values in codes)
+    return coded(
+        [
+            (0, p, mine, np.full((mine.size, DIM), scale, np.float32))
+            for p, mine in zip(PARTS, by_partition(ids), strict=True)
+        ]
+    )
 
 
 INITIAL = np.concatenate([initial_rows(mine, DIM, TABLE.initial, row_key(5, "wide")) for mine in by_partition(IDS)])
@@ -458,7 +440,7 @@ def test_rows_ride_along_in_exchanges_alone(store: Store) -> None:
     header = convert.push_to_wire(order(0, rows, wanted=GOOD)).SerializeToString()
     sent = frames.cut(header, [DENSE + data + GOOD_IDS])
     with pytest.raises(InvalidRequest, match="outside of an exchange"):
-        Servicer(store).push(sent, Context(peer="", is_active=lambda: True))
+        Servicer(store).push(sent, CONTEXT)
     assert state(store) == before
 
 

@@ -64,27 +64,21 @@ from shardyard_ps_server.tables import expiry, table
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from rows_in_pushes import GENERATION, HERE, JOB, RATE, WORKER, closed, made
 from rows_in_steps import (
     EMPTY,
     EXPIRING,
-    GENERATION,
     HALF,
-    HERE,
     IDS,
     IN_SECONDS,
     INITIAL,
-    JOB,
     LAYOUT,
     NARROW,
     PARTITION,
-    RATE,
     WIDE,
-    WORKER,
     asked,
-    closed,
     current,
     full,
-    made,
     moved,
     only,
     partition_of,
