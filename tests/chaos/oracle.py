@@ -157,8 +157,9 @@ class Undisturbed:
         return self._digests[key]
 
     @staticmethod
-    def run(plan: Plan, folder: Path, more: Mapping[str, object] | None = None) -> str:
-        """Runs the plan's job; the URL of its checkpoints. `more`: settings beside the plan's."""
+    def run(plan: Plan, folder: Path, more: Mapping[str, object] | None = None, *, pause_ms: int = 0) -> str:
+        """Runs the plan's job; the URL of its checkpoints. `more`: settings beside the plan's; `pause_ms`: before each
+        batch."""
         folder.mkdir(parents=True)
         calm = replace(plan, every_steps=0, wal=False)
         settings = job_settings(calm) | {
@@ -167,7 +168,7 @@ class Undisturbed:
             **(more or {}),
         }
         done = subprocess.run(
-            [sys.executable, *script_arguments(plan, folder)],
+            [sys.executable, *script_arguments(plan, folder), "--pause-ms", str(pause_ms)],
             env={**KEPT_ENVIRONMENT, "OMP_NUM_THREADS": "1", "SHARDYARD_JOB": JOB, **as_environment(settings)},
             capture_output=True,
             text=True,

@@ -56,6 +56,8 @@ SHM = Path("/dev/shm")
 FIGHT_S = 60.0
 DAMAGE_S_MAX = 300
 VICTIM = "server-0"
+PAUSE_MS = 80
+"""So that a job whose rows are damaged has time for many checkpoints."""
 TORN_AT = "wal.before_sync=exit@40"
 """Where the server dies whose log is damaged: a record is written, and not durable."""
 TAIL = "torn tail"
@@ -140,11 +142,18 @@ class Checkpoint(Artifact):
     """All files of a job's checkpoints; a server that begins from the newest reads those that it names."""
 
     def __init__(
-        self, plan: Plan, folder: Path, *, more: Mapping[str, object], meanings: frozenset[str] = frozenset()
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        more: Mapping[str, object],
+        pause_ms: int = 0,
+        meanings: frozenset[str] = frozenset(),
     ) -> None:
-        """`more`: settings of the job; `meanings`: what the newest checkpoint must have. Later ones are deleted."""
+        """`more`: settings of the job; `pause_ms`: before each of its batches; `meanings`: what the newest checkpoint
+        must have. Later ones are deleted."""
         super().__init__()
-        self._url = oracle.Undisturbed.run(plan, folder / "job", more)
+        self._url = oracle.Undisturbed.run(plan, folder / "job", more, pause_ms=pause_ms)
         self._library = CheckpointLibrary(open_storage(self._url))
         numbers = self._library.numbers(JOB)
         self._newest = next(number for number in reversed(numbers) if meanings <= self._meanings(number))
@@ -431,7 +440,8 @@ def checkpoint(folder: Path, _: Path) -> Artifact:
 
 def checkpoint_with_rows(folder: Path, _: Path) -> Artifact:
     often = {"job.checkpoint.every_steps": 2, "job.checkpoint.keep": 1_000}
-    return Checkpoint(drawn(sync=True, tables=True), folder, more=often, meanings=ROWS_IN_CHECKPOINTS)
+    plan = drawn(sync=True, tables=True)
+    return Checkpoint(plan, folder, more=often, pause_ms=PAUSE_MS, meanings=ROWS_IN_CHECKPOINTS)
 
 
 def log(folder: Path, memory: Path) -> Artifact:
