@@ -8,8 +8,8 @@ from machine_yards import MachineYard
 from shardyard.ground.types import Caller, ConsistencyMode, DType, Halt, MemberRole, OptimizerSpec, VariableSpec
 from shardyard.runtime.settings import JobSettings
 from shardyard_coordinator import effects, events
-from shardyard_coordinator.data_ledger import FeedSpec
 from shardyard_coordinator.effects import SwitchTaken
+from shardyard_coordinator.feeds import FeedSpec
 from shardyard_coordinator.progress import Report
 
 SYNC, ASYNC, BOUNDED = ConsistencyMode.SYNC, ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED
