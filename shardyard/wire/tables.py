@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from shardyard.ground import limits, row_optimizers
@@ -18,7 +19,6 @@ from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.layouts import check_tables
 from shardyard.ground.row_ids import Ids
-from shardyard.ground.row_values import Rows
 from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.ground.types import (
     Caller,
@@ -281,7 +281,7 @@ def _check_tables_once(tables: Sequence[int]) -> None:
         raise MalformedPayload("rows that name a table twice")
 
 
-def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, Rows]]:
+def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, npt.NDArray[np.float32]]]:
     """The pieces of an answer to ReadRows: ids, shape (n,), and their rows, shape (n, dim). Copies."""
     found = []
     before, width = 0, 8 + 4 * dim

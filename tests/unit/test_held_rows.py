@@ -178,7 +178,28 @@ def test_all_rows_of_a_pin_that_is_not_there_are_refused() -> None:
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> None:
-    """Every push takes one from every row: rows say of how many versions they are."""
+    def read(partition: Partition, wanted: Wanted) -> None:
+        for _ in range(3):
+            out = np.zeros((steps_of.IDS.size, 2), np.float32)
+            partition.look_up_held([Asked(0, steps_of.IDS, out)], wanted)
+            assert (out == -np.float32(wanted.number)).all()
+
+    read_while_others_push(mode, read, times=100)
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+def test_all_that_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> None:
+    def read(partition: Partition, wanted: Wanted) -> None:
+        for _, rows in partition.items_held(0, wanted):
+            assert (rows == -np.float32(wanted.number)).all()
+
+    read_while_others_push(mode, read, times=20, pause_s=0.001)
+
+
+def read_while_others_push(
+    mode: UpdateMode, read: Callable[[Partition, Wanted], None], *, times: int, pause_s: float = 0.0
+) -> None:
+    """Every push takes one from every row: rows say of how many versions they are. `pause_s`: after a push."""
     partition, push_one = counting(mode)
     stop, failed = threading.Event(), []
 
@@ -188,6 +209,8 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
             while not stop.is_set():
                 push_one(number)
                 number += 1
+                if pause_s:
+                    time.sleep(pause_s)
         except BaseException as error:  # noqa: BLE001 - told below
             failed.append(error)
 
@@ -196,15 +219,10 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
     seen: set[int] = set()
     try:
         until = time.monotonic() + DEADLINE_S
-        while len(seen) < 100 and time.monotonic() < until and not failed:
+        while len(seen) < times and time.monotonic() < until and not failed:
             wanted = newest(partition, mode)
             try:
-                for _ in range(3):
-                    out = np.zeros((steps_of.IDS.size, 2), np.float32)
-                    partition.look_up_held([Asked(0, steps_of.IDS, out)], wanted)
-                    assert (out == -np.float32(wanted.number)).all()
-                for _, rows in partition.items_held(0, wanted):
-                    assert (rows == -np.float32(wanted.number)).all()
+                read(partition, wanted)
             finally:
                 partition.unwant(wanted)
             seen.add(wanted.number)
@@ -212,7 +230,7 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
         stop.set()
         training.join()
     assert not failed, failed
-    assert len(seen) == 100
+    assert len(seen) == times
 
 
 def counting(mode: UpdateMode) -> tuple[Partition, Callable[[int], None]]:

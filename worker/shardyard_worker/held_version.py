@@ -207,8 +207,7 @@ class HeldVersion:
         def ask(server: ReadServer) -> list[tuple[Int64s, Float32s]]:
             return [piece for number in server.partitions for piece in self._read_rows(server, number, table, dim)]
 
-        with self._vigil.over(lambda: f"all rows of table {table} of job {self.view.job}, as of step {self.step}"):
-            pieces = [piece for found in self._everywhere(self.servers, ask) for piece in found]
+        pieces = [piece for found in self._everywhere(self.servers, ask) for piece in found]
         ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
         ids, first = np.unique(ids, return_index=True)
         return Rows(ids, np.concatenate([np.empty((0, dim), np.float32), *[rows for _, rows in pieces]])[first])
@@ -224,9 +223,14 @@ class HeldVersion:
             table=table,
             pin=self.pin.name,
         )
+
+        def waits_for() -> str:
+            return f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"
+
         try:
-            frames = server.peer.receive(methods.READ_ROWS, request, timeout_ms=READ_ROWS_TIMEOUT_MS)
-            return tables.rows_from_frames(frames, dim, server.peer.name)
+            with self._vigil.over(waits_for):
+                frames = server.peer.receive(methods.READ_ROWS, request, timeout_ms=READ_ROWS_TIMEOUT_MS)
+                return tables.rows_from_frames(frames, dim, server.peer.name)
         except errors.NotReady:
             raise  # the version is there; somebody reads the table, or a checkpoint does
         except (*GONE, errors.Unavailable) as error:
