@@ -313,7 +313,7 @@ class Exchanges:
         if not asked:
             return NO_BYTES
         number = order.pull.number if order.pull is not None and hosted.rules.rows_have_versions else None
-        found = self._store.find_rows(hosted, asked, number, into=room)
+        found = self._store.find_rows(hosted, asked, number, into=room, by=order.caller.incarnation)
         hosted.check_generation(order.generation)  # else partitions may have gone back, or moved, meanwhile
         return found if room is None else NO_BYTES
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from shardyard.ground.errors import InvalidRequest, NotFound, StaleGeneration
+from shardyard.ground.table_settings import ExpirySettings
 from shardyard.ground.types import (
     LANE_OF_ROWS,
     DataShardSource,
@@ -25,12 +26,14 @@ from shardyard.ground.types import (
     SourceKey,
     UpdateMode,
 )
+from shardyard.runtime.clock import SystemClock
 from shardyard_ps_server.checkpoints import Saver
 from shardyard_ps_server.pacing import Pacing
 from shardyard_ps_server.partition import Partition
 from shardyard_ps_server.pins import Pins
 from shardyard_ps_server.regions import Regions
 from shardyard_ps_server.restore import Restore
+from shardyard_ps_server.rows_in_flight import RowsInFlight
 from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.versions import Bytes
 from shardyard_ps_server.wal import Wal
@@ -89,10 +92,16 @@ class HostedJob:
     spare: dict[PartitionId, Partition] = field(default_factory=dict)
     lent: dict[Incarnation, deque[Held]] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
+    rows_in_flight: RowsInFlight = field(default_factory=lambda: RowsInFlight(SystemClock()))
 
     @property
     def mode(self) -> UpdateMode:
         return self.rules.mode
+
+    @property
+    def rows_fly(self) -> bool:
+        """Whether a row may expire between its look-up and its push. What goes with a step says the step by itself."""
+        return not self.rules.rows_have_versions and any(each.expiry != ExpirySettings() for each in self.layout.tables)
 
     @property
     def nbytes(self) -> int:

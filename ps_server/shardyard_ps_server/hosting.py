@@ -175,7 +175,12 @@ class Hosting:
             spare = hosted.spare.get(number) if number in again else None
             try:
                 found[number] = spare or Partition(
-                    hosted.layout, number, hosted.rules, hosted.regions.take, budget=self._budget
+                    hosted.layout,
+                    number,
+                    hosted.rules,
+                    hosted.regions.take,
+                    budget=self._budget,
+                    in_flight=hosted.rows_in_flight,
                 )
             except TooLarge as error:
                 raise TooLarge(f"the partitions of job {hosted.job}, one of them with {error.what}") from error

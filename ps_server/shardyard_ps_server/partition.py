@@ -79,6 +79,7 @@ from shardyard_ps_server.held_rows import HeldRows, formers, merged, put_back
 from shardyard_ps_server.ledger import Ledger
 from shardyard_ps_server.partition_tables import Floats, Gone, PartitionTables, Rows, scaled, square_norm
 from shardyard_ps_server.readers_rows import ReadersRows
+from shardyard_ps_server.rows_in_flight import RowsInFlight, TablePart
 from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.stale import Stale, Tally
 from shardyard_ps_server.table_states import Since, Tables, cut_tables, read_tables
@@ -114,8 +115,10 @@ class Partition:
         *,
         clock: Clock = SYSTEM_CLOCK,
         budget: Budget | None = None,
+        in_flight: RowsInFlight | None = None,
     ) -> None:
-        """`clock`: by which rows of tables age; `budget`: of all tables of the server."""
+        """`clock`: by which rows of tables age; `budget`: of all tables of the server; `in_flight`: rows of the job
+        that do not expire for now."""
         self._layout = layout.partitions[partition]
         self._optimizer = layout.optimizer
         self.id = partition
@@ -123,7 +126,14 @@ class Partition:
         self._rules = rules
         self._rows_at_once = rules.rows_at_once and bool(layout.tables)
         self._tables = PartitionTables(
-            layout, clock, recorded=rules.logged, swept=rules.rows_have_versions, budget=budget
+            layout,
+            clock,
+            recorded=rules.logged,
+            swept=rules.rows_have_versions,
+            budget=budget,
+            in_flight=None
+            if in_flight is None
+            else lambda table, ids: in_flight.without(TablePart(partition, table), ids),
         )
         self._former: FormerRows | None = None
         """Of a synchronous job that updates rows with its steps, from when the first is taken: what it has changed."""

@@ -78,7 +78,10 @@ class Gone(NamedTuple):
 
 class PartitionTables:
     """`recorded`: what expires with a push is decided by `await_push`, and not when it takes effect. `swept`: it is
-    asked for by `sweep`, and goes with that update. Raises TableError where the address space for rows is refused."""
+    asked for by `sweep`, and goes with that update. `in_flight`: of ids of a table that might expire, which ascend,
+    those that no step in flight was computed on; not asked where they are swept.
+
+    Raises TableError where the address space for rows is refused."""
 
     def __init__(
         self,
@@ -88,8 +91,10 @@ class PartitionTables:
         recorded: bool = False,
         swept: bool = False,
         budget: Budget | None = None,
+        in_flight: Callable[[int, Ids], Ids] | None = None,
     ) -> None:
         self._settings = layout.tables
+        self._without_flying = in_flight or (lambda _, ids: ids)
         self._clock = clock
         self.names = frozenset(settings.name for settings in layout.tables)
         self._recorded = recorded
@@ -191,7 +196,7 @@ class PartitionTables:
                 values = each.values[part]
                 into.push(each.ids[part], values, step, group=groups[each.table], counts=counts, now_ms=time_ms)
             if into.settings.expiry != _STAYS and not (self._recorded or self._swept):
-                self._expire(each, step, time_ms, hold)
+                self._expire(each, step, hold)
         for expired in gone:
             for part in _parts(expired.ids.size):
                 self._of(expired).remove_expired(expired.ids[part])
@@ -204,15 +209,15 @@ class PartitionTables:
             return rows.now_ms
         return now_ms - self._begun_ms[name]
 
-    def _expire(self, rows: Rows, step: int, time_ms: int, hold: Callable[[Gone], None] | None) -> None:
+    def _expire(self, rows: Rows, step: int, hold: Callable[[Gone], None] | None) -> None:
         into, budget = self._of(rows), HOMES_PER_ROW * rows.ids.size
-        if hold is None:
-            into.expire(step, budget, time_ms)
-            return
-        ids = into.expiring(step, budget, ())  # at the time that the push has told
+        # at the time that the push has told
+        ids = self._without_flying(rows.table, into.expiring(step, budget).ids)
         if ids.size:
-            hold(Gone(rows.table, ids))
-            into.remove_expired(ids)
+            if hold is not None:
+                hold(Gone(rows.table, ids))
+            for part in _parts(ids.size):
+                into.remove_expired(ids[part])
 
     # ---- between the record of a push and its effect
 
@@ -264,7 +269,7 @@ class PartitionTables:
         self._owed[table] = owed if waits else 0
         if waits:
             return rows.ids[:0]
-        ids = into.expiring(step, owed, besides)
+        ids = self._without_flying(table, into.expiring(step, owed, besides).ids)
         if ids.size:
             with self._awaiting:
                 self._decided.add(table)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 import numpy as np
 
@@ -97,6 +98,7 @@ from shardyard_ps_server.replay import (
     verdict_head,
 )
 from shardyard_ps_server.restore import NO_RESTORE, Restore
+from shardyard_ps_server.rows_in_flight import TablePart
 from shardyard_ps_server.rules import UpdateRules
 from shardyard_ps_server.table_loops import TableLoops
 from shardyard_ps_server.tables.budget import Budget
@@ -106,6 +108,8 @@ from shardyard_ps_server.wal_files import LogRoot
 from shardyard_ps_server.wal_records import RecordKind
 
 log = logging.getLogger("shardyard.server")
+
+NOBODY: Final = Incarnation(0)
 
 Work = tuple[Partition, Contribution]
 
@@ -193,6 +197,7 @@ class Store:
         for hosted in self.hosted() if fresh else ():
             for incarnation in sorted(fresh):
                 self.take_back(hosted, incarnation)
+            hosted.rows_in_flight.forget(fresh)
             if hosted.wal is not None:  # what was recorded before counts, from before this returns
                 with suppress(NotReady):
                     hosted.wal.drain()
@@ -492,6 +497,9 @@ class Store:
             if hosted.wal is None
             else self._record(hosted.wal, hosted, order, payload, work, rows)
         )
+        if hosted.rows_fly:
+            pushed = [(TablePart(number, each.table), each.ids) for number, rows_ in brought.items() for each in rows_]
+            hosted.rows_in_flight.end(order.caller.incarnation, pushed)
         failpoint("push.before_reply")
         sent = len(payload) if order.shared_at is None else 0
         self._count(results, sent + (len(rows) if order.rows_at is None else 0))
@@ -597,7 +605,7 @@ class Store:
         self.admit_wanted(hosted, asked.wanted, code=asked.code)
         until = time.monotonic() + asked.wait_ms / 1000
         rows = self.read_wanted(hosted, asked.wanted, codes)
-        found = self.find_rows(hosted, rows, asked.number, until, asked.code, asked.pin)
+        found = self.find_rows(hosted, rows, asked.number, until, asked.code, asked.pin, by=asked.caller.incarnation)
         hosted.check_generation(asked.generation)  # else partitions may have gone back, or moved, meanwhile
         return found
 
@@ -643,11 +651,18 @@ class Store:
         code: RowCode = RowCode.FLOAT32,
         pin: bytes = b"",
         into: Bytes | None = None,
+        *,
+        by: Incarnation = NOBODY,
     ) -> Bytes:
         """The rows, one after the other, float32 or coded; of each partition as of one version where the job is
         synchronous. `number`: that version, for which is waited until `until` (time.monotonic); None: the newest;
         `pin`: those that a reader holds. `into`: memory of a worker, of just as many bytes, for rows that are not
-        coded. Changes nothing. Raises what Partition.look_up, or look_up_held, raises."""
+        coded. `by`: a worker, who may push them; until then they do not expire. Changes nothing else. Raises what
+        Partition.look_up, or look_up_held, raises."""
+        if by != NOBODY and hosted.rows_fly:
+            hosted.rows_in_flight.begin(by, [(TablePart(partition, table), ids) for table, partition, ids in asked])
+            if self._is_fenced(by):  # since it was admitted
+                hosted.rows_in_flight.forget([by])
         dims = [hosted.layout.tables[each.table].dim for each in asked]
         nbytes = 4 * sum([dim * each.ids.size for dim, each in zip(dims, asked, strict=True)])
         found, at = aligned_empty(nbytes) if into is None else into, 0
@@ -706,9 +721,7 @@ class Store:
         if hosted.pacing is None:
             raise InvalidRequest(f"the pace of worker {worker} in job {hosted.job}, which is {hosted.mode.value}")
         clock = hosted.pacing.hear(worker, pace)
-        with self._lock:
-            fenced = worker in self._standing.fenced
-        if fenced:  # since it was admitted
+        if self._is_fenced(worker):  # since it was admitted
             hosted.pacing.forget([worker])
         return clock
 
@@ -839,9 +852,7 @@ class Store:
             return
         for part, (partition, buffer) in zip(result.parts, held.buffers, strict=False):  # none while some are missing
             partition.keep(worker, part.version, buffer)
-        with self._lock:
-            fenced = worker in self._standing.fenced
-        if fenced:  # since it was admitted
+        if self._is_fenced(worker):  # since it was admitted
             self._keep_no_more(hosted, worker)
 
     def _keep_no_more(self, hosted: HostedJob, worker: Incarnation) -> None:
@@ -909,6 +920,10 @@ class Store:
         """For partitions, in their turn: what was true when the push was admitted still is."""
         if self.admit(order.caller, order.server, order.generation) is not hosted:
             raise NotFound(f"job {hosted.job} was dropped while {order.name} was on its way")
+
+    def _is_fenced(self, worker: Incarnation) -> bool:
+        with self._lock:
+            return worker in self._standing.fenced
 
     def _find(self, job: JobId) -> HostedJob:
         with self._lock:

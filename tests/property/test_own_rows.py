@@ -86,7 +86,8 @@ class Pair:
         gone = []
         over = False
         while not over:
-            done = self.theirs.expire(self.step, ALL_OF_IT, self.now_ms)
+            done = self.theirs.expiring(self.step, ALL_OF_IT, now_ms=self.now_ms)
+            self.theirs.remove_expired(done.ids)
             gone += done.ids.tolist()
             over = done.over
         mine = self.own.expired().tolist()

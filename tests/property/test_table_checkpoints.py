@@ -98,7 +98,9 @@ class Trained:
         elif what == "remove":
             self.forget(self.table.remove(np.unique(np.array(ids, np.int64))))
         elif what == "expire":
-            self.forget(self.table.expire(self.step, int(self.rng.integers(1, 200)), self.now_ms).ids)
+            gone = self.table.expiring(self.step, int(self.rng.integers(1, 200)), now_ms=self.now_ms).ids
+            self.table.remove_expired(gone)
+            self.forget(gone)
         elif what == "restore":
             self.restore()
         else:

@@ -240,7 +240,8 @@ class Pair:
         gone: list[int] = []
         over = False
         while not over:
-            done = self.table.expire(self.step, 1, self.now_ms)
+            done = self.table.expiring(self.step, 1, now_ms=self.now_ms)
+            self.table.remove_expired(done.ids)
             gone += done.ids.tolist()
             over = done.over
         assert set(gone) == self.plain.expired(self.step, self.now_ms)

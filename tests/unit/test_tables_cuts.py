@@ -194,7 +194,7 @@ def test_removals_are_not_remembered_before_the_first_cut() -> None:
     first = table.cut()
     list(first)
     assert first.removed.size == 0
-    table.expire(1, 1 << 40)
+    table.remove_expired(table.expiring(1, 1 << 40).ids)
     table.remove(IDS[:200])
     with table.cut(first.generation) as second:
         assert sorted(second.removed.tolist()) == IDS[100:200].tolist()
@@ -205,7 +205,8 @@ def test_what_expires_is_in_the_cut_before_and_removed_in_the_next() -> None:
     push(table, IDS, 1)
     push(table, IDS[:100], 9)
     first = table.cut()
-    gone = table.expire(9, 1 << 40).ids
+    gone = table.expiring(9, 1 << 40).ids
+    table.remove_expired(gone)
     assert gone.size == IDS.size - 100
     assert len(contents(iter(first))) == IDS.size
     with table.cut(first.generation) as second:

@@ -44,7 +44,9 @@ def values(table: Table, ids: np.ndarray = IDS) -> list[float]:
 
 
 def expire(table: Table, step: int, budget: int = 1 << 40) -> list[int]:
-    return sorted(table.expire(step, budget).ids.tolist())
+    gone = table.expiring(step, budget).ids
+    table.remove_expired(gone)
+    return gone.tolist()
 
 
 # ---- admission
@@ -206,7 +208,7 @@ def test_rows_of_pushes_on_their_way_are_not_among_what_expires() -> None:
     push(table, IDS, 1)
 
     def expiring(*besides: np.ndarray) -> list[int]:
-        return table.expiring(10, 1 << 40, besides).tolist()
+        return table.expiring(10, 1 << 40, besides).ids.tolist()
 
     assert expiring(IDS[50:200], IDS[:100]) == IDS[200:].tolist()
     assert table.rows == IDS.size, "it is told, and somebody else takes it out"
@@ -226,7 +228,8 @@ def test_expiry_goes_on_where_it_stopped_while_others_push() -> None:
     while not over:
         if calls < fresh.size // 1_000:
             push(table, fresh[calls * 1_000 :][:1_000], 20)
-        done = table.expire(20, 1)
+        done = table.expiring(20, 1)
+        table.remove_expired(done.ids)
         gone.extend(done.ids.tolist())
         over = done.over
         calls += 1
@@ -240,7 +243,7 @@ def test_what_expires_and_stays_is_told_once_however_crowded_its_place() -> None
     table = make(expiry=ExpirySettings(age_steps=10))
     ids = np.arange(60_000)
     push(table, ids, 1)
-    assert table.expiring(20, 1 << 30, [ids[:7]]).tolist() == ids[7:].tolist()
+    assert table.expiring(20, 1 << 30, [ids[:7]]).ids.tolist() == ids[7:].tolist()
     assert table.rows == 60_000
 
 
@@ -267,7 +270,7 @@ def test_a_sweep_tells_the_same_whatever_the_private_seed() -> None:
 def test_nothing_expires_without_a_reason() -> None:
     table = make()
     push(table, IDS, 1)
-    done = table.expire(1 << 40, 1 << 40)
+    done = table.expiring(1 << 40, 1 << 40)
     assert (done.ids.size, done.over, table.rows) == (0, True, 1_000)
 
 

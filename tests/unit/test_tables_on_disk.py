@@ -206,6 +206,12 @@ def test_a_bound_that_is_raised_lets_rows_come_back_and_one_that_falls_gives_mem
     assert contents(table) == contents(plain)
 
 
+def expire(table: Table, step: int) -> np.ndarray:
+    gone = table.expiring(step, 1 << 20).ids
+    table.remove_expired(gone)
+    return gone
+
+
 def test_rows_in_the_file_expire_are_removed_and_loaded_as_others_are() -> None:
     expiry = ExpirySettings(norm_min=1.0, age_steps=50)
     tables = [make(Budget(1, in_memory), expiry=expiry), make(None, expiry=expiry)]
@@ -214,9 +220,9 @@ def test_rows_in_the_file_expire_are_removed_and_loaded_as_others_are() -> None:
         table.push(ids, gradients(ids.size), 1)
         table.remove(ids[::3])
         table.load(ids[::5], gradients(ids[::5].size, 3))
-        gone = [table.expire(2, 1 << 20).ids]
+        gone = [expire(table, 2)]
         table.push(ids[::7], gradients(ids[::7].size, 4), 60)
-        gone.append(table.expire(61, 1 << 20).ids)
+        gone.append(expire(table, 61))
         assert all(each.size for each in gone)
     assert contents(tables[0]) == contents(tables[1])
     tables[0].remove(ids)
@@ -318,7 +324,7 @@ def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.Mo
         seen.append(after)
         assert sum(chunk.ids.size for chunk in table.items()) == ids.size
         table.remove(hot[:1])
-        table.expire(302, 1 << 16)
+        expire(table, 302)
         done.set()
 
     beside = threading.Thread(target=others)
@@ -350,7 +356,7 @@ def test_a_walk_reads_pages_of_the_file_before_it_takes_a_lock(monkeypatch: pyte
     monkeypatch.setattr(moves, "bring_window", noting("bring", moves.bring_window))
     for name in ("copy_some", "expire_some"):
         monkeypatch.setattr(walks, name, noting("walk", getattr(walks, name)))
-    for steps in (lambda: list(table.items()), lambda: table.expire(300, 1 << 20)):
+    for steps in (lambda: list(table.items()), lambda: table.expiring(300, 1 << 20)):
         done.clear()
         steps()
         assert len(done) > 8

@@ -421,7 +421,7 @@ def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expi
     wal = first.hosted()[0].wal
     assert wal is not None
     with wal.admission:  # the next one is about to say that both are old
-        assert sorted(table_of(first, AGING).expiring(4, 512, [])) == old.tolist()
+        assert sorted(table_of(first, AGING).expiring(4, 512).ids) == old.tolist()
     outcomes: list[object] = []
     thread = threading.Thread(
         target=lambda: outcomes.append(push_rows(first, 0, [(AGING, OWNED[0], fresh[3:])], source=other))

@@ -30,7 +30,8 @@ Together = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """`ids`: those that are gone. `over`: the walk has come to the end of the table, and begins anew next time."""
+    """`ids`: those that are to go, ascending. `over`: the walk has come to the end of the table, and begins anew next
+    time."""
 
     ids: Numbers
     over: bool
@@ -49,9 +50,8 @@ class Expiry:
     _ties: Numbers = field(default_factory=lambda: np.zeros(1, np.int64))
     _begun: bool = False
 
-    def step(self, memory: Memory, unit: int, rows: int, besides: Numbers, *, stays: bool = False) -> Expired:
-        """The next few hundred buckets, but for `besides`, ids that ascend. `stays`: what expires is told, and somebody
-        else takes it out."""
+    def step(self, memory: Memory, unit: int, rows: int, besides: Numbers) -> Expired:
+        """What expires of the next few hundred buckets, but for `besides`, ids that ascend."""
         nothing = np.empty(0, np.int64)
         if not self._begun:
             self._begin(rows)
@@ -63,7 +63,7 @@ class Expiry:
             return Expired(nothing, over=False)
         gone = np.empty(_GONE, np.int64)
         n, cursor, over = walks.expire_some(
-            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, besides), gone, stays
+            memory, self._cursor, HOMES_PER_STEP, self.dim, self._reasons(unit, besides), gone
         )
         self._cursor = np.uint64(cursor)
         if over:
@@ -157,7 +157,7 @@ class Sweep:
                 moves.bring_window(self.memory, cursor, HOMES_PER_SWEEP, not_copied=False, only_changed=False)
             gone = np.empty(room, np.int64)
             with self.together():
-                n, after, over = walks.expire_some(self.memory, cursor, HOMES_PER_SWEEP, self.dim, reasons, gone, True)
+                n, after, over = walks.expire_some(self.memory, cursor, HOMES_PER_SWEEP, self.dim, reasons, gone)
             if n == room:  # there may be more
                 over, room = False, 2 * room
                 continue

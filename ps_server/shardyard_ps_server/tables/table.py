@@ -308,16 +308,25 @@ class Table:
 
     # ---- expiring
 
-    def expire(self, step: int, budget: int, now_ms: int = 0) -> Expired:
-        """Takes out what expires by the settings at `step`, or at `now_ms` of the table's clock, in about `budget`
-        buckets from where the last call has stopped, or to the end of the table. Others push and look up meanwhile."""
-        return self._expire(step, budget, now_ms, stays=False)
-
-    def expiring(self, step: int, budget: int, besides: Sequence[Ids]) -> Ids:
-        """What `expire` would take out at `step`, but for `besides`, ascending: told, for who takes it out with
-        `remove_expired` before it asks again."""
-        # what is not at home, and stays, is met again from there on
-        return np.unique(self._expire(step, budget, 0, stays=True, besides=besides).ids)
+    def expiring(self, step: int, budget: int, besides: Sequence[Ids] = (), now_ms: int = 0) -> Expired:
+        """What expires by the settings at `step`, or at `now_ms` of the table's clock, in about `budget` buckets from
+        where the last call has stopped, or to the end of the table, but for `besides`: told, for who takes it out with
+        `remove_expired` before it asks again. Others push and look up meanwhile."""
+        gone: list[Numbers] = []
+        over, staying = False, _distinct(besides)
+        self._advance(0, now_ms)
+        unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
+        with self._expiring:
+            for _ in range(max(1, budget // HOMES_PER_STEP)):
+                self._expiry.bring(self._memory)
+                with self._gate.together():
+                    done = self._expiry.step(self._memory, unit, self.rows, staying)
+                gone.append(done.ids)
+                over = done.over
+                if over:
+                    break
+        # what is not at home is met again from there on
+        return Expired(np.unique(np.concatenate(gone)), over)
 
     def sweep(self, step: int, besides: Sequence[Ids]) -> Ids:
         """All that expires at `step`, ascending, but for `besides`, from the entries alone: two tables with the same
@@ -335,25 +344,6 @@ class Table:
     def remove_expired(self, ids: Ids) -> None:
         """What `expiring` or `sweep` has told, here or where a log was written."""
         self._expired += self.remove(ids).size
-
-    def _expire(self, step: int, budget: int, now_ms: int, *, stays: bool, besides: Sequence[Ids] = ()) -> Expired:
-        gone: list[Numbers] = []
-        over, staying = False, _distinct(besides)
-        self._advance(0, now_ms)
-        unit = self.settings.expiry.time(step, self._now_ms) // self._age_unit
-        with self._expiring:
-            for _ in range(max(1, budget // HOMES_PER_STEP)):
-                self._expiry.bring(self._memory)
-                with self._gate.together():
-                    done = self._expiry.step(self._memory, unit, self.rows, staying, stays=stays)
-                    if not stays:
-                        self._tell_removed(done.ids)
-                        self._expired += done.ids.size
-                gone.append(done.ids)
-                over = done.over
-                if over:
-                    break
-        return Expired(np.concatenate(gone), over)
 
     # ---- cutting
 
@@ -627,6 +617,6 @@ def warm() -> None:
         for chunk in table.items():
             table.load(chunk.ids, chunk.values, chunk.state, chunk.frequencies, chunk.steps)
         table.having_row(table.sweep(1, [ids[:9]]))
-        table.expire(1, 1)
-        table.expire(1, 1 << 20)
+        for homes in (1, 1 << 20):
+            table.remove_expired(table.expiring(1, homes).ids)
         table.remove(ids)

@@ -37,7 +37,6 @@ from shardyard_ps_server.tables.layout import (
     Words,
     signed,
 )
-from shardyard_ps_server.tables.loops import drop
 
 
 @compiled
@@ -107,11 +106,10 @@ class Reasons(NamedTuple):
 
 @compiled
 def expire_some(
-    memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers, stays: bool
+    memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers
 ) -> tuple[int, np.uint64, bool]:
-    """Takes out what expires of the next `homes` homes; `gone` has room for so many ids. `stays`: they are told and
-    left there, some of them again with the next homes; those for which there is no room come with a later walk. As
-    `copy_some`."""
+    """Tells what expires of the next `homes` homes; `gone` has room for so many ids. Some of them are told again with
+    the next homes; those for which there is no room come with a later walk. As `copy_some`."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     base = memory.stripes[at + BASE]
@@ -129,16 +127,11 @@ def expire_some(
             number = signed(buckets[2 * b])
             if not _is_in(besides, number):
                 if n == gone.size:
-                    stop = stop if stays else home
                     break
                 if fewest > 0 and signed((word >> FREQUENCY_SHIFT) & FREQUENCY) == fewest:
                     ties[0] -= 1
                 gone[n] = number
                 n += 1
-                if not stays:
-                    # what was behind it may be here now
-                    drop(memory, stripe, buckets, b)
-                    continue
         b += 1
     after, over = leave(memory, stripe, stop)
     return n, after, over
