@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import Internal, ServerUnavailable, ShardyardError, VersionPassed
+from shardyard.ground.errors import (
+    Internal,
+    MalformedPayload,
+    NotFound,
+    NotReady,
+    ServerUnavailable,
+    ShardyardError,
+    VersionPassed,
+)
 from shardyard.ground.optimizers import make_group
 from shardyard.ground.table_settings import TableSettings
 from shardyard.ground.types import (
@@ -31,6 +39,7 @@ from shardyard.ground.types import (
 )
 from shardyard.runtime.waiting import Vigil
 from shardyard.wire import convert, methods
+from shardyard.wire.frames import Frame
 from shardyard_worker import held_version
 from shardyard_worker.distinct import distinct
 from shardyard_worker.held_version import HeldVersion, Leases, Pin, ReadServer, View
@@ -53,6 +62,7 @@ class Server:
     name: str = "server"
     pinned: Answer = lambda: None
     rows: Answer = lambda: None
+    all_rows: Answer = lambda: ()
     asked: list[object] = field(default_factory=list)
 
     def call(self, method: object, request: object, *, timeout_ms: int) -> Any:
@@ -63,6 +73,10 @@ class Server:
             self.pinned()
             return convert.pinned_to_wire((PulledPart(self.partition, HELD[self.partition]),), ())
         return None
+
+    def receive(self, method: object, request: object, *, timeout_ms: int) -> Iterator[Frame]:
+        self.asked.append(method)
+        yield from self.all_rows()
 
 
 def view() -> View:
@@ -194,3 +208,55 @@ def test_a_lease_that_may_have_run_out_is_not_renewed(pool: ThreadPoolExecutor, 
     asleep.renew()
     assert asleep.is_lost
     assert [server.asked[-1] for server in servers] == [methods.UNPIN] * 2
+
+
+# ---- all rows
+
+
+def piece(before: int, *numbers: int) -> Frame:
+    """Each row has its id for its value."""
+    ids = np.array(numbers, np.int64)
+    return Frame(b"", before, ids.tobytes() + ids.astype(np.float32).tobytes())
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_all_rows_come_once_by_their_ids_however_often_and_from_whom(
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, vigil: Vigil, at_once: int
+) -> None:
+    monkeypatch.setattr(held_version, "READERS_MAX", at_once)
+    servers = two()
+    servers[0].all_rows = lambda: iter([piece(0, 7, -3), piece(2, 9), piece(3, 7)])
+    servers[1].all_rows = lambda: iter([piece(0, 8)])
+    found = made(servers, pool, vigil).read_rows(0, 1)
+    assert found.ids.tolist() == [-3, 7, 8, 9]
+    assert found.rows.tolist() == [[-3], [7], [8], [9]]
+    assert made(two(), pool, vigil).read_rows(0, 1).rows.shape == (0, 1)
+
+
+@pytest.mark.parametrize("error", [NotFound("a pin that is not here"), ServerUnavailable("it does not answer")])
+def test_all_rows_of_a_version_that_a_server_does_not_hold_are_lost_with_it(
+    pool: ThreadPoolExecutor, vigil: Vigil, error: ShardyardError
+) -> None:
+    servers = two()
+    servers[1].all_rows = failing(error)
+    held = made(servers, pool, vigil)
+    with pytest.raises(VersionPassed, match=error.what):
+        held.read_rows(0, 1)
+    assert held.is_lost
+
+
+def test_a_version_whose_rows_somebody_else_reads_is_not_lost(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+    servers = two()
+    servers[0].all_rows = failing(NotReady("a cut of this table is being taken"))
+    held = made(servers, pool, vigil)
+    with pytest.raises(NotReady, match="a cut"):
+        held.read_rows(0, 1)
+    assert not held.is_lost
+
+
+@pytest.mark.parametrize("frames", [[piece(1, 7)], [piece(0, 7), piece(2, 8)], [Frame(b"", 0, b"thirteen byte")]])
+def test_rows_that_do_not_fit_are_refused(pool: ThreadPoolExecutor, vigil: Vigil, frames: list[Frame]) -> None:
+    servers = two()
+    servers[0].all_rows = lambda: iter(frames)
+    with pytest.raises(MalformedPayload, match="of rows of 12 as those from"):
+        made(servers, pool, vigil).read_rows(0, 1)

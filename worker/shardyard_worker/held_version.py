@@ -51,6 +51,8 @@ RENEW_MS: Final = 7_500
 CALL_TIMEOUT_MS: Final = 5_000
 LOOK_UP_TIMEOUT_MS: Final = 30_000
 READ_ROWS_TIMEOUT_MS: Final = 600_000
+READERS_MAX: Final = 8
+"""Servers of which all rows are read at one time: that may take longer than a lease, which is renewed beside it."""
 
 GONE: Final = (errors.Refused, errors.NotFound, errors.NotReady)
 """What a server says that does not hold the version."""
@@ -207,7 +209,10 @@ class HeldVersion:
         def ask(server: ReadServer) -> list[tuple[Int64s, Float32s]]:
             return [piece for number in server.partitions for piece in self._read_rows(server, number, table, dim)]
 
-        pieces = [piece for found in self._everywhere(self.servers, ask) for piece in found]
+        pieces: list[tuple[Int64s, Float32s]] = []
+        for begin in range(0, len(self.servers), READERS_MAX):
+            found = self._everywhere(self.servers[begin : begin + READERS_MAX], ask)
+            pieces += [piece for of_server in found for piece in of_server]
         ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
         ids, first = np.unique(ids, return_index=True)
         return Rows(ids, np.concatenate([np.empty((0, dim), np.float32), *[rows for _, rows in pieces]])[first])
@@ -223,6 +228,8 @@ class HeldVersion:
             table=table,
             pin=self.pin.name,
         )
+
+        self.check()  # the others have told since, perhaps
 
         def waits_for() -> str:
             return f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"

@@ -138,18 +138,18 @@ class Sweep:
             ties=no_ties,
             besides=besides,
         )
-        gone = np.unique(self._walk(reasons))
+        gone = np.sort(self._walk(reasons))
         if not too_many:
             return gone
         nothing_else = reasons._replace(age_units=0, grace_units=0, frequency_min=0, square_norm_min=0.0)
-        least = np.unique(self._walk(nothing_else._replace(fewest=fewest + 1)))
+        least = np.sort(self._walk(nothing_else._replace(fewest=fewest + 1)))
         goes = np.isin(least, gone, assume_unique=True)
         tied, left = least[~goes], max(too_many - int(goes.sum()), 0)
         chosen = tied[np.argsort(mixed(tied.view(np.uint64) ^ np.uint64(draw)))[:left]]
         return np.union1d(gone, chosen)
 
     def _walk(self, reasons: walks.Reasons) -> Numbers:
-        """What expires for these, some of it twice, in no order."""
+        """What expires for these, in no order."""
         found: list[Numbers] = []
         cursor, over, room = np.uint64(0), False, HOMES_PER_SWEEP
         while not over:

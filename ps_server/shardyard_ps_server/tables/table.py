@@ -325,7 +325,7 @@ class Table:
                 over = done.over
                 if over:
                     break
-        # what is not at home is met again from there on
+        # where a stripe has grown since the last step, some are at home in both
         return Expired(np.unique(np.concatenate(gone)), over)
 
     def sweep(self, step: int, besides: Sequence[Ids]) -> Ids:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardyard.ground.compiling import compiled
-from shardyard_ps_server.tables.index import buckets_of, first_hash, let_go, lock_of
+from shardyard_ps_server.tables.index import buckets_of, first_hash, hashed, home_of, let_go, lock_of
 from shardyard_ps_server.tables.layout import (
     AGE_SHIFT,
     BASE,
@@ -108,13 +108,15 @@ class Reasons(NamedTuple):
 def expire_some(
     memory: Memory, cursor: np.uint64, homes: int, dim: int, reasons: Reasons, gone: Numbers
 ) -> tuple[int, np.uint64, bool]:
-    """Tells what expires of the next `homes` homes; `gone` has room for so many ids. Some of them are told again with
-    the next homes; those for which there is no room come with a later walk. As `copy_some`."""
+    """Tells what expires of what is at home in the next `homes` homes, each once, wherever it lies; `gone` has room for
+    so many ids, and those for which there is none come with a later walk. As `copy_some`."""
     stripe, home = lock_of(memory, cursor)
     at = stripe * FIELDS
     base = memory.stripes[at + BASE]
     buckets = buckets_of(memory.stripes, stripe)
     stop = min(home + homes, memory.stripes[at + HOMES])
+    depth, all_homes = np.uint64(memory.stripes[at + DEPTH]), np.uint64(memory.stripes[at + HOMES])
+    first, second = memory.seeds[0], memory.seeds[1]
     slab, ties, besides = memory.slab, reasons.ties, reasons.besides
     unit, age_units, grace_units = reasons.unit, reasons.age_units, reasons.grace_units
     frequency_min, square_norm_min, fewest = reasons.frequency_min, reasons.square_norm_min, reasons.fewest
@@ -125,7 +127,8 @@ def expire_some(
             slab, word, base, dim, unit, age_units, grace_units, frequency_min, square_norm_min, fewest, ties[0]
         ):
             number = signed(buckets[2 * b])
-            if not _is_in(besides, number):
+            at_home = home <= home_of(hashed(number, first, second), depth, all_homes) < stop
+            if at_home and not _is_in(besides, number):
                 if n == gone.size:
                     break
                 if fewest > 0 and signed((word >> FREQUENCY_SHIFT) & FREQUENCY) == fewest:
