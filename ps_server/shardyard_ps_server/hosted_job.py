@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from shardyard.ground.errors import InvalidRequest, NotFound, StaleGeneration
 from shardyard.ground.table_settings import ExpirySettings
@@ -98,7 +99,7 @@ class HostedJob:
     def mode(self) -> UpdateMode:
         return self.rules.mode
 
-    @property
+    @cached_property
     def rows_fly(self) -> bool:
         """Whether a row may expire between its look-up and its push. What goes with a step says the step by itself."""
         return not self.rules.rows_have_versions and any(each.expiry != ExpirySettings() for each in self.layout.tables)
