@@ -130,24 +130,31 @@ class Counting:
 
     # ---- steps that do not wait for all ranks
 
-    def decide_step(self, step: int, ranks: tuple[Rank, ...]) -> list[Effect]:
-        """Rule B6: the verdict who counts in a step, as soon as enough ranks have contributed; written down before
-        anybody hears of it."""
+    def decide_step(self, step: int, ranks: tuple[Rank, ...], now_ms: int) -> list[Effect]:
+        """Rule B6: the verdict who counts in a step, once enough ranks have contributed, and the others were waited for
+        a little; written down before anybody hears of it."""
         job = self._job
-        feeds, book = self._steps, job.ranks
+        feeds, book, times = self._steps, job.ranks, job.step_times
         assert book is not None
         if ranks and ranks[-1] >= len(book.all):
             raise errors.InvalidRequest(f"logical rank {ranks[-1]} of {job.title}, which has {len(book.all)}")
         feeds.verdicts.tell(step, ranks)
         left_out = feeds.due(step)
         records: list[Effect] = []
-        if left_out is not None:
+        again_ms = 0
+        if left_out:
+            again_ms = times.patience_ms(step, job.settings.consistency.backup_patience, now_ms)
+        if left_out is not None and not again_ms:
             late = feeds.decide(step, left_out)
             owners = [book.owner(rank) or Incarnation(0) for rank in late]
             dropped = [(owner, owners.count(owner)) for owner in sorted(set(owners))]
             feeds.verdicts.drop(dropped)
             records += job.records([backups.steps_decided(step, [left_out], dropped)])
-        return [*records, Reply(StepDecision(feeds.verdicts.members(step)))]
+            times.decide(step, now_ms)
+        left_ms = times.left_ms(step + 1, now_ms)
+        if left_ms and not feeds.is_full(step + 1):
+            left_ms = 0
+        return [*records, Reply(StepDecision(feeds.verdicts.members(step), left_ms, again_ms))]
 
     def read_make_up(self, feed: int, step: int) -> list[Effect]:
         """Raises NotFound, InvalidRequest, NotReady."""

@@ -266,7 +266,12 @@ def step_told_of(request: wire.DecideStepRequest) -> events.StepToldOf:
 
 
 def decision_reply(decision: StepDecision) -> wire.DecideStepReply:
-    return wire.DecideStepReply(decided=decision.members is not None, members=decision.members or ())
+    return wire.DecideStepReply(
+        decided=decision.members is not None,
+        members=decision.members or (),
+        left_ms=decision.left_ms,
+        again_ms=decision.again_ms,
+    )
 
 
 def make_up_asked(request: wire.ReadMakeUpRequest) -> events.MakeUpAsked:

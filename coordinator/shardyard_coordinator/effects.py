@@ -384,9 +384,13 @@ class CheckpointStanding:
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """Who counts in a step; None where that is not decided yet, nobody where it is not known any more."""
+    """Who counts in a step; None where that is not decided yet, nobody where it is not known any more. `left_ms`: for
+    one who came late, how long the version behind the next step is worth waiting for (StepTimes). `again_ms`: where it
+    is not decided, since others are waited for, how soon it is."""
 
     members: tuple[Rank, ...] | None
+    left_ms: int = 0
+    again_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ from shardyard_coordinator.rebasing import Rebasing
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 from shardyard_coordinator.safekeeping import Safekeeping, title_of
 from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.step_times import StepTimes
 from shardyard_coordinator.stopping import Stopping
 from shardyard_coordinator.switching import Switching, settings_of
 from shardyard_coordinator.tokens import Tokens
@@ -106,6 +107,7 @@ class Job:
         self.tokens = Tokens()
         self.suspects = Suspects(settings.data.poison_deaths)
         self.not_finite = NotFinite(settings.nonfinite_max)
+        self.step_times = StepTimes()
         self.residuals = LostResiduals()
         self.departed = Departed() if self._goes_back_in_part else None
         self.handovers = HandOvers()

@@ -141,7 +141,7 @@ class Machine:
             case events.NotFiniteReported():
                 return self._report_not_finite(event, now_ms)
             case events.StepToldOf(caller, step, ranks):
-                return self._require_job(caller).counting.decide_step(step, ranks)
+                return self._require_job(caller).counting.decide_step(step, ranks, now_ms)
             case events.MakeUpAsked(caller, feed, step):
                 return self._require_job(caller).counting.read_make_up(feed, step)
             case events.LedgerRead(returned, next_sequence, generation):

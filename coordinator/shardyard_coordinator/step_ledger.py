@@ -240,10 +240,16 @@ class StepLedger:
 
     def due(self, step: int) -> tuple[Rank, ...] | None:
         """Who is left out if the step is decided now; None where it was, or too few are there."""
+        return self.verdicts.due(step, self._working(step))
+
+    def is_full(self, step: int) -> bool:
+        """Whether all ranks have samples at the step. One that is not may wait for a certain one."""
+        return len(self._working(step)) == self._logical_ranks
+
+    def _working(self, step: int) -> list[Rank]:
         found = self._feed_of(step)
         ranks = [Rank(rank) for rank in range(self._logical_ranks)]
-        working = ranks if found is None else [rank for rank in ranks if self._samples(found, step, rank)]
-        return self.verdicts.due(step, working)
+        return ranks if found is None else [rank for rank in ranks if self._samples(found, step, rank)]
 
     def decide(self, step: int, left_out: Sequence[Rank]) -> list[Rank]:
         """The verdict on a step. Those of the ranks that had samples there."""

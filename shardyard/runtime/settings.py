@@ -132,6 +132,7 @@ _CODING = "{}, or rules PATTERN=CODEC parted by spaces (docs/compression.md)"
 PushCoding = Annotated[str, _parsed_by(parse_push_rules), Expected(_CODING.format(", ".join(PUSH_KINDS)))]
 PullCoding = Annotated[str, _parsed_by(parse_pull_rules), Expected(_CODING.format(", ".join(PULL_KINDS)))]
 Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), Expected("a number from 0 to below 1")]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), Expected("a number from 0 to 1")]
 Norm = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number from 0")]
 Strength = Annotated[float, Field(ge=0, allow_inf_nan=False), Expected("a number from 0")]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False), Expected("a number above 0")]
@@ -258,6 +259,11 @@ class ConsistencySettings(Section):
         le=limits.LOGICAL_RANKS_MAX - 1,
         description="In sync mode: a step is taken without so many logical ranks, the latest; what they had is computed"
         " again when the data set ends. 0: all count.",
+    )
+    backup_patience: Share = Field(
+        default=0.1,
+        description="With backup workers: once as many ranks are there as a step needs, the others are waited for a"
+        " little, as a share of the time that steps have taken lately. 0: not at all.",
     )
     rows_in_flight: int = Field(
         default=1,

@@ -23,9 +23,11 @@ from shardyard.transport.channel import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.step_times import StepTimes
 from shardyard_launcher import audit_command
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import job as worker
+from shardyard_worker.decisions import Decisions
 
 DEADLINE_S = 90.0
 RANKS = 3
@@ -115,7 +117,7 @@ def test_promise_2_each_sample_counts_once_an_epoch_with_a_slow_worker(more: dic
     slow = 2
 
     def work(job: sy.Job, number: int) -> list[float]:
-        return count(job, samples=101, epochs=2, pause_s=0.05 if number == slow else 0.002)
+        return count(job, samples=101, epochs=2, pause_s=0.2 if number == slow else 0.002)
 
     found, job = together(more, work)
     assert found == [[2.0] * 101] * RANKS
@@ -260,3 +262,53 @@ def test_promise_6_bits_are_those_of_the_verdicts_when_the_coordinator_dies_befo
     verdicts = verdicts_of(yard, "two")
     assert {result["step"] for result in results} == {len(verdicts)}
     assert {result["digest"] for result in results} == {*undisturbed(monkeypatch, verdicts)}
+
+
+# ---- who comes late
+
+
+@pytest.mark.parametrize("left_ms", [60_000, 0], ids=["worth waiting", "not worth it"])
+def test_who_comes_late_in_the_midst_of_a_step_is_in_time_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, left_ms: int
+) -> None:
+    """Two are in the midst of step 3, and stay there until the third, who comes late with step 0, has chosen."""
+    late, under_way = 2, 3
+    begin, there, chosen = threading.Barrier(RANKS), threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(StepTimes, "left_ms", lambda *_: 0 if chosen.is_set() else left_ms)
+    real = Decisions.left_ms
+
+    def asked(self: Decisions, step: int) -> int:
+        found = real(self, step)
+        if found:
+            chosen.set()
+        return found
+
+    monkeypatch.setattr(Decisions, "left_ms", asked)
+
+    def work(job: sy.Job, number: int) -> list[int]:
+        values, optimizer = counting(job, 60)
+        begun = []
+        for (index,) in job.batches(TensorDataset(torch.arange(60)), batch_size=4):
+            begun.append(job.step)
+            if len(begun) == 1:
+                begin.wait(DEADLINE_S)
+            if number != late and job.step == under_way:
+                there.release()
+                assert chosen.wait(DEADLINE_S)
+            elif number == late and len(begun) == 1:
+                assert there.acquire(timeout=DEADLINE_S)
+                assert there.acquire(timeout=DEADLINE_S)
+            elif number == late:
+                chosen.set()
+            optimizer.zero_grad()
+            (-values[index, torch.randint(PLACES, ())].sum()).backward()
+            optimizer.step()
+        assert counted(job) == [1.0] * 60
+        return begun
+
+    found, _ = together({}, work)
+    assert found[late][0] == 0
+    if left_ms:
+        assert found[late][1] > under_way
+    else:
+        assert found[late][1] == under_way

@@ -216,6 +216,50 @@ def test_verdict_comes_when_enough_ranks_are_there_and_is_the_same_for_ever(shor
     assert yard.tell(1, 0, 1, 2) == (R0, R1, R2)
 
 
+def test_who_comes_late_is_told_to_wait_where_a_step_can_do_without_him() -> None:
+    """Three planned steps, one that makes up for what was dropped in them, and a last one, of which each rank with
+    samples may be needed."""
+    consistency = SETTINGS.consistency.model_copy(update={"backup_patience": 0.0})
+    yard = Yard(SETTINGS.model_copy(update={"consistency": consistency}))
+    yard.handle(events.FeedOpened(yard.workers[0], 0, feed_of(18)))
+    advice = []
+    for step in range(4):
+        yard.now_ms += 100
+        for rank in (0, 1):
+            yard.tell(step, rank, worker=rank)
+        yard.now_ms += 50
+        answer = yard.handle(events.StepToldOf(yard.workers[2], step, ()))
+        assert isinstance(answer, effects.StepDecision)
+        advice.append(answer.left_ms)
+    assert [yard.feeds.is_full(step) for step in range(5)] == [True, True, True, True, False]
+    assert advice == [0, 138, 138, 0]
+    yard.restart()
+    answer = yard.handle(events.StepToldOf(yard.workers[2], 3, ()))
+    assert answer == effects.StepDecision((R0, R1))
+
+
+def test_others_are_waited_for_a_little_once_enough_are_there() -> None:
+    yard = Yard()
+    for step in range(2):
+        yard.now_ms += 200
+        for rank in range(3):
+            yard.tell(step, rank, worker=rank)
+    yard.now_ms += 180
+    assert yard.tell(2, 0) is None
+    answer = yard.handle(events.StepToldOf(yard.workers[1], 2, (R1,)))
+    assert answer == effects.StepDecision(None, again_ms=20)
+    assert not yard.wanted(effects.Persist)
+    yard.now_ms += 19
+    assert yard.tell(2, 1, worker=1) is None
+    yard.now_ms += 1
+    assert yard.tell(2, 1, worker=1) == (R0, R1), "not for longer"
+    yard.now_ms += 190
+    yard.tell(3, 0)
+    assert yard.tell(3, 1, worker=1) is None
+    yard.now_ms += 5
+    assert yard.tell(3, 2, worker=2) == (R0, R1, R2), "who comes meanwhile counts, and nobody waits on"
+
+
 def test_ranks_that_were_told_before_a_restart_are_told_again(short: bool) -> None:
     yard = Yard()
     assert yard.tell(0, 1) is None

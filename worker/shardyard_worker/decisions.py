@@ -20,6 +20,8 @@ class Decisions:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._known: tuple[int, tuple[Rank, ...]] | None = None
+        self.again_ms = 0
+        """How soon the coordinator wants to be asked again; 0: there is no hurry."""
 
     def ask(self, step: int, ranks: Iterable[Rank]) -> tuple[Rank, ...] | None:
         """The ranks that count in a step, ascending; None while it is not decided, nobody where it is not known any
@@ -28,10 +30,19 @@ class Decisions:
             caller = convert.caller_to_wire(self._session.caller)
             request = wire.DecideStepRequest(caller=caller, step=step, ranks=sorted(ranks))
             reply = self._session.ask(methods.DECIDE_STEP, request)
+            self.again_ms = reply.again_ms
             if not reply.decided:
                 return None
             self._known = step, convert.ranks_from_wire(reply.members, f"ranks that count in step {step}")
         return self._known[1]
+
+    def left_ms(self, step: int) -> int:
+        """For one who comes late while a step is under way: how long the version behind it is worth waiting for. 0: the
+        step is to be computed."""
+        if not step:
+            return 0
+        request = wire.DecideStepRequest(caller=convert.caller_to_wire(self._session.caller), step=step - 1)
+        return int(self._session.ask(methods.DECIDE_STEP, request).left_ms)
 
     def verdict(self, step: int) -> StepVerdict | None:
         """What servers are to be told about a step, where it was heard of."""

@@ -721,7 +721,7 @@ class SyncStrategy(Strategy):
                     self._training.router.abandon_pull()
                     self._load_again()
                     return
-                wish = Wish(self._version + 1, exactly=True, wait_ms=SLICE_MS, prefetched=True)
+                wish = Wish(self._version + 1, exactly=True, wait_ms=self._slice_ms, prefetched=True)
                 try:
                     answer = self._training.router.pull(wish)
                 except errors.NotFound:
@@ -738,9 +738,10 @@ class SyncStrategy(Strategy):
         self._judge()
         self._wait_for_ranks()
 
-    def _align(self) -> None:
+    def _align(self, *, late: bool = False) -> None:
         """Takes the version at which this worker's ranks stand: the lowest next step among them. Without any (others
-        may have taken them over while it went over to another map) it waits for one."""
+        may have taken them over while it went over to another map) it waits for one. `late`: others are in the midst of
+        that step; so the next version is waited for, as long as it may be about to come."""
         self._forget_rows()
         if not self._held:
             self._wait_for_ranks()
@@ -748,6 +749,11 @@ class SyncStrategy(Strategy):
         version = 0
         answer = Answer()
         aim: int | None = None
+        left_ms = 0
+        if late and self._decisions is not None:
+            under_way = min(held.next for held in self._held.values())
+            left_ms = self._decisions.left_ms(under_way)
+            aim = under_way + 1 if left_ms else None
 
         def waiting_for() -> str:
             return f"version {version} to begin with: {explain(answer)}"
@@ -756,8 +762,9 @@ class SyncStrategy(Strategy):
             while True:
                 version = min(held.next for held in self._held.values()) if aim is None else aim
                 self._training.router.abandon_pull()
+                wait_ms = min(left_ms, SLICE_MS) or SLICE_MS
                 try:
-                    answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=SLICE_MS))
+                    answer = self._training.router.pull(Wish(version, exactly=True, wait_ms=wait_ms))
                 except errors.NotFound as error:
                     if self._decisions is None or "newest" not in error.facts:
                         raise
@@ -769,7 +776,8 @@ class SyncStrategy(Strategy):
                 self._look_for_ranks()
                 if not self._held:
                     break
-                if aim is not None:
+                left_ms = max(left_ms - wait_ms, 0)
+                if aim is not None and not left_ms:
                     aim = None
                     self._reopen()
                 if version:
@@ -808,6 +816,11 @@ class SyncStrategy(Strategy):
                 log.debug("step %d is over for logical rank %d, before it was computed", step, rank)
                 held.next = step + 1
 
+    @property
+    def _slice_ms(self) -> int:
+        """After which it is asked again who counts."""
+        return min((self._decisions and self._decisions.again_ms) or SLICE_MS, SLICE_MS)
+
     def _judge(self) -> None:
         """The step of what was contributed last is taken, or others have its ranks: what counts is known."""
         told, self._told = self._told, []
@@ -835,7 +848,7 @@ class SyncStrategy(Strategy):
         self._judge()
         self._reopen()
         self._version = None
-        self._align()
+        self._align(late=True)
 
     def _reopen(self) -> None:
         for rank in sorted(self._held):

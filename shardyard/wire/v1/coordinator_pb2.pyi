@@ -500,12 +500,16 @@ class DecideStepRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., step: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DecideStepReply(_message.Message):
-    __slots__ = ("decided", "members")
+    __slots__ = ("decided", "members", "left_ms", "again_ms")
     DECIDED_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_MS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_MS_FIELD_NUMBER: _ClassVar[int]
     decided: bool
     members: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, decided: bool = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
+    left_ms: int
+    again_ms: int
+    def __init__(self, decided: bool = ..., members: _Optional[_Iterable[int]] = ..., left_ms: _Optional[int] = ..., again_ms: _Optional[int] = ...) -> None: ...
 
 class ReadMakeUpRequest(_message.Message):
     __slots__ = ("caller", "feed", "step")

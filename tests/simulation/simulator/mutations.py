@@ -347,8 +347,8 @@ def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
     """the coordinator tells who counts, and forgets it when it is started again"""
     real = Counting.decide_step
 
-    def decide_step(self: Any, step: int, ranks: Any) -> Any:
-        return [effect for effect in real(self, step, ranks) if not isinstance(effect, Persist)]
+    def decide_step(self: Any, step: int, ranks: Any, now_ms: int) -> Any:
+        return [effect for effect in real(self, step, ranks, now_ms) if not isinstance(effect, Persist)]
 
     patch.setattr(Counting, "decide_step", decide_step)
 
