@@ -1,12 +1,12 @@
 """Tables in the server: look-ups and updates of raw ids against torch with row numbers known, memory, pauses, floods.
 
 lookup: 65,536 uniform ids in 10M rows, against torch.index_select. update: the same with Adagrad, against torch's
-sparse Adagrad. Both in the processor time of one thread, and with their answers compared. two_threads: look-ups and
-updates by two threads against one, in elapsed time. row_overhead_bytes: resident memory for each row beyond its values
-and state. growth_pause_ms: the longest look-up of 1,024 ids while another thread makes 20M rows. sweep_ms: what a step
-of a synchronous job takes longer in which a sixteenth of 10M rows expires, sweep_least_ms: in which none does. flood:
-look-ups and pushes of 200,000 ids that would meet in one bucket if the index had a seed that is known, against random
-ids.
+sparse Adagrad; update_d16_rows_known: what of it is no index, on rows whose numbers are known. All in the processor
+time of one thread, and with their answers compared. two_threads: look-ups and updates by two threads against one, in
+elapsed time. row_overhead_bytes: resident memory for each row beyond its values and state. growth_pause_ms: the longest
+look-up of 1,024 ids while another thread makes 20M rows. sweep_ms: what a step of a synchronous job takes longer in
+which a sixteenth of 10M rows expires, sweep_least_ms: in which none does. flood: look-ups and pushes of 200,000 ids
+that would meet in one bucket if the index had a seed that is known, against random ids.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from harness.report import Panel
 from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_optimizers import make_group
 from shardyard.ground.table_settings import SWEEPS_PER_AGE, ExpirySettings, TableSettings
+from shardyard_ps_server.tables import rules
 from shardyard_ps_server.tables.table import Table, warm
 
 FIGURE = "tables"
@@ -143,8 +144,15 @@ def measure_updates(dim: int, rows: int, pairs: int) -> tuple[dict[str, list[Fig
     if not np.allclose(out, parameter.detach()[torch.from_numpy(numbers[0])].numpy(), rtol=1e-4, atol=1e-6):
         raise WrongAnswer("Adagrad")
     million = sum(each.size for each in ids) / 1e6
+    shuffled = [rng.permutation(each) for each in numbers]
+    rule, places = rules.rule_of("adagrad", table.settings.group, 2), np.arange(BATCH_IDS, dtype=np.int32)
+
+    def alone(number: int) -> None:
+        rules.apply(rule.code, rule.scalars, table._memory.slab, shuffled[number], places, gradients, dim)
+
     found = measure_pairs(
         {
+            f"update d{dim}, rows known": lambda: {"m_rows_per_s": million / thread_seconds(alone)},
             f"update d{dim}, shardyard": lambda: {"m_rows_per_s": million / thread_seconds(ours)},
             f"update d{dim}, torch's sparse Adagrad": lambda: {"m_rows_per_s": million / thread_seconds(theirs)},
         },
@@ -281,8 +289,9 @@ def measure(rows: int, grown: int, pairs: int) -> Found:
     raw: dict[str, object] = {}
     found: dict[str, list[float]] = {}
     updates, threads, overhead = measure_updates(16, rows, pairs)
-    ours, theirs = updates.values()
+    alone, ours, theirs = updates.values()
     found["update_d16"] = ratios(ours, theirs, "m_rows_per_s")
+    found["update_d16_rows_known"] = ratios(alone, theirs, "m_rows_per_s")
     found["two_threads"] = threads
     found["row_overhead_bytes"] = [overhead]
     raw["updates"] = updates
