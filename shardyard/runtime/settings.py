@@ -266,7 +266,7 @@ class ConsistencySettings(Section):
         " little, as a share of the time that steps have taken lately. 0: not at all.",
     )
     rows_in_flight: int = Field(
-        default=1,
+        default=0,
         ge=0,
         le=limits.ROWS_IN_FLIGHT_MAX,
         description="In hybrid mode, with look-ahead: the rows that a step is computed on are looked up so many steps"

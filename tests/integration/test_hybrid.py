@@ -62,7 +62,7 @@ def adds_one(model: sy.Embedding, optimizer: Any, ids: torch.Tensor) -> torch.Te
 # ---- variables are synchronous
 
 
-@pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}, {DEPTH: 0}])
+@pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}, {DEPTH: 1}])
 def test_one_logical_rank_gives_the_bits_of_a_synchronous_job(connect: Connect, given: dict[str, Any]) -> None:
     found = []
     for mode in (HYBRID, SYNC):
@@ -163,7 +163,7 @@ def test_a_push_whose_answer_is_lost_counts_once(connect: Connect, depth: int) -
 
 
 def test_a_look_up_ahead_that_fails_is_made_by_the_forward(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = connect(settings=NEVER | HYBRID)
+    job = connect(settings=NEVER | HYBRID | {DEPTH: 1})
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
     look_up = Router.look_up
@@ -335,6 +335,7 @@ def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(
     settings = {
         "job__consistency__mode": "hybrid",
         "job__consistency__logical_ranks": 2,
+        "job__consistency__rows_in_flight": 1,
         "job__durability": durability,
     }
     assert_each_sample_counts_once_in_its_row(tmp_path, yard, died, **settings)
