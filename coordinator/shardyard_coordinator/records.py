@@ -41,6 +41,7 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Switching._retry_at_ms": "at once",
     "Safekeeping.restored": "said of this life's recoveries alone",
     "StepVerdicts._present": "workers tell it again while they wait for the verdict",
+    "Job.step_times": "times of another life mean nothing; how long steps take is seen again",
     "Recovery._since_ms": "lost partitions wait for a server's restart anew",
     "Recovery._retry_at_ms": "tried again at once",
     "Recovery.waits_for": "found again with the next tick",
