@@ -24,6 +24,7 @@ from shardyard_coordinator.progress import Progress
 from shardyard_coordinator.readers import Readers
 from shardyard_coordinator.records import NOT_RECORDED, Record
 from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.step_times import StepTimes
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
 _WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")
@@ -87,6 +88,7 @@ def renew(machine: Machine, now_ms: int) -> None:
         job.deployment.stage = DUE_AGAIN.get(job.deployment.stage, job.deployment.stage)
         if not job.state.ended:
             job.progress = Progress(now_ms)
+        job.step_times = StepTimes()
         job.readers = Readers()
         job.readers.forget(now_ms)
         if job.ranks is not None:
