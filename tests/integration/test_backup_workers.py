@@ -150,7 +150,7 @@ def test_rule_b5_a_batch_that_is_made_up_for_is_the_same_batch() -> None:
         assert counted(job) == [2.0] * 50
         return seen
 
-    alone = {"job.workers_expected": 1}
+    alone = {"job.workers_expected": 1, "job.consistency.backup_patience": 0}
     (late,), job = together(alone, work, workers=1)
     (plain,), planned = together(alone | {"job.consistency.backup_workers": 0}, work, workers=1)
     assert {batch: sorted(seen) for batch, seen in late.items()} == {b: sorted(seen) for b, seen in plain.items()}
