@@ -27,9 +27,7 @@ class Decisions:
         """The ranks that count in a step, ascending; None while it is not decided, nobody where it is not known any
         more. `ranks`: those whose contributions all servers have, as far as this worker knows."""
         if self._known is None or self._known[0] != step:
-            caller = convert.caller_to_wire(self._session.caller)
-            request = wire.DecideStepRequest(caller=caller, step=step, ranks=sorted(ranks))
-            reply = self._session.ask(methods.DECIDE_STEP, request)
+            reply = self._ask(step, ranks)
             self.again_ms = reply.again_ms
             if not reply.decided:
                 return None
@@ -39,13 +37,16 @@ class Decisions:
     def left_ms(self, step: int) -> int:
         """For one who comes late while a step is under way: how long the version behind it is worth waiting for. 0: the
         step is to be computed."""
-        if not step:
-            return 0
-        request = wire.DecideStepRequest(caller=convert.caller_to_wire(self._session.caller), step=step - 1)
-        return int(self._session.ask(methods.DECIDE_STEP, request).left_ms)
+        return int(self._ask(step - 1, ()).left_ms) if step else 0
 
     def verdict(self, step: int) -> StepVerdict | None:
         """What servers are to be told about a step, where it was heard of."""
         if self._known is None or self._known[0] != step or not self._known[1]:
             return None
         return StepVerdict(step, members=self._known[1])
+
+    def _ask(self, step: int, ranks: Iterable[Rank]) -> wire.DecideStepReply:
+        caller = convert.caller_to_wire(self._session.caller)
+        return self._session.ask(
+            methods.DECIDE_STEP, wire.DecideStepRequest(caller=caller, step=step, ranks=sorted(ranks))
+        )
