@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--list", metavar="-", help="seeds, parted by commas, from the standard input")
     parser.add_argument("--jobs", type=int, default=1, help="processes; 0: one for each core")
     parser.add_argument("--kind", default="", help="async, bounded, sync, hybrid, async-wal, sync-rows, ...")
-    parser.add_argument("--mixed", action="store_true", help="three of ten seeds have jobs with a table")
+    parser.add_argument("--mixed", action="store_true", help="four of ten seeds have jobs with a table")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

@@ -521,6 +521,25 @@ def rows_do_not_go_back(patch: Patch) -> None:
     patch.setattr(PartitionTables, "become", become)
 
 
+@mutation("A8", "async-checkpoint-rows-lives", 72, 103)
+def how_often_ids_without_a_row_were_pushed_is_not_in_a_checkpoint(patch: Patch) -> None:
+    """ids that wait for their row come back as if they had been pushed once"""
+    real = TableOfPartition.load
+
+    def load(self: Any, ids: Any, values: Any, state: Any, frequencies: Any, steps: Any) -> None:
+        counts = frequencies.copy()
+        counts[values.shape[0] :] = 1
+        real(self, ids, values, state, counts, steps)
+
+    patch.setattr(TableOfPartition, "load", load)
+
+
+@mutation("A8", "async-checkpoint-rows-lives", 33, 59)
+def filters_do_not_come_back(patch: Patch) -> None:
+    """what a filter has counted is not read from a checkpoint"""
+    patch.setattr(TableOfPartition, "load_cells", lambda self, cells, begin=None: None)
+
+
 @mutation("A1", "hybrid-checkpoint", 18)
 def rows_have_no_lane(patch: Patch) -> None:
     """rows count whenever the variables of their contribution do, also where they have before the checkpoint"""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent.parent
-KINDS_OF_TEN = {7: "async-rows", 8: "sync-rows", 9: "hybrid"}
+KINDS_OF_TEN = {6: "async-rows-lives", 7: "async-rows", 8: "sync-rows", 9: "hybrid"}
 """What `mixed` makes of seeds by their last figure."""
 SHM = Path("/dev/shm")
 PID_MAX = 1 << 22
@@ -32,7 +32,7 @@ def folders_of(pid: int) -> Iterator[Path]:
 
 
 def mixed(seeds: Sequence[int]) -> dict[str, list[int]]:
-    """Seeds by kind, such that three of ten have jobs with a table, which seeds by themselves do not draw."""
+    """Seeds by kind, such that four of ten have jobs with a table, which seeds by themselves do not draw."""
     found: dict[str, list[int]] = {"": []}
     for seed in seeds:
         found.setdefault(KINDS_OF_TEN.get(seed % 10, ""), []).append(seed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from shardyard.ground.initial_values import InitialKind, InitialValues
 from shardyard.ground.row_ids import partition_of
 from shardyard_worker import row_updates
 from shardyard_worker.job_tables import JobTables
-from shardyard_worker.row_lives import Expiry
+from shardyard_worker.row_lives import AdmitAfter, Expiry
 from shardyard_worker.table import Table, Wanted
 
 Ids = npt.NDArray[np.int64]
@@ -29,7 +29,11 @@ Doubles = npt.NDArray[np.float64]
 NAME = "rows"
 DIM = 2
 SHARED = 5
-"""Of a synchronous job: so many coordinates have rows, which samples share."""
+"""Where samples share rows, so many coordinates have any."""
+SHARED_COUNTED = 12
+"""The same where these rows count."""
+CELLS = 1 << 16
+"""Of a filter, so many for so few ids that none is taken for another."""
 OPTIMIZERS: Mapping[str, row_updates.RowOptimizer] = {
     "sgd": row_updates.SGD(lr=1.0),
     "adagrad": row_updates.Adagrad(lr=0.1),
@@ -79,13 +83,32 @@ def spread(ids: Ids, rows: npt.NDArray[np.float32], coordinates: int, partitions
     return found.tobytes()
 
 
+class Lives(NamedTuple):
+    """Which ids have a row. `age`: after so many steps without a push it expires; 0: never. `admitted`: it is there
+    from so many pushes on; `estimated`: these are counted by a filter."""
+
+    age: int = 0
+    admitted: int = 1
+    estimated: bool = False
+
+
+ALL: Final = Lives()
+
+
 class Rows:
     """One worker's end of the table. `coordinates`: how many there are, with one more at the end for what each push may
-    count in. `age`: after so many steps without a push a row expires; 0: never."""
+    count in."""
 
-    def __init__(self, optimizer: str, coordinates: int, partitions: int, age: int = 0) -> None:
-        zeros, expiry = InitialValues(InitialKind.ZEROS), Expiry(age_steps=age) if age else None
-        self.table = Table(DIM, name=NAME, initial=zeros, optimizer=OPTIMIZERS[optimizer], expiry=expiry, seed=7)
+    def __init__(self, optimizer: str, coordinates: int, partitions: int, lives: Lives) -> None:
+        self.table = Table(
+            DIM,
+            name=NAME,
+            initial=InitialValues(InitialKind.ZEROS),
+            optimizer=OPTIMIZERS[optimizer],
+            admission=AdmitAfter(lives.admitted, CELLS if lives.estimated else None) if lives.admitted > 1 else None,
+            expiry=Expiry(age_steps=lives.age) if lives.age else None,
+            seed=7,
+        )
         self.tables = JobTables({NAME: self.table}, [{"params": [self.table.weight], "lr": 1.0}])
         self._coordinates, self._partitions = coordinates, partitions
 

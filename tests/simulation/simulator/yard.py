@@ -80,8 +80,8 @@ from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires
 from .paces import Paces, watch_paces
 from .parallel import SHM, folder_name
+from .rows import ALL, SHARED, SHARED_COUNTED, Lives, Rows, counted, spread
 from .rows import NAME as ROWS
-from .rows import SHARED, Rows, counted, spread
 from .substitutes import Event, installed
 from .world import EPOCH_S, MS, SECOND, Process, Stuck, Task, World, current
 
@@ -90,6 +90,8 @@ JOB = "simulated"
 PATIENCE = 90 * SECOND
 """How long a yard in which nothing fails any more may take to end."""
 STARTS_MAX = 60
+ROWS_IN_MEMORY = 2
+"""Of each table, where servers have no memory for rows: there are a few dozen."""
 TO_STEPS = -1
 SWITCH_TRIES = 20
 STOP_CHANCE = 0.1
@@ -157,8 +159,12 @@ class Plan:
     """Microseconds that the first worker takes longer for a batch than the others, at most."""
     rows: str = ""
     """The optimizer of the job's table, if it has one (rows.OPTIMIZERS)."""
-    rows_age: int = 0
-    """After so many steps without a push they expire; 0: never."""
+    lives: Lives = ALL
+    """Which ids have a row."""
+    shares_rows: bool = False
+    """Of an asynchronous job: samples share rows, and each push is of one sample."""
+    cold: bool = False
+    """Servers have no memory for rows: all go to files."""
     flight: int | None = None
     """Of a synchronous job that updates rows as they come: so many steps before their own they are looked up."""
     looks_ahead: bool = False
@@ -212,6 +218,7 @@ class Plan:
             lag=0,
             flight=None if self.flight is None else 0,
             looks_ahead=False,
+            cold=False,
         )
 
 
@@ -231,15 +238,17 @@ FAULTS = (
 def make_plan(seed: int, kind: str = "") -> Plan:
     """`kind`: "async", "bounded", "sync" or "hybrid", and "-wal" or "-checkpoint" behind it, or "coordinator": nobody
     else dies; by themselves or behind, "stop": workers tell the job to stop, and "nan" or "overflow": Plan.wrong;
-    "rows": the job has a table, as one in hybrid mode always has; "clip", behind "sync": the job clips by norm;
-    "backup": it has backup workers; behind a mode, "switch": a person switches the job, one that is "sync" to
-    asynchronous updates first; "over": there and back between synchronous and asynchronous updates; and, behind "async"
-    or "bounded", "lag": one worker is far slower than the others, and a server is killed. What it does not say is the
-    seed's, but for tables, switches and laggards, of which it says none."""
+    "rows": the job has a table, as one in hybrid mode always has; behind that, "cold": servers have no memory for rows,
+    and, of an asynchronous job, "lives": ids get their rows late, or lose them, and some servers are cold; "clip",
+    behind "sync": the job clips by norm; "backup": it has backup workers; behind a mode, "switch": a person switches
+    the job, one that is "sync" to asynchronous updates first; "over": there and back between synchronous and
+    asynchronous updates; and, behind "async" or "bounded", "lag": one worker is far slower than the others, and a
+    server is killed. What it does not say is the seed's, but for tables, switches and laggards, of which it says
+    none."""
     rng = random.Random(f"plan {seed}")
     mode, durability = rng.choice(("async", "sync")), rng.choice(("checkpoint", "checkpoint", "wal"))
     words = kind.split("-")
-    others = ("stop", "clip", "backup", "switch", "over", "lag", "rows", *WRONGS)
+    others = ("stop", "clip", "backup", "switch", "over", "lag", "rows", "lives", "cold", *WRONGS)
     given = [word for word in words if word not in others] or [""]
     mode, durability = given[0] or mode, given[1] if len(given) > 1 else durability
     lonely = mode == "coordinator"  # nothing else than its ends
@@ -300,7 +309,9 @@ def make_plan(seed: int, kind: str = "") -> Plan:
     if bounded or (not sync and not kind and rng.random() < 0.25):
         plan = replace(plan, staleness=max(plan.window, rng.choice((0, 1, 3))))
     if hybrid or "rows" in words:
-        plan = _with_rows(plan, hybrid=hybrid)
+        plan = replace(_with_rows(plan, hybrid=hybrid), cold="cold" in words)
+    if "lives" in words:
+        plan = _with_lives(plan)
     if "lag" in words:
         plan = _with_laggard(plan)
     if "over" in words:
@@ -335,8 +346,22 @@ def _with_rows(plan: Plan, *, hybrid: bool) -> Plan:
     flight, looks_ahead = rng.choice((0, 1, 2)), rng.random() < 0.6
     if plan.mode == "sync" and not hybrid:
         age = random.Random(f"age {plan.seed % SYNC_WORKS}").choice((0, 1, 2))
-        return replace(plan, rows=work.choice(("sgd", "adagrad", "adam")), rows_age=age)
+        return replace(plan, rows=work.choice(("sgd", "adagrad", "adam")), lives=Lives(age))
     return replace(plan, rows="sgd", flight=flight if hybrid else None, looks_ahead=looks_ahead)
+
+
+def _with_lives(plan: Plan) -> Plan:
+    rng = random.Random(f"lives {plan.seed}")
+    lives = rng.choice(
+        (
+            Lives(admitted=rng.choice((2, 3)), estimated=rng.random() < 0.5),
+            Lives(admitted=rng.choice((2, 3))),
+            Lives(age=rng.choice((1, 4))),
+            Lives(age=rng.choice((2, 6)), admitted=2),
+        )
+    )
+    cold = plan.cold or rng.random() < 0.5
+    return replace(plan, lives=lives, shares_rows=True, cold=cold, batch=1, drops=False, wrong="")
 
 
 def _with_laggard(plan: Plan) -> Plan:
@@ -424,7 +449,11 @@ class Yard:
         sync = plan.mode == "sync"
         return Settings(
             coordinator=COORDINATOR,
-            yard=YardSettings(wal=str(self.disk.root / "wal")),
+            yard=YardSettings(
+                wal=str(self.disk.root / "wal"),
+                memory_bytes_max=int(plan.cold),
+                cold=str(self.disk.root.parent / "cold"),
+            ),
             job=JobSettings(
                 name=JOB,
                 durability=Durability(plan.durability),
@@ -523,7 +552,7 @@ class Yard:
         size = plan.coordinates if plan.counts else SYNC_ELEMENTS
         with worker_job.connect(self.settings) as job:
             firsts = torch.zeros(size, dtype=torch.float64)
-            rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.rows_age) if plan.rows else None
+            rows = Rows(plan.rows, plan.row_coordinates, plan.partitions, plan.lives) if plan.rows else None
             if rows is not None:  # as job.prepare does, which a model's parameters come with
                 job._register = functools.partial(job._register, tables=rows.tables)  # type: ignore[method-assign]
             job.register(dict.fromkeys(names, firsts), **self._optimizer())
@@ -561,15 +590,24 @@ class Yard:
         """Of a batch that is to come, whose epoch nobody says: those of all."""
         (chosen,), plan = batch, self.plan
         places = torch.arange(0, plan.coordinates, plan.samples)
-        ids = rows.ids((chosen[:, None] + places).flatten())
+        ids = self._row_ids(rows, (chosen[:, None] + places).flatten())
         return rows.announced(ids if plan.flight is None else np.concatenate([ids, rows.last]))
 
-    def _look_up(self, rows: Rows, coordinates: torch.Tensor) -> None:
-        self._check_counts(rows.look_up(rows.ids(coordinates)))
+    def _row_ids(self, rows: Rows, coordinates: torch.Tensor) -> Any:
+        """Of what samples of these look up, where rows count."""
+        if self.plan.shares_rows:
+            return np.concatenate([rows.ids(coordinates % SHARED_COUNTED), rows.last])
+        return rows.ids(coordinates)
+
+    def _count_in_rows(self, rows: Rows, coordinates: torch.Tensor) -> None:
+        ids = self._row_ids(rows, coordinates)
+        self._check_counts(rows.look_up(ids))
+        rows.add(ids, -1.0)
 
     def _check_counts(self, found: Any) -> None:
         """Of rows that count: none has counted twice."""
-        if not np.isin(found, (0.0, 1.0)).all():
+        most = self.plan.coordinates if self.plan.shares_rows else 1
+        if not np.isin(found, np.arange(most + 1)).all():
             self.world.violations.append(f"{current().process} has looked up {found.tolist()}")
 
     def _judge_pushes(self, step: int, pushes: int) -> None:
@@ -597,8 +635,7 @@ class Yard:
             if rows is not None:
                 if name.first == name.last:
                     rows.clear()
-                self._look_up(rows, coordinates)
-                rows.add(rows.ids(coordinates), -1.0)
+                self._count_in_rows(rows, coordinates)
             if plan.wrong == "nan" and self._is_wrong(source, name.last):
                 gradient[chosen[0]] = float("nan")
             if plan.compute:
@@ -616,6 +653,7 @@ class Yard:
             alone = overflows or (plan.wrong == "overflow" and self._is_wrong(source, name.last + 1))
             if plan.wrong == "nan" and left == 1:
                 alone = self._is_wrong(source, name.last) or self._is_wrong(source, name.last + 1)
+            alone = alone or plan.shares_rows
             if left == 0 or (left == 1 and dropped) or alone or world.rng.random() > 0.2:
                 self._push(job, dict.fromkeys(names, gradient), rows, overflow=overflows)
                 gradient = torch.zeros(size, dtype=torch.float64)
@@ -701,8 +739,7 @@ class Yard:
             gradient[coordinates] = -1.0
             if rows is not None:
                 rows.clear()
-                self._look_up(rows, coordinates)
-                rows.add(rows.ids(coordinates), -1.0)
+                self._count_in_rows(rows, coordinates)
             if self.plan.compute:
                 world.pause(world.rng.randrange(self.plan.compute))
             if self._accumulates(name):
@@ -923,12 +960,23 @@ class Yard:
             wanted = self._wanted_at({name: values[name] for name in wanted})
         if self.plan.wrong == "nan" and self.plan.mode == "async":
             wanted = self._without_left_out({name: values[name] for name in wanted}, wanted)
+        if self.plan.lives.age and self.plan.shares_rows:
+            wanted = wanted | {ROWS: self._with_those_that_went(values[ROWS], wanted[ROWS])}
         for name in sorted(wanted):
             if values[name] != wanted[name]:
                 got = np.frombuffer(values[name], np.float64)
                 want = np.frombuffer(wanted[name], np.float64)
                 bad = [(i, float(got[i]), float(want[i])) for i in np.flatnonzero(got != want)[:4]]
                 self.world.violations.append(f"{whose}: {name} has (place, got, wanted) {bad}")
+
+    def _with_those_that_went(self, values: bytes, wanted: bytes) -> bytes:
+        """What rows that may expire, and be made anew, can have of what they would have; the last ones are in each
+        push."""
+        found = np.frombuffer(values).reshape(self.plan.row_coordinates, -1)
+        least = np.zeros_like(found)
+        most = np.frombuffer(wanted).reshape(found.shape)
+        least[-1] = most[-1]
+        return np.clip(np.round(found), least, most).tobytes()
 
     def _without_left_out(self, values: dict[str, bytes], wanted: dict[str, bytes]) -> dict[str, bytes]:
         """What the coordinator lists as not finite has not counted; of several runs, what is the values."""
@@ -982,7 +1030,14 @@ class Yard:
                     if self._is_wrong(source, batch):
                         counts[self._coordinates(source, batch)] = 0.0
         wanted = {f"v{p}": counts.tobytes() for p in range(plan.partitions)}
-        return wanted | ({ROWS: counted(np.append(counts, 0.0), plan.partitions)} if plan.rows else {})
+        if not plan.rows:
+            return wanted
+        in_rows = np.append(counts, 0.0)
+        if plan.shares_rows:
+            pushes = np.bincount(np.arange(plan.coordinates) % SHARED_COUNTED, minlength=plan.row_coordinates)
+            pushes[-1] = plan.coordinates
+            in_rows = np.maximum(pushes - (plan.lives.admitted - 1.0), 0.0)
+        return wanted | {ROWS: counted(in_rows, plan.partitions)}
 
 
 @functools.cache
@@ -1151,6 +1206,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     from shardyard.transport.listener import Listener
     from shardyard.transport.memory import tune_malloc
     from shardyard_ps_server import optimizers, partition_tables
+    from shardyard_ps_server.tables import tier
 
     optimizers.warm(("float64",))
     partition_tables.warm()
@@ -1167,6 +1223,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     undo = _watch_ledgers(), _watch_logs(), watch_paces(lambda: _yard().paces)
+    rows_least, tier.ROWS_LEAST = tier.ROWS_LEAST, ROWS_IN_MEMORY  # type: ignore[misc]
     root.addHandler(watch)
     root.setLevel(level)
     root.propagate = False
@@ -1184,6 +1241,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         root.removeHandler(watch)
         for each in undo:
             each()
+        tier.ROWS_LEAST = rows_least  # type: ignore[misc]
         torch.set_num_threads(threads)
 
 
