@@ -4,18 +4,19 @@ lookup: 65,536 uniform ids in 10M rows, against torch.index_select. update: the 
 sparse Adagrad; update_d16_rows_known: what of it is no index, on rows whose numbers are known. All in the processor
 time of one thread, and with their answers compared. two_threads: look-ups and updates by two threads against one, in
 elapsed time. row_overhead_bytes: resident memory for each row beyond its values and state. growth_pause_ms: the longest
-look-up of 1,024 ids while another thread makes 20M rows. sweep_ms: what a step of a synchronous job takes longer in
-which a sixteenth of 10M rows expires, sweep_least_ms: in which none does. flood: look-ups and pushes of 200,000 ids
-that would meet in one bucket if the index had a seed that is known, against random ids.
+look-up of 1,024 ids while another thread makes 20M rows; growth_beside_ms: the longest one of a table that does not
+grow, beside the same, which is how long the machine keeps a thread waiting. sweep_ms: what a step of a synchronous job
+takes longer in which a sixteenth of 10M rows expires, sweep_least_ms: in which none does. flood: look-ups and pushes of
+200,000 ids that would meet in one bucket if the index had a seed that is known, against random ids.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import psutil
@@ -35,6 +36,8 @@ BATCH_IDS = 65_536
 BATCHES = 8
 SMALL_IDS = 1_024
 GROWTH_IDS = 4_096
+GROWTHS = 3
+BESIDE_ROWS = 1 << 20
 FLOOD_IDS = 200_000
 LOAD_IDS = 1 << 18
 SWEEPS_OF_EACH = 5
@@ -190,39 +193,46 @@ def measure_threads(table: Table, ids: Sequence[np.ndarray], gradients: np.ndarr
 # ---- pauses
 
 
-def measure_growth(rows: int) -> Figures:
-    """Longest look-up, in elapsed time, and the processor time of the longest push, which makes the stripes grow."""
-    table = make_table(16, "sgd", rows + GROWTH_IDS)
+def measure_growth(rows: int, turns: int) -> dict[str, list[Figures]]:
+    """Look-ups of the table that grows, and of one beside it, by turns."""
+    beside = make_table(16, "sgd", BESIDE_ROWS + GROWTH_IDS)
+    _grow(beside, BESIDE_ROWS)
+    found: dict[str, list[Figures]] = {"growing": [], "beside": []}
+    for turn in range(turns):
+        for name, into in found.items():
+            growing = make_table(16, "sgd", rows + GROWTH_IDS)
+            looked_up, ids = (growing, rows) if name == "growing" else (beside, BESIDE_ROWS)
+            into.append(_look_up_while(partial(_grow, growing, rows), looked_up, ids))
+            if growing.rows < rows:
+                raise WrongAnswer(f"{growing.rows} rows of {rows}")
+            told = ", ".join(f"{figure} {value:.4g}" for figure, value in into[-1].items())
+            print(f"turn {turn + 1}/{turns} {name}: {told}", flush=True)
+    return found
+
+
+def _grow(table: Table, rows: int) -> None:
     gradients = np.zeros((GROWTH_IDS, 16), np.float32)
-    longest = {"push_thread_ms": 0.0}
-    done = threading.Event()
+    for begin in range(0, rows, GROWTH_IDS):
+        table.push(raw_ids(np.arange(begin, begin + GROWTH_IDS)), gradients, 1)
 
-    def fill() -> None:
-        for begin in range(0, rows, GROWTH_IDS):
-            at = time.thread_time()
-            table.push(raw_ids(np.arange(begin, begin + GROWTH_IDS)), gradients, 1)
-            longest["push_thread_ms"] = max(longest["push_thread_ms"], 1e3 * (time.thread_time() - at))
-        done.set()
 
+def _look_up_while(work: Callable[[], None], table: Table, ids_max: int) -> Figures:
+    """Elapsed, of a batch."""
     rng = np.random.default_rng(0)
     out = np.empty((SMALL_IDS, 16), np.float32)
-    writer = threading.Thread(target=fill)
     times = []
-    writer.start()
-    while not done.is_set():
-        ids = raw_ids(rng.integers(0, rows, SMALL_IDS))
-        begin = time.perf_counter()
-        table.look_up(ids, out)
-        times.append(time.perf_counter() - begin)
-    writer.join()
-    if table.rows < rows:
-        raise WrongAnswer(f"{table.rows} rows of {rows}")
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(work)
+        while not worker.done():
+            ids = raw_ids(rng.integers(0, ids_max, SMALL_IDS))
+            begin = time.perf_counter()
+            table.look_up(ids, out)
+            times.append(time.perf_counter() - begin)
+        worker.result()
     return {
         "look_up_max_ms": 1e3 * max(times),
         "look_up_p99_9_ms": 1e3 * float(np.quantile(times, 0.999)),
         "look_ups": len(times),
-        "stripes": table.stripes,
-        **longest,
     }
 
 
@@ -301,9 +311,10 @@ def measure(rows: int, grown: int, pairs: int) -> Found:
         ours, theirs = measured.values()
         found[f"lookup_d{dim}"] = ratios(ours, theirs, "m_ids_per_s")
         panels.append(_panel(f"Look-up, dim {dim}", "million ids/s", measured, "m_ids_per_s"))
-    raw["growth"] = growth = measure_growth(grown)
-    print(", ".join(f"{name} {value:.4g}" for name, value in growth.items()), flush=True)
-    found["growth_pause_ms"] = [growth["look_up_max_ms"]]
+    raw["growth"] = growth = measure_growth(grown, GROWTHS)
+    found["growth_pause_ms"] = column(growth["growing"], "look_up_max_ms")
+    found["growth_pause_p99_9_ms"] = column(growth["growing"], "look_up_p99_9_ms")
+    found["growth_beside_ms"] = column(growth["beside"], "look_up_max_ms")
     found |= measure_sweep(rows)
     found["flood"] = measure_flood(pairs)
     return Found(raw, found, {FIGURE: panels})
