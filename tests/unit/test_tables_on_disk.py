@@ -30,7 +30,7 @@ from shardyard.ground.table_settings import ExpirySettings, TableSettings
 from shardyard.runtime.clock import SystemClock
 from shardyard_ps_server.partition_tables import PartitionTables, warm
 from shardyard_ps_server.tables import budget as budgets
-from shardyard_ps_server.tables import cold, heap, layout, moves, tier, walks
+from shardyard_ps_server.tables import cold, heap, layout, moves, stripes, tier, walks
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from shardyard_ps_server.tables.table import Table
@@ -94,6 +94,25 @@ def test_rows_are_counted_right_while_the_limit_of_memory_moves() -> None:
         stop.set()
         moving.result(30)
     assert seen == {ids.size - ids[::2].size}
+
+
+def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows leave as fast as the index needs their room: its stripes, all of a size, do not grow with the same push."""
+    monkeypatch.setattr(stripes, "PARALLEL_STRIPES", 4)
+    bound, piece, ids = 32 << 20, 1 << 14, np.random.default_rng(0).permutation(1 << 20)
+    table = make(budget_in(tmp_path, bound))
+    taken, counts = [], set()
+    for begin in range(0, ids.size, piece):
+        table.load(ids[begin : begin + piece], np.zeros((piece, DIM), np.float32))
+        taken.append(table.nbytes)
+        counts.add(table.stripes)
+    assert max(counts) >= 6
+    assert table.rows == ids.size
+    assert 0.9 * bound < taken[-1]
+    assert max(taken) < 1.1 * bound
+    assert table._stripes.nbytes < 27 * ids.size
 
 
 def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:

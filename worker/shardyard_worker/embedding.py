@@ -369,5 +369,7 @@ def flat_ids(ids: torch.Tensor) -> Int64s:
         )
     if ids.numel() > LOOK_UP_IDS_MAX:
         raise TooLarge(f"{ids.numel()} ids in one look-up; at most {LOOK_UP_IDS_MAX}")
-    found: Int64s = ids.detach().cpu().to(torch.int64).reshape(-1).numpy()
+    if ids.dtype is not torch.int64 or ids.device.type != "cpu":
+        ids = ids.cpu().to(torch.int64)
+    found: Int64s = ids.reshape(-1).numpy()
     return found

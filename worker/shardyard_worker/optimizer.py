@@ -201,7 +201,13 @@ class ServerOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, of the rows of tables too."""
-        super().zero_grad(set_to_none)
+        if set_to_none:  # as torch does, which first writes down for its profiler that it does so
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
         if self._rows is not None:
             self._rows.clear()
 

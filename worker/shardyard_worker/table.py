@@ -348,8 +348,10 @@ def fetch(asked: Sequence[tuple[Table, Int64s]]) -> Iterator[tuple[torch.Tensor,
             fetched[each.table] = each.table.leaf(each.found, rows)
     places: dict[int, Int64s] = {}
     for each, indices in zip(wanted, by_table.values(), strict=True):
-        ends = np.cumsum([asked[index][1].size for index in indices])
-        places.update(zip(indices, np.split(each.found.places, ends[:-1]), strict=True))
+        begin = 0
+        for index in indices:
+            end = begin + asked[index][1].size
+            places[index], begin = each.found.places[begin:end], end
     for index, (table, _) in enumerate(asked):
         yield fetched[table], places[index]
 

@@ -2,8 +2,10 @@
 
 Owns: the arrays in which buckets lie. Invariants: a stripe has at most `ENTRIES_MAX` entries, so that moving them takes
 a few milliseconds at most, unless it has a single slot; of one that was split, and so has half of that or more, at
-least 0.48 of the buckets are taken, so that they cost less than 34 bytes an entry; one stripe grows at a time; memory
-that is replaced is retired, since look-ups read without locks. Must not know: rows.
+least 0.48 of the buckets are taken, so that they cost less than 34 bytes an entry; where they are to be compact 0.6, or
+27 bytes, and the stripes of a large table split one after the other, and not all with the same push, so that what else
+lies in memory can make room for them; one stripe grows at a time; memory that is replaced is retired, since look-ups
+read without locks. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ ENTRIES_MAX: Final = 250_000
 LOAD: Final = 0.75
 LOAD_SPREAD: Final = 0.05
 LOAD_AFTER: Final = 0.625
+SPLIT_SPREAD: Final = 0.25
 HOMES_FIRST: Final = 64
 PARALLEL_STRIPES: Final = 16
 """So many stripes even a table of some ten thousand entries has, for threads that work side by side."""
@@ -46,10 +49,11 @@ _TAIL_LEAST: Final = 32
 
 
 class Stripes:
-    """Not a lock of its own for those who read and write: loops have theirs (tables.index)."""
+    """Not a lock of its own for those who read and write: loops have theirs (tables.index). `compact`: memory is
+    scarce, and a last huge page that would not be filled comes in small ones."""
 
-    def __init__(self, memory: Memory, retirement: Retirement) -> None:
-        self._memory, self._retirement = memory, retirement
+    def __init__(self, memory: Memory, retirement: Retirement, *, compact: bool = False) -> None:
+        self._memory, self._retirement, self._compact = memory, retirement, compact
         self._growing = threading.Lock()
         first = _room(HOMES_FIRST)
         self._rooms = [first]
@@ -84,14 +88,15 @@ class Stripes:
                 return
             can_split = int(fields[HIGH] - fields[LOW]) > 1
             too_few = self.count < PARALLEL_STRIPES and entries >= PARALLEL_ENTRIES
-            if entries >= bound and can_split and (entries >= ENTRIES_MAX or too_few):
+            most = most_of(stripe) if self._compact else ENTRIES_MAX
+            if entries >= bound and can_split and (entries >= most or too_few):
                 self._split(stripe, entries)
             else:
-                self._grow(stripe, homes, limit=ENTRIES_MAX if can_split else 1 << 62)
+                self._grow(stripe, homes, limit=most if can_split else 1 << 62)
 
     def _grow(self, stripe: int, homes: int, *, limit: int) -> None:
         while True:
-            homes = fitted(more_homes(homes))
+            homes = self._fitted(more_homes(homes))
             room = _room(homes)
             done = index.grow(self._memory, stripe, room, homes, min(bound_of(homes, stripe), limit))
             if done >= 0:
@@ -102,15 +107,18 @@ class Stripes:
 
     def _split(self, stripe: int, entries: int) -> None:
         # halves are not equal, by a few times the root of their number
-        homes = fitted(int((entries / 2 + 4 * entries**0.5) / LOAD_AFTER))
+        homes = self._fitted(int((entries / 2 + 4 * entries**0.5) / LOAD_AFTER))
         while True:
             left, right = _room(homes), _room(homes)
             if index.split(self._memory, stripe, self.count, left, right, homes, bound_of(homes, 0)):
                 break
-            homes = fitted(more_homes(homes))
+            homes = self._fitted(more_homes(homes))
         self._retirement.retire(self._rooms[stripe])
         self._rooms[stripe] = left
         self._rooms.append(right)
+
+    def _fitted(self, homes: int) -> int:
+        return homes if self._compact else fitted(homes)
 
 
 def more_homes(homes: int) -> int:
@@ -130,7 +138,17 @@ def fitted(homes: int) -> int:
 
 def bound_of(homes: int, stripe: int) -> int:
     """The entries at which it grows: a little fewer for some, so that not all stripes of a table grow at once."""
-    return int(homes * (LOAD - LOAD_SPREAD * (stripe * 7 % 16) / 16))
+    return int(homes * (LOAD - LOAD_SPREAD * _share(stripe)))
+
+
+def most_of(stripe: int) -> int:
+    """The entries at which it splits, where not all are to do so at once."""
+    return int(ENTRIES_MAX * (1 - SPLIT_SPREAD * _share(stripe)))
+
+
+def _share(stripe: int) -> float:
+    """From 0 to below 1, of neighbours another one."""
+    return stripe * 7 % 16 / 16
 
 
 def length_of(homes: int) -> int:

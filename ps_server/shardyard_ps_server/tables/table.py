@@ -83,7 +83,7 @@ class Table:
         self._memory = self._reserve(tiered=budget is not None)
         self._pages = Pages(self._memory.slab)
         self._retirement = Retirement()
-        self._stripes = Stripes(self._memory, self._retirement)
+        self._stripes = Stripes(self._memory, self._retirement, compact=budget is not None)
         self._batches = Batches()
         self._turns = itertools.count(0, 7)
         self._gate = Gate()
