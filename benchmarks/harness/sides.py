@@ -6,6 +6,7 @@ Owns: what belongs to a side, and what it used of the machine while it was measu
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from harness.machine import cpu_seconds, loopback_bytes
 from harness.programs import ANSWER_S_MAX, Program, Programs, ask_all
 from shardyard.runtime import configuration
 from shardyard_launcher.cluster import LocalCluster
+from shardyard_launcher.role_process import tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,13 @@ def shardyard_side(
             ]
             programs.await_ready()
             processes = cluster.state.processes
-            yield Side(
-                started,
-                [process.pid for process in processes],
-                servers=[process.address for process in processes if process.role == "server"],
-                coordinator=cluster.coordinator,
-            )
+            with _explained(cluster):
+                yield Side(
+                    started,
+                    [process.pid for process in processes],
+                    servers=[process.address for process in processes if process.role == "server"],
+                    coordinator=cluster.coordinator,
+                )
             # they leave the job while there is one
             for program in started:
                 program.end()
@@ -107,6 +110,19 @@ def shardyard_side(
                 program.stop()
         finally:
             cluster.stop()
+
+
+@contextmanager
+def _explained(cluster: LocalCluster) -> Iterator[None]:
+    """Where something fails, it is told who has died, and how, and what they all said last."""
+    try:
+        yield
+    except Exception:
+        for news in cluster.tend():
+            print(news, file=sys.stderr)
+        for process in cluster.state.processes:
+            print(f"{process} said:\n{tail(process.log)}", file=sys.stderr, flush=True)
+        raise
 
 
 @contextmanager

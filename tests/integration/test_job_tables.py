@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from alone import SYNC, Connect, status
@@ -22,11 +24,13 @@ import shardyard as sy
 from shardyard.ground import errors
 from shardyard.ground.failpoints import armed
 from shardyard.ground.limits import ROWS_IN_FLIGHT_MAX
+from shardyard.ground.types import PartitionId
 from shardyard.runtime import configuration
 from shardyard_launcher.local import COORDINATOR, LocalYard
 from shardyard_worker import coded_rows
 from shardyard_worker import job as worker
 from shardyard_worker.distinct import distinct
+from shardyard_worker.router import Router
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -478,6 +482,37 @@ def test_rows_are_exported_and_go_on_in_another_model(connect: Connect, tmp_path
     assert len(again) == len(other.words.table)
     with pytest.raises(errors.InvalidRequest, match="whose job has been left"):
         model.author(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("name", ["words.safetensors", "words.parquet"])
+def test_an_export_has_the_rows_of_one_partition_at_a_time(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A table may be larger than its worker."""
+    job = connect(settings={**NEVER, "job.partitions": 4})
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 4)
+    words = model.words.table
+    read, asked, rows_read = Router.read_rows, [], []
+
+    def reading(self: Router, table: int, dim: int, partition: PartitionId) -> list[tuple[np.ndarray, np.ndarray]]:
+        assert sum(each() is not None for each in rows_read) <= 1  # what is written now
+        found = read(self, table, dim, partition)
+        asked.append(partition)
+        rows_read.extend(weakref.ref(rows) for _, rows in found)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "read_rows", reading)
+        words.export(tmp_path / name)
+    assert asked == [0, 1, 2, 3]
+    again = sy.tables.Table(2)
+    again.load(tmp_path / name)
+    every, expected = again.everything(), words.everything()
+    assert every.ids.tolist() == expected.ids.tolist()
+    assert every.rows.tobytes() == expected.rows.tobytes()
+    assert len(rows_read) >= 3
 
 
 # ---- counted once

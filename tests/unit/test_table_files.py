@@ -171,7 +171,7 @@ def test_rows_of_another_dim_or_not_finite_are_refused_and_nothing_is_changed(na
         table.load(tmp_path / name)
     rows = ROWS.copy()
     rows[3, 1] = np.inf
-    table_files.write(tmp_path / name, table_files.Rows(IDS, rows))
+    table_files.write(tmp_path / name, DIM, lambda: iter([(IDS, rows)]))
     table = filled()
     with pytest.raises(InvalidRequest, match=r"1 rows .* not finite, the first of them that of id 7"):
         table.load(tmp_path / name)

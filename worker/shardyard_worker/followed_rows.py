@@ -8,7 +8,7 @@ nothing is ever changed. Safe for several threads. Must not know: parameters, wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardyard.ground.errors import InvalidRequest, ShapeMismatch, UnsupportedModel, VersionPassed
@@ -79,20 +79,23 @@ class FollowedRows:
     def count(self, table: Table) -> int:
         raise _all_rows(table)
 
-    def everything(self, table: Table) -> Rows:
-        """Raises VersionPassed, InvalidRequest where nobody may read all rows, and NotReady while servers read them for
-        somebody else."""
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
+        """All at once, of one version. Raises VersionPassed, InvalidRequest where nobody may read all rows, and
+        NotReady while servers read them for somebody else."""
         while True:
             with self._lock:
                 read_all = self._read_all
             if read_all is None:
                 raise _all_rows(table)
             try:
-                return read_all(self._numbers[table.name], table.dim)
+                every = read_all(self._numbers[table.name], table.dim)
             except VersionPassed:
                 if self._renew is None:
                     raise
                 self.show(*self._renew())
+            else:
+                yield every.ids, every.rows
+                return
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _changed(table)

@@ -8,7 +8,7 @@ table's rate follows that of the parameter group which has its weight. Must not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from shardyard.ground.table_settings import Admission, TableSettings
 from shardyard.ground.types import JobLayout
 from shardyard_worker.coded_rows import TableRows
 from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct
-from shardyard_worker.own_rows import Rows
 from shardyard_worker.row_cache import Descent, RowCache
 from shardyard_worker.rows_ahead import Asked, Here, RowsAhead, part_of
 from shardyard_worker.table import RowSource, Table, Wanted
@@ -77,6 +76,11 @@ class JobTables:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(settings.name for settings in self.settings)
+
+    @property
+    def partitions(self) -> int:
+        """Of the job."""
+        return self._partitions
 
     def number(self, table: Table) -> int:
         """Its place among the job's tables, also of a copy's. Raises InvalidRequest for another one."""
@@ -261,7 +265,7 @@ class _Left:
     def count(self, table: Table) -> int:
         raise _gone(table)
 
-    def everything(self, table: Table) -> Rows:
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
         raise _gone(table)
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002

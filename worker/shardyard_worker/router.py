@@ -282,16 +282,12 @@ class Router:
 
         return sum(self._ask_for_rows(list(self._lines), ask, f"the number of rows of table {table!r}"))
 
-    def read_rows(self, table: int, dim: int) -> list[tuple[Int64s, Float32s]]:
-        """All rows of a table, in pieces."""
-
-        def ask(server: Incarnation) -> list[tuple[Int64s, Float32s]]:
-            return [
-                piece for partition in self._owned[server] for piece in self._read_rows(server, partition, table, dim)
-            ]
-
-        found = self._ask_for_rows(list(self._lines), ask, f"all rows of table {table}")
-        return [piece for pieces in found for piece in pieces]
+    def read_rows(self, table: int, dim: int, partition: PartitionId) -> list[tuple[Int64s, Float32s]]:
+        """All rows of a table in a partition, in pieces."""
+        server = next(server for server, owned in self._owned.items() if partition in owned)
+        ask = partial(self._read_rows, partition=partition, table=table, dim=dim)
+        (found,) = self._ask_for_rows([server], ask, f"all rows of table {table} in partition {partition}")
+        return found
 
     def _read_rows(
         self, server: Incarnation, partition: PartitionId, table: int, dim: int

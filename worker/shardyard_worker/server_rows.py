@@ -7,16 +7,17 @@ that the targets hold, or the work at hand does not count. Must not know: how ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from shardyard.ground.errors import InvalidRequest, NotFound
+from shardyard.ground.types import PartitionId
 from shardyard_worker.coded_rows import questions
 from shardyard_worker.distinct import Distinct, Float32s, Int64s
 from shardyard_worker.job_tables import JobTables
-from shardyard_worker.own_rows import Rows
 from shardyard_worker.router import MapChanged, Router
 from shardyard_worker.rows_ahead import Asked, Bools, complete
 from shardyard_worker.table import Table, Wanted
@@ -110,13 +111,12 @@ class ServerRows:
         name = self._tables.names[self._tables.number(table)]
         return self._reach(lambda router: router.count_rows(name))
 
-    def everything(self, table: Table) -> Rows:
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
         number = self._tables.number(table)
-        pieces = self._reach(lambda router: router.read_rows(number, table.dim))
-        ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
-        rows = np.concatenate([np.empty((0, table.dim), np.float32), *[rows for _, rows in pieces]])
-        order = np.argsort(ids)
-        return Rows(ids[order], rows[order])
+        for index in range(self._tables.partitions):
+            partition = PartitionId(index)
+            # under another map the partition at hand is read again
+            yield from self._reach(partial(Router.read_rows, table=number, dim=table.dim, partition=partition))
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _given(table)

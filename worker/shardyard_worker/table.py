@@ -53,8 +53,8 @@ class RowSource(Protocol):
     def count(self, table: Table) -> int:
         """How many rows it has."""
 
-    def everything(self, table: Table) -> Rows:
-        """All its rows."""
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
+        """All its rows, a part of them at a time: ids, shape (n,), and rows, shape (n, dim)."""
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:
         """The rows of `ids`, each once, become these."""
@@ -75,8 +75,9 @@ class HereRows:
     def count(self, table: Table) -> int:
         return len(table.rows)
 
-    def everything(self, table: Table) -> Rows:
-        return table.rows.everything()
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
+        every = table.rows.everything()
+        yield every.ids, every.rows
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:
         table.rows.put(ids, rows)
@@ -220,9 +221,17 @@ class Table(torch.nn.Module):
         self._put(ids.detach().cpu().to(torch.int64).numpy(), rows.detach().cpu().float().numpy())
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Writes ids and rows to a file that ends with .parquet (with the extra "tables") or .safetensors. Raises
-        InvalidRequest, ConfigurationError without pyarrow, StorageUnavailable."""
-        table_files.write(Path(path), self.source.everything(self))
+        """Writes ids and rows to a file that ends with .parquet (with the extra "tables") or .safetensors; of a job's a
+        partition at a time. Raises InvalidRequest, ConfigurationError without pyarrow, StorageUnavailable."""
+        table_files.write(Path(path), self.dim, lambda: self.source.pieces(self))
+
+    def everything(self) -> Rows:
+        """All rows, ids ascending."""
+        pieces = list(self.source.pieces(self))
+        ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
+        rows = np.concatenate([np.empty((0, self.dim), np.float32), *[rows for _, rows in pieces]])
+        order = np.argsort(ids)
+        return Rows(ids[order], rows[order])
 
     def load(self, source: str | os.PathLike[str] | torch.nn.Embedding | torch.nn.EmbeddingBag | torch.Tensor) -> None:
         """Puts the rows of a file that `export` has written; or of an ordinary embedding, or of its weight, shape
@@ -263,7 +272,7 @@ class Table(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, _keep_vars: bool) -> None:
         """ids ascending, their rows, and the seed, by which ids without a row read the same again."""
-        every = self.source.everything(self)
+        every = self.everything()
         destination[prefix + "ids"] = torch.from_numpy(every.ids)
         destination[prefix + "rows"] = torch.from_numpy(every.rows)
         destination[prefix + "seed"] = torch.tensor(self.seed)

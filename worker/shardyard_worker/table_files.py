@@ -3,14 +3,16 @@
     .safetensors   ids (n,) int64, rows (n, dim) float32
     .parquet       columns id: int64, row: fixed_size_list<float>[dim]
 
-Owns: both forms both ways. Invariants: a file is there whole or not at all; what is read has the shapes and dtypes
-above, and each id once, or CheckpointDamaged is raised. pyarrow is imported when it is needed. Must not know: modules,
-where rows are kept.
+Owns: both forms both ways. Invariants: a file is there whole or not at all; of what is written no more than a piece is
+in memory, with all ids for safetensors; what is read has the shapes and dtypes above, and each id once, or
+CheckpointDamaged is raised. pyarrow is imported when it is needed. Must not know: modules, where rows are kept.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +23,12 @@ from shardyard.checkpoints.row_exports import (
     PARQUET,
     ROWS,
     SAFETENSORS,
+    Chunks,
     parquet_pieces,
     pyarrow,
     safetensors_pieces,
 )
-from shardyard.checkpoints.storage import LocalStorage, write_file
+from shardyard.checkpoints.storage import Buffer, LocalStorage, write_file
 from shardyard.checkpoints.tensors import read_contents, read_tensor
 from shardyard.ground.errors import (
     CheckpointDamaged,
@@ -33,6 +36,7 @@ from shardyard.ground.errors import (
     InvalidRequest,
 )
 from shardyard.ground.types import DType
+from shardyard_worker.distinct import Float32s, Int64s
 from shardyard_worker.own_rows import Rows
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,15 +44,34 @@ _NO_TABLE: Final = "a table's file has an id, once, and a row of float32 for eac
 _OTHER: Final = "give a file that table.export has written, or one of the same form"
 
 
-def write(path: Path, every: Rows) -> None:
+def write(path: Path, dim: int, pieces: Chunks) -> None:
     """Raises InvalidRequest for another ending, ConfigurationError where pyarrow is not installed,
-    StorageUnavailable."""
+    StorageUnavailable, and what `pieces` raises, which is asked for its pieces once."""
     if _ending(path) == SAFETENSORS:
-        rows, dim = every.rows.shape
-        write_file(path, safetensors_pieces(rows, dim, lambda: iter([(every.ids, every.rows)])))
+        write_file(path, _spooled(path.parent, dim, pieces))
     else:
         pyarrow()
-        write_file(path, parquet_pieces(every.rows.shape[1], lambda: iter([(every.ids, every.rows)])))
+        write_file(path, parquet_pieces(dim, pieces))
+
+
+def _spooled(folder: Path, dim: int, pieces: Chunks) -> Iterator[Buffer]:
+    """All ids stand before the first row, and how many there are before all: rows wait in a file without a name."""
+    with tempfile.TemporaryFile(dir=folder) as spool:
+        parts = []
+        for ids, rows in pieces():
+            parts.append(ids)
+            spool.write(np.ascontiguousarray(rows).data)
+        spool.flush()
+        count = sum([part.size for part in parts])
+        every = np.memmap(spool, np.float32, "r", shape=(count, dim)) if count else np.empty((0, dim), np.float32)
+
+        def chunks() -> Iterator[tuple[Int64s, Float32s]]:
+            at = 0
+            for part in parts:
+                yield part, every[at : at + part.size]
+                at += part.size
+
+        yield from safetensors_pieces(count, dim, chunks)
 
 
 def read(path: Path) -> Rows:

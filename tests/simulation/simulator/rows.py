@@ -149,5 +149,5 @@ class Rows:
 
     def everything(self) -> bytes:
         """All rows that the servers have."""
-        found = self.table.source.everything(self.table)
+        found = self.table.everything()
         return spread(found.ids, found.rows, self._coordinates, self._partitions)
