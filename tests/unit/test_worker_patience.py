@@ -135,3 +135,19 @@ def test_what_is_waited_for_is_told_while_it_lasts_and_why() -> None:
     patience = Patience(1_000, lambda: told.append(patience.explanation), "push logical rank 1 #3 on server 2")
     patience.call(failing(errors.NotReady("step 3 in partition 5")))
     assert told == ["push logical rank 1 #3 on server 2", "push logical rank 1 #3 on server 2 (step 3 in partition 5)"]
+
+
+def test_silence_is_borne_and_explained_for_as_long_as_there_is_something_to_hope_for(time: Time) -> None:
+    hopes = ["partitions wait to be restored"] * 40
+    told: list[str] = []
+
+    def check() -> None:
+        told.append(waiting.explanation)
+
+    waiting = Patience(1_000, check, "rows to come", worthwhile=lambda: hopes.pop() if hopes else "")
+    with pytest.raises(errors.Unavailable):
+        waiting.call(failing(*[errors.ServerUnavailable("server 1 does not answer")] * 500))
+    assert "rows to come; partitions wait to be restored" in told
+    assert "rows to come (server 1 does not answer); partitions wait to be restored" in told
+    assert told[-1] == "rows to come (server 1 does not answer)"
+    assert time.now_s - 1_000 > 2

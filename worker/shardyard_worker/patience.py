@@ -23,8 +23,8 @@ class Patience:
     """Repeats a call while the peer does not answer or is not ready.
 
     `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
-    an answer, unless it is `worthwhile` to go on; NotReady is an answer, and may last for as long as `check` lets it.
-    Whoever calls explains the wait, by `explanation`.
+    an answer, unless there is something that makes it `worthwhile` to go on, in words; NotReady is an answer, and may
+    last for as long as `check` lets it. Whoever calls explains the wait, by `explanation`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Patience:
         check: Callable[[], None],
         waiting_for: str,
         *,
-        worthwhile: Callable[[], bool] = lambda: False,
+        worthwhile: Callable[[], str] = lambda: "",
     ) -> None:
         self._worthwhile = worthwhile
         self._budget_ms = budget_ms
@@ -45,8 +45,10 @@ class Patience:
 
     @property
     def explanation(self) -> str:
-        """What is waited for, and why the last attempt was not the last. Any thread may ask."""
-        return f"{self._waiting_for} ({self._last})" if self._last else self._waiting_for
+        """What is waited for, why the last attempt was not the last, and what there is to hope for. Any thread may
+        ask."""
+        hope = self._worthwhile()
+        return self._waiting_for + (f" ({self._last})" if self._last else "") + (f"; {hope}" if hope else "")
 
     def call(self, attempt: Callable[[], R]) -> R:
         pause_ms = PAUSE_MS

@@ -74,6 +74,8 @@ ROWS_WAIT_MS = 200
 """How long a server holds a look-up of rows before the worker looks around."""
 LOOK_AGAIN_MS = 50
 """Between two looks for a map that is to come."""
+RECOVERING = "its partitions wait to be restored (see `shardyard status`)"
+"""What the coordinator says of a job whose server is lost."""
 THREADS_BYTES_MIN = 256 * KIB
 """Where more than this travels over streams to several servers, each has a thread."""
 
@@ -612,7 +614,7 @@ class Router:
             budget_ms,
             self._check,
             f"{waiting_for} on {line.peer.name}",
-            worthwhile=lambda: self._session.recovering,
+            worthwhile=lambda: RECOVERING if self._session.recovering else "",
         )
 
     def _everywhere(self, ask: Callable[[Line], R], waiting_for: str) -> list[R]:
