@@ -332,7 +332,7 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
     yield from _feedback_files(storage, folder)
     yield from _rows_files(storage, folder)
     exported = folder / "rows.safetensors"
-    table_files.write(exported, table_files.Rows(np.arange(4), np.zeros((4, 3), np.float32)))
+    table_files.write(exported, 3, lambda: iter([(np.arange(4), np.zeros((4, 3), np.float32))]))
 
     def read_rows(data: bytes) -> object:
         exported.write_bytes(data)
