@@ -96,10 +96,14 @@ def test_rows_are_counted_right_while_the_limit_of_memory_moves() -> None:
     assert seen == {ids.size - ids[::2].size}
 
 
+@pytest.mark.parametrize("seed", range(3))
 def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Rows leave as fast as the index needs their room: its stripes, all of a size, do not grow with the same push."""
+    """Rows leave before the index needs their room, and its stripes, all of a size, do not grow with the same push:
+    not by luck, whatever the seed by which ids are hashed."""
+    seeds = np.random.default_rng(seed)
+    monkeypatch.setattr(table_module.os, "urandom", seeds.bytes)
     monkeypatch.setattr(stripes, "PARALLEL_STRIPES", 4)
     bound, piece, ids = 32 << 20, 1 << 14, np.random.default_rng(0).permutation(1 << 20)
     table = make(budget_in(tmp_path, bound))
@@ -111,7 +115,7 @@ def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
     assert max(counts) >= 6
     assert table.rows == ids.size
     assert 0.9 * bound < taken[-1]
-    assert max(taken) < 1.1 * bound
+    assert max(taken) < 1.05 * bound
     assert table._stripes.nbytes < 27 * ids.size
 
 

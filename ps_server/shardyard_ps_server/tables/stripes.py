@@ -4,8 +4,8 @@ Owns: the arrays in which buckets lie. Invariants: a stripe has at most `ENTRIES
 a few milliseconds at most, unless it has a single slot; of one that was split, and so has half of that or more, at
 least 0.48 of the buckets are taken, so that they cost less than 34 bytes an entry; where they are to be compact 0.6, or
 27 bytes, and the stripes of a large table split one after the other, and not all with the same push, so that what else
-lies in memory can make room for them; one stripe grows at a time; memory that is replaced is retired, since look-ups
-read without locks. Must not know: rows.
+lies in memory can make room for them before (`nbytes_soon`); one stripe grows at a time; memory that is replaced is
+retired, since look-ups read without locks. Must not know: rows.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ LOAD: Final = 0.75
 LOAD_SPREAD: Final = 0.05
 LOAD_AFTER: Final = 0.625
 SPLIT_SPREAD: Final = 0.25
+SOON: Final = 0.9
+"""A stripe that has so much of the entries at which it grows is about to."""
+SOON_STRIPES: Final = 4
+"""For the growth of so many of them there should be room: the others of a table that has more grow later."""
 HOMES_FIRST: Final = 64
 PARALLEL_STRIPES: Final = 16
 """So many stripes even a table of some ten thousand entries has, for threads that work side by side."""
@@ -76,6 +80,14 @@ class Stripes:
     @property
     def nbytes(self) -> int:
         return sum(room.nbytes for room in self._rooms)
+
+    @property
+    def nbytes_soon(self) -> int:
+        """`nbytes` when some of those stripes have grown that are about to, the largest."""
+        fields = self._memory.stripes.reshape(SLOTS, FIELDS)[: self.count]
+        growing = fields[:, ENTRIES] > SOON * fields[:, BOUND]
+        largest: list[int] = np.sort(fields[growing, HOMES])[-SOON_STRIPES:].tolist()
+        return self.nbytes + BUCKET_BYTES * sum(more_homes(homes) - homes for homes in largest)
 
     def make_room(self, stripe: int) -> None:
         """After a loop has found that stripe full: there is room for one entry more, at least."""

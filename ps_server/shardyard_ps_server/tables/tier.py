@@ -109,7 +109,8 @@ class Tier:
         shared = self._memory.shared
         rows = int(heap.rows_of(self._memory)) + needed
         record_bytes = int(self._memory.slab.shape[1]) * 4
-        wanted = self._budget.limit_of(self, index_bytes=self._stripes.nbytes, rows=rows, record_bytes=record_bytes)
+        index_bytes = self._stripes.nbytes_soon
+        wanted = self._budget.limit_of(self, index_bytes=index_bytes, rows=rows, record_bytes=record_bytes)
         now = int(shared[LIMIT])
         if wanted == UNLIMITED:
             limit = self._hot_max
