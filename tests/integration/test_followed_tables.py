@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from alone import SYNC
@@ -20,9 +21,10 @@ from shardyard.checkpoints.best import BestFolder
 from shardyard.checkpoints.storage import open_storage
 from shardyard.ground import errors
 from shardyard.ground.row_ids import partition_of
-from shardyard.ground.types import UpdateMode
+from shardyard.ground.types import PartitionId, UpdateMode
 from shardyard_ps_server import partition as partitions
 from shardyard_worker import held_version
+from shardyard_worker.held_version import HeldVersion
 from shardyard_worker.snapshots import Snapshots
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -185,6 +187,82 @@ def test_state_dict_has_all_rows_of_the_version_however_far_training_goes(mode: 
                 assert (words == -float(snapshot.step)).all()
             if count == 3:
                 break
+
+
+Pieces = list[tuple[np.ndarray, np.ndarray]]
+
+
+@contextmanager
+def reading(before: Callable[[HeldVersion, PartitionId], None]) -> Iterator[list[PartitionId]]:
+    """Calls it when a partition is about to be read; which were."""
+    asked: list[PartitionId] = []
+    real = HeldVersion.read_rows
+
+    def read(self: HeldVersion, table: int, dim: int, partition: PartitionId) -> Pieces:
+        before(self, partition)
+        asked.append(partition)
+        return real(self, table, dim, partition)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeldVersion, "read_rows", read)
+        yield asked
+
+
+@MODES
+@pytest.mark.parametrize("name", ["words.safetensors", pytest.param("words.parquet", marks=pytest.mark.long)])
+def test_an_export_of_the_version_reads_a_partition_at_a_time(
+    tmp_path: Path, mode: dict[str, object], name: str
+) -> None:
+    """A table may be larger than the machine that evaluates it."""
+    with yard(**mode) as there, training(there) as trained, torch.no_grad():
+
+        def train(_held: HeldVersion, _partition: PartitionId) -> None:
+            before = trained.job.step
+            eventually(lambda: trained.job.step > before + 2)
+
+        with reading(train) as asked:
+            model = Model()
+            snapshot = next(there.follow().snapshots(model, every_s=0))
+            expected = model.words(IDS)
+            model.words.table.export(tmp_path / name)
+        assert asked == [0, 1, 2, 3]
+        again = sy.tables.Table(2)
+        again.load(tmp_path / name)
+        every = again.everything()
+        assert every.ids.tolist() == IDS.tolist()
+        assert torch.equal(torch.from_numpy(every.rows), expected)
+        if mode is SYNC:
+            assert (expected == -float(snapshot.step)).all()
+
+
+@pytest.mark.parametrize("mode", [SYNC, {}], ids=["sync", "async"])
+def test_an_export_whose_version_is_lost_has_partitions_of_newer_ones_or_is_not_there(
+    tmp_path: Path, mode: dict[str, object]
+) -> None:
+    """As forwards have: a step of a synchronous job is one moment."""
+    path = tmp_path / "words.safetensors"
+    with yard(**mode) as there, torch.no_grad():
+        trained, model = Training(there.connect()), Model()
+        trained.step()
+
+        def lose(held: HeldVersion, partition: PartitionId) -> None:
+            if asked == [0, 1] and partition == 2:
+                trained.step()
+                held._lose(errors.ServerUnavailable("a server is lost"))
+
+        with reading(lose) as asked:
+            next(there.follow().snapshots(model, every_s=0))
+            if mode is SYNC:
+                with pytest.raises(errors.VersionPassed, match="a server is lost"):
+                    model.words.table.export(path)
+                assert list(tmp_path.iterdir()) == []
+                return
+            model.words.table.export(path)
+        assert asked == [0, 1, 2, 2, 3]
+        again = sy.tables.Table(2)
+        again.load(path)
+        expected = torch.where(partitions_of() >= 2, -2.0, -1.0)[:, None].expand(-1, 2)
+        assert torch.equal(torch.from_numpy(again.everything().rows), expected)
 
 
 @pytest.mark.parametrize("mode", [SYNC, {}], ids=["sync", "async"])

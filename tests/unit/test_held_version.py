@@ -219,18 +219,19 @@ def piece(before: int, *numbers: int) -> Frame:
     return Frame(b"", before, ids.tobytes() + ids.astype(np.float32).tobytes())
 
 
-@pytest.mark.parametrize("at_once", [1, 8])
-def test_all_rows_come_once_by_their_ids_however_often_and_from_whom(
-    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, vigil: Vigil, at_once: int
-) -> None:
-    monkeypatch.setattr(held_version, "READERS_MAX", at_once)
+def test_all_rows_of_a_partition_come_once_however_often_they_are_sent(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
     servers = two()
-    servers[0].all_rows = lambda: iter([piece(0, 7, -3), piece(2, 9), piece(3, 7)])
+    servers[0].all_rows = lambda: iter([piece(0, 7, -3), piece(2, 9), piece(3, 7, 4)])
     servers[1].all_rows = lambda: iter([piece(0, 8)])
-    found = made(servers, pool, vigil).read_rows(0, 1)
-    assert found.ids.tolist() == [-3, 7, 8, 9]
-    assert found.rows.tolist() == [[-3], [7], [8], [9]]
-    assert made(two(), pool, vigil).read_rows(0, 1).rows.shape == (0, 1)
+    held = made(servers, pool, vigil)
+    first, second = (held.read_rows(0, 1, partition) for partition in PARTITIONS)
+    assert [(ids.tolist(), rows.tolist()) for ids, rows in first] == [
+        ([7, -3], [[7], [-3]]),
+        ([9], [[9]]),
+        ([4], [[4]]),
+    ]
+    assert [ids.tolist() for ids, _ in second] == [[8]]
+    assert made(two(), pool, vigil).read_rows(0, 1, PARTITIONS[0]) == []
 
 
 @pytest.mark.parametrize("error", [NotFound("a pin that is not here"), ServerUnavailable("it does not answer")])
@@ -240,18 +241,41 @@ def test_all_rows_of_a_version_that_a_server_does_not_hold_are_lost_with_it(
     servers = two()
     servers[1].all_rows = failing(error)
     held = made(servers, pool, vigil)
+    assert held.read_rows(0, 1, PARTITIONS[0]) == []
     with pytest.raises(VersionPassed, match=error.what):
-        held.read_rows(0, 1)
+        held.read_rows(0, 1, PARTITIONS[1])
     assert held.is_lost
 
 
-def test_a_version_whose_rows_somebody_else_reads_is_not_lost(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
-    servers = two()
-    servers[0].all_rows = failing(NotReady("a cut of this table is being taken"))
+def test_who_reads_all_rows_waits_while_somebody_else_does(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+    servers, refused = two(), []
+
+    def read() -> Iterator[Frame]:
+        if len(refused) < 2:
+            refused.append(1)
+            raise NotReady("a cut of this table is being taken")
+        return iter([piece(0, 7)])
+
+    servers[0].all_rows = read
     held = made(servers, pool, vigil)
-    with pytest.raises(NotReady, match="a cut"):
-        held.read_rows(0, 1)
+    assert [ids.tolist() for ids, _ in held.read_rows(0, 1, PARTITIONS[0])] == [[7]]
+    assert len(refused) == 2
     assert not held.is_lost
+
+
+def test_who_waits_for_rows_of_a_version_that_is_lost_meanwhile_hears_of_it(
+    pool: ThreadPoolExecutor, vigil: Vigil
+) -> None:
+    servers = two()
+    held = made(servers, pool, vigil)
+
+    def busy() -> Iterator[Frame]:
+        held._lose(ServerUnavailable("it does not answer"))
+        raise NotReady("a cut of this table is being taken")
+
+    servers[0].all_rows = busy
+    with pytest.raises(VersionPassed, match="does not answer"):
+        held.read_rows(0, 1, PARTITIONS[0])
 
 
 @pytest.mark.parametrize("frames", [[piece(1, 7)], [piece(0, 7), piece(2, 8)], [Frame(b"", 0, b"thirteen byte")]])
@@ -259,4 +283,4 @@ def test_rows_that_do_not_fit_are_refused(pool: ThreadPoolExecutor, vigil: Vigil
     servers = two()
     servers[0].all_rows = lambda: iter(frames)
     with pytest.raises(MalformedPayload, match="of rows of 12 as those from"):
-        made(servers, pool, vigil).read_rows(0, 1)
+        made(servers, pool, vigil).read_rows(0, 1, PARTITIONS[0])

@@ -130,6 +130,7 @@ ALLOWED: Final[dict[str, str]] = {
     "worker/following.py:Run._try_again:sleep": OUTSIDE,
     "worker/following.py:Run._try_again:wait": OUTSIDE,
     "worker/following.py:Run.snapshots:wait": "the pause that the script has asked for",
+    "worker/held_version.py:HeldVersion._read_rows:receive": OUTSIDE,
     "worker/held_version.py:HeldVersion.look_up.ask:call": OUTSIDE,
     "worker/held_version.py:Leases._run:wait": IDLE,
     "worker/held_version.py:Leases.close:join": SHORT,

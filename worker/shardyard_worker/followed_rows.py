@@ -12,17 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardyard.ground.errors import InvalidRequest, ShapeMismatch, UnsupportedModel, VersionPassed
-from shardyard.ground.types import JobLayout
+from shardyard.ground.types import JobLayout, PartitionId
 from shardyard_worker.distinct import Distinct, Float32s, Int64s, distinct
 from shardyard_worker.held_version import numbers_of
-from shardyard_worker.own_rows import Rows
 from shardyard_worker.rows_ahead import Asked
 from shardyard_worker.table import RowSource, Table, Wanted
 
 LookUpRows = Callable[[Sequence[Asked]], Sequence[Float32s]]
 """Of each table, at most once, the rows of distinct ids; all of one version. Raises VersionPassed."""
-ReadRows = Callable[[int, int], Rows]
-"""Of a table, by its number and dim, all rows, of one version. Raises VersionPassed."""
+ReadRows = Callable[[int, int, PartitionId], list[tuple[Int64s, Float32s]]]
+"""Of a table, by its number and dim, all rows of a partition, of one version, each id once. Raises VersionPassed."""
 Reads = tuple[LookUpRows, ReadRows]
 
 
@@ -80,22 +79,22 @@ class FollowedRows:
         raise _all_rows(table)
 
     def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
-        """All at once, of one version. Raises VersionPassed, InvalidRequest where nobody may read all rows, and
-        NotReady while servers read them for somebody else."""
+        """A partition at a time. Raises VersionPassed, InvalidRequest where nobody may read all rows."""
+        for partition in range(self._partitions):
+            yield from self._read_partition(table, PartitionId(partition))
+
+    def _read_partition(self, table: Table, partition: PartitionId) -> list[tuple[Int64s, Float32s]]:
         while True:
             with self._lock:
                 read_all = self._read_all
             if read_all is None:
                 raise _all_rows(table)
             try:
-                every = read_all(self._numbers[table.name], table.dim)
+                return read_all(self._numbers[table.name], table.dim, partition)
             except VersionPassed:
                 if self._renew is None:
                     raise
                 self.show(*self._renew())
-            else:
-                yield every.ids, every.rows
-                return
 
     def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
         raise _changed(table)

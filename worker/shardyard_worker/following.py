@@ -361,17 +361,10 @@ class Run:
         if self._model is None or self._rows is None:
             return {}
         found: dict[str, npt.NDArray[Any]] = {}
-        with ExplainedWait(lambda: f"rows of job {self.name}, which a checkpoint reads", logger=log) as wait:
-            for path, module in self._model.named_modules(remove_duplicate=False):
-                while isinstance(module, Table) and module.source is self._rows:
-                    try:
-                        state = module.state_dict(prefix=f"{path}." if path else "")
-                    except errors.NotReady:
-                        self._try_again(self._heard())
-                        wait.tick()
-                        continue
-                    found |= {name.replace("_orig_mod.", ""): value.numpy() for name, value in state.items()}
-                    break
+        for path, module in self._model.named_modules(remove_duplicate=False):
+            if isinstance(module, Table) and module.source is self._rows:
+                state = module.state_dict(prefix=f"{path}." if path else "")
+                found |= {name.replace("_orig_mod.", ""): value.numpy() for name, value in state.items()}
         return found
 
     def _former(self, folder: BestFolder, snapshot: Snapshot, metric: str, mode: Mode) -> BestManifest | None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +43,7 @@ from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_worker.coded_rows import questions
 from shardyard_worker.distinct import Float32s, Int64s
-from shardyard_worker.own_rows import Rows
+from shardyard_worker.patience import Patience
 from shardyard_worker.rows_ahead import Asked
 
 LEASE_MS: Final = 30_000
@@ -51,8 +52,7 @@ RENEW_MS: Final = 7_500
 CALL_TIMEOUT_MS: Final = 5_000
 LOOK_UP_TIMEOUT_MS: Final = 30_000
 READ_ROWS_TIMEOUT_MS: Final = 600_000
-READERS_MAX: Final = 8
-"""Servers of which all rows are read at one time: that may take longer than a lease, which is renewed beside it."""
+"""That may take longer than a lease, which is renewed beside it."""
 
 GONE: Final = (errors.Refused, errors.NotFound, errors.NotReady)
 """What a server says that does not hold the version."""
@@ -201,21 +201,15 @@ class HeldVersion:
                 self._everywhere(asks, ask)
         return found
 
-    def read_rows(self, table: int, dim: int) -> Rows:
-        """All rows of a table. Ids that have got a row since are there too, with what they read as in this version.
-        Raises VersionPassed, MalformedPayload, and NotReady while a server reads them for somebody else."""
-        self.check()
-
-        def ask(server: ReadServer) -> list[tuple[Int64s, Float32s]]:
-            return [piece for number in server.partitions for piece in self._read_rows(server, number, table, dim)]
-
-        pieces: list[tuple[Int64s, Float32s]] = []
-        for begin in range(0, len(self.servers), READERS_MAX):
-            found = self._everywhere(self.servers[begin : begin + READERS_MAX], ask)
-            pieces += [piece for of_server in found for piece in of_server]
-        ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
-        ids, first = np.unique(ids, return_index=True)
-        return Rows(ids, np.concatenate([np.empty((0, dim), np.float32), *[rows for _, rows in pieces]])[first])
+    def read_rows(self, table: int, dim: int, partition: PartitionId) -> list[tuple[Int64s, Float32s]]:
+        """All rows of a table in a partition, in pieces, each id once. Ids that have got a row since are there too,
+        with what they read as in this version. Waits while the server reads them for somebody else. Raises
+        VersionPassed, MalformedPayload."""
+        server = next(server for server in self.servers if partition in server.partitions)
+        what = f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"
+        patience = Patience(0, self.check, what)
+        with self._vigil.over(lambda: patience.explanation):
+            return patience.call(partial(self._read_rows, server, partition, table, dim))
 
     def _read_rows(
         self, server: ReadServer, partition: PartitionId, table: int, dim: int
@@ -228,16 +222,9 @@ class HeldVersion:
             table=table,
             pin=self.pin.name,
         )
-
-        self.check()  # the others have told since, perhaps
-
-        def waits_for() -> str:
-            return f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"
-
         try:
-            with self._vigil.over(waits_for):
-                frames = server.peer.receive(methods.READ_ROWS, request, timeout_ms=READ_ROWS_TIMEOUT_MS)
-                return tables.rows_from_frames(frames, dim, server.peer.name)
+            frames = server.peer.receive(methods.READ_ROWS, request, timeout_ms=READ_ROWS_TIMEOUT_MS)
+            return _once(tables.rows_from_frames(frames, dim, server.peer.name))
         except errors.NotReady:
             raise  # the version is there; somebody reads the table, or a checkpoint does
         except (*GONE, errors.Unavailable) as error:
@@ -333,3 +320,15 @@ class Leases:
 def numbers_of(layout: JobLayout) -> Mapping[str, int]:
     """The tables of a job by name."""
     return {table.name: number for number, table in enumerate(layout.tables)}
+
+
+def _once(pieces: list[tuple[Int64s, Float32s]]) -> list[tuple[Int64s, Float32s]]:
+    """Without the rows of ids that came before."""
+    ids = np.concatenate([np.empty(0, np.int64), *[ids for ids, _ in pieces]])
+    first = np.unique(ids, return_index=True)[1]
+    if first.size == ids.size:
+        return pieces
+    is_first = np.zeros(ids.size, np.bool_)
+    is_first[first] = True
+    kept = np.split(is_first, np.cumsum([ids.size for ids, _ in pieces])[:-1])
+    return [(ids[keep], rows[keep]) for (ids, rows), keep in zip(pieces, kept, strict=True)]
