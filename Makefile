@@ -61,7 +61,7 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/lint-imports
 
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
-	@$(BIN)/python -c "from shardyard_ps_server import optimizers; optimizers.warm(('float32', 'float64'))"
+	@$(BIN)/python -m shardyard_ps_server.optimizer_loops
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
 	@$(BIN)/python -m shardyard_ps_server.table_loops
 

@@ -32,6 +32,8 @@ from shardyard_launcher.role_process import FORMER, POLL_S, RoleProcess, Running
 from shardyard_launcher.yard_state import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
 
 READY_MS_MAX: Final = 60_000
+PREPARED_MS_MAX: Final = 900_000
+"""For where a process has said that it takes long."""
 STATUS_TIMEOUT_MS: Final = 2_000
 STOP_MS: Final = {SUPERVISOR: 30_000, "agent": 10_000, "server": 5_000, "coordinator": 5_000}
 """How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped. A
@@ -69,7 +71,8 @@ class Place:
 
     @property
     def waited_for(self) -> str:
-        return f"{self.running.process} to be ready after restart {self._number}; its log is {self.running.process.log}"
+        process = self.running.process
+        return f"{process.start} to be ready after restart {self._number}; its log is {process.log}"
 
     def look(self) -> bool:
         """Whether the process that was started again has become ready since the last look."""
@@ -137,20 +140,20 @@ class LocalCluster:
                 place.begin(place.running, self._restarted_count(process.name))
         self._changed()
 
-    def start(self, *, stop: threading.Event, ready_ms: int = READY_MS_MAX) -> None:
-        """Starts everything and waits until all are registered, `ready_ms` at most. What was started is stopped again
-        if that fails. Raises AddressInUse, Unavailable or a subclass with the end of the log of who failed, and
+    def start(self, *, stop: threading.Event) -> None:
+        """Starts everything and waits until all are registered, `start_ms_max` at most. What was started is stopped
+        again if that fails. Raises AddressInUse, Unavailable or a subclass with the end of the log of who failed, and
         Interrupted once `stop` is set."""
-        give_up = time.monotonic() + ready_ms / 1000
+        begun = time.monotonic()
         yard = self._settings.yard
         check_free(yard.bind, yard.coordinator_port)
         write_settings(self._settings, self._folder)
         try:
-            self._await_ready([self._place("coordinator", "coordinator")], give_up, stop)
+            self._await_ready([self._place("coordinator", "coordinator")], begun, stop)
             others = [self._place(f"server-{index}", "server") for index in range(yard.servers)]
             others.append(self._place("agent", "agent"))
-            self._await_ready(others, give_up, stop)
-            self._await_registered(give_up, stop)
+            self._await_ready(others, begun, stop)
+            self._await_registered(begun, stop)
         except BaseException:
             self.stop()
             raise
@@ -275,22 +278,24 @@ class LocalCluster:
         except OSError:
             return
 
-    def _await_ready(self, places: Iterable[Place], give_up: float, stop: threading.Event) -> None:
+    def _await_ready(self, places: Iterable[Place], begun: float, stop: threading.Event) -> None:
         waiting = [place.running for place in places]
         with ExplainedWait(lambda: f"{_names(waiting)} to be ready; logs are in {self._folder / LOGS}") as wait:
             while waiting:
                 # in this order: one that prints and ends at once has ended
                 self._check_alive("before it was ready")
+                before = [role.process for role in waiting]
                 ready = [role for role in waiting if role.read_ready()]
+                is_changed = [role.process for role in waiting] != before
                 waiting = [role for role in waiting if role not in ready]
-                if ready:
+                if is_changed:
                     self._changed()
                 elif waiting:
                     log = waiting[0].process.log
                     what = f"{_names(waiting)} did not become ready; the end of {log}:\n{tail(log)}"
-                    self._pause(give_up, stop, wait, what)
+                    self._pause(begun, stop, wait, what)
 
-    def _await_registered(self, give_up: float, stop: threading.Event) -> None:
+    def _await_registered(self, begun: float, stop: threading.Event) -> None:
         members = [place.running for place in self._places if place.running.process.role != "coordinator"]
         missing = members
         with ExplainedWait(lambda: f"the coordinator at {self.coordinator} to know {_names(missing)}") as wait:
@@ -301,10 +306,10 @@ class LocalCluster:
                 if not missing:
                     return
                 what = f"the coordinator at {self.coordinator} does not know {_names(missing)}"
-                self._pause(give_up, stop, wait, what)
+                self._pause(begun, stop, wait, what)
 
-    def _pause(self, give_up: float, stop: threading.Event, wait: ExplainedWait, waiting_for: str) -> None:
-        if time.monotonic() >= give_up:
+    def _pause(self, begun: float, stop: threading.Event, wait: ExplainedWait, waiting_for: str) -> None:
+        if time.monotonic() >= begun + start_ms_max(self.state) / 1000:
             raise errors.DeadlineExceeded(f"the yard was not ready in time: {waiting_for}")
         wait.tick()
         if stop.wait(POLL_S):
@@ -316,6 +321,11 @@ class LocalCluster:
                 process = place.running.process
                 said = " ".join(part for part in (str(process), place.running.ending, when) if part)
                 raise lost(process, said, starting=bool(when))
+
+
+def start_ms_max(state: YardState) -> int:
+    """For how long a yard may be started."""
+    return PREPARED_MS_MAX if any(process.preparing for process in state.roles) else READY_MS_MAX
 
 
 def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.ShardyardError:
@@ -389,7 +399,7 @@ def environment_of_roles() -> dict[str, str]:
 
 
 def _names(roles: Iterable[RunningRole]) -> str:
-    return ", ".join(str(role.process) for role in roles)
+    return ", ".join(role.process.start for role in roles)
 
 
 def check_free(host: str, port: int) -> None:

@@ -168,15 +168,15 @@ def _begin(folder: Path, state: YardState) -> tuple[StandingYard, RunningRole]:
 def _await_ready(yard: StandingYard, child: RunningRole, stop: threading.Event) -> None:
     from shardyard.ground import errors
     from shardyard.runtime.waiting import ExplainedWait
-    from shardyard_launcher.cluster import READY_MS_MAX, Interrupted
+    from shardyard_launcher.cluster import Interrupted, start_ms_max
     from shardyard_launcher.role_process import POLL_S
 
-    give_up = time.monotonic() + (READY_MS_MAX + LATE_MS) / 1000
+    begun = time.monotonic()
     with ExplainedWait(lambda: yard.waited_for) as wait:
         while not child.read_ready():
             if not child.alive:
                 raise _failed(child)
-            if time.monotonic() >= give_up:
+            if time.monotonic() >= begun + (start_ms_max(yard.state) + LATE_MS) / 1000:
                 raise errors.DeadlineExceeded(f"the yard was not ready in time: {yard.waited_for}")
             wait.tick()
             if stop.wait(POLL_S):

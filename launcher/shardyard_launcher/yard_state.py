@@ -83,6 +83,7 @@ class YardState:
                 "log": str(process.log),
                 "address": process.address,
                 "ready": process.ready,
+                "preparing": process.preparing,
             }
             for process in self.processes
         ]
@@ -156,6 +157,7 @@ def _process(entry: Any) -> RoleProcess:
         log=Path(entry["log"]),
         address=str(entry["address"]),
         ready=bool(entry.get("ready", entry["address"])),
+        preparing=str(entry.get("preparing", "")),
     )
 
 

@@ -21,7 +21,7 @@ from shardyard.transport.listener import Listener
 from shardyard.transport.memory import tune_malloc
 from shardyard.transport.peers import Network, Service
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_ps_server import optimizers
+from shardyard_ps_server.optimizer_loops import load_optimizer_loops
 from shardyard_ps_server.servicer import Servicer
 from shardyard_ps_server.store import Store
 from shardyard_ps_server.tables.budget import Budget, budget_in
@@ -122,8 +122,10 @@ def serve(
     settings: Settings,
     stop: threading.Event,
     ready: Callable[[str], None],
+    preparing: Callable[[str], None],
 ) -> None:
-    """Runs a server until `stop` is set. `ready` is told its address once it can be used.
+    """Runs a server until `stop` is set. `ready` is told its address once it can be used, and `preparing` before, why
+    that takes long, where it does.
 
     Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost;
     StorageUnavailable when a log cannot be written, or the folder for colder rows takes no file.
@@ -146,7 +148,7 @@ def serve(
     listener = Listener(bind, [server.service()])
     listener.start()
     try:
-        optimizers.warm(("float32", "float64"))
+        load_optimizer_loops(server.store.vigil, preparing, stop)
         address = advertise or listener.address
         try:
             server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)

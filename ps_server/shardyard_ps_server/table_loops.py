@@ -6,18 +6,14 @@ A compiler needs the interpreter for half a minute and more, and whatever else a
 heartbeats, other jobs. What it makes lies in a folder of numba's (beside the source, or $NUMBA_CACHE_DIR), and is read
 from there in a second or two.
 
-Owns: the process, and the mark in that folder that says that all loops are there. Invariants: one process at a time for
-each folder, which ends with the server that started it, and is waited for by all that need the loops; where it cannot
-help, since no folder can be written or it fails, the loops are compiled here, and the log says so. A mark that is wrong
-costs time, and no more. Must not know: jobs, what the loops do.
+Owns: the process. Invariants: one at a time for each folder, which ends with the server that started it, and is waited
+for by all that need the loops; where it cannot help, since no folder can be written or it fails, the loops are compiled
+here, and the log says so. Must not know: jobs, what the loops do.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import importlib.metadata
 import logging
 import os
 import signal
@@ -26,19 +22,16 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
-import llvmlite.binding as llvm
-
-import shardyard
-import shardyard_ps_server
 from shardyard.ground.errors import NotReady
 from shardyard.runtime.waiting import Vigil
-from shardyard_ps_server import partition_tables
+from shardyard_ps_server import compiled_loops, partition_tables
 from shardyard_ps_server.tables import loops
 
 log = logging.getLogger("shardyard.server")
 
+KIND: Final = "table_loops"
 COMMAND: Final = (sys.executable, "-P", "-m", "shardyard_ps_server.table_loops")
 SAID_MAX: Final = 500
 """Of what a process said that has failed, so many characters are told."""
@@ -76,7 +69,7 @@ class TableLoops:
             folder = self._folder()
             if folder is None:
                 log.warning("loops of tables are compiled here: no folder for them can be written (NUMBA_CACHE_DIR)")
-            elif not is_marked(folder):
+            elif not compiled_loops.is_marked(folder, KIND):
                 self._compile(folder)
             self._load()
 
@@ -120,30 +113,7 @@ class TableLoops:
 
 def folder_of_loops() -> Path | None:
     """Where numba keeps them; None where no folder can be written."""
-    stats: Any = cast(Any, loops.push).stats
-    return None if stats.cache_path is None else Path(stats.cache_path)
-
-
-def is_marked(folder: Path) -> bool:
-    return _mark_in(folder).exists()
-
-
-def mark(folder: Path) -> None:
-    """All loops lie there, of this source, for this processor."""
-    _mark_in(folder).touch()
-
-
-def _mark_in(folder: Path) -> Path:
-    digest = hashlib.blake2b(digest_size=16)
-    for package in ("numba", "llvmlite", "numpy"):
-        digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
-    digest.update(f"{sys.version} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}\n".encode())
-    for root in (shardyard, shardyard_ps_server):
-        top = Path(cast(str, root.__file__)).parent
-        for source in sorted(top.rglob("*.py")):
-            stat = source.stat()
-            digest.update(f"{source.relative_to(top)} {stat.st_size} {int(stat.st_mtime)}\n".encode())
-    return folder / f"table_loops-{digest.hexdigest()}.compiled"
+    return compiled_loops.folder_of(loops.push)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -152,12 +122,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = folder_of_loops()
     if folder is None:
         raise SystemExit("no folder for compiled loops can be written")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "table_loops.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_marked(folder):
-            partition_tables.warm()
-            mark(folder)
+    compiled_loops.once(folder, KIND, partition_tables.warm, threading.Event())
 
 
 def _end_with(parent: int) -> None:

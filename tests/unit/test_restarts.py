@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from shardyard_launcher import status_view
 from shardyard_launcher.cluster import LocalCluster
 from shardyard_launcher.restarts import BACKOFF_MS, BACKOFF_MS_MAX, Again, GivenUp, Restarts
 from shardyard_launcher.role_process import RoleProcess, RunningRole
+from shardyard_launcher.standing import StandingYard
 from shardyard_launcher.yard_state import RoleRestart, YardState, read_state
 
 WINDOW_MS = 60_000
@@ -213,6 +215,47 @@ def test_wait_for_a_process_that_was_started_again_is_explained(
     caplog.clear()
     cluster.tend()
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_yard_may_take_long_to_start_where_a_process_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tells: bool
+) -> None:
+    """A server on a new machine compiles loops, for half a minute and more."""
+
+    def start(name: str, role: str, *_: object, log: Path, **__: object) -> RunningRole:
+        says = "print('ready 127.0.0.1:5', flush=True); input()"
+        if role == "server":
+            why = "print('preparing: compiles loops', flush=True); " if tells else ""
+            says = f"import time; {why}time.sleep(1.5); {says}"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("w") as said:
+            child = subprocess.Popen([sys.executable, "-c", says], stdin=subprocess.PIPE, stdout=said)
+        return RunningRole(RoleProcess(name, role, child.pid, 0.0, log), child)
+
+    monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 200)
+    monkeypatch.setattr("shardyard_launcher.cluster.READY_MS_MAX", 1_000)
+    monkeypatch.setattr("shardyard_launcher.cluster.start_role", start)
+    monkeypatch.setattr("shardyard_launcher.cluster.unregistered", lambda *_: [])
+    monkeypatch.setattr(RunningRole, "release", lambda _: None)
+    states: list[YardState] = []
+    settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0}).settings
+    cluster = LocalCluster(settings, tmp_path, tied=True, on_change=states.append)
+    try:
+        if not tells:
+            with pytest.raises(errors.DeadlineExceeded, match=r"server-0 \(pid \d+\) did not become ready"):
+                cluster.start(stop=threading.Event())
+            return
+        cluster.start(stop=threading.Event())
+    finally:
+        cluster.stop()
+    assert re.search(r"waiting for server-0 \(pid \d+; it compiles loops\)", caplog.text)
+    before = next(state for state in states if any(each.preparing for each in state.roles))
+    assert [each.ready for each in before.roles if each.role == "server"] == [False]
+    before.write(tmp_path)
+    assert read_state(tmp_path) == before
+    assert re.search(r"server-0 \(pid \d+; it compiles loops\)", StandingYard(tmp_path, before).waited_for)
+    assert cluster.state.address_of("server") == "127.0.0.1:5"
 
 
 def test_end_of_a_process_is_waited_for_with_words(

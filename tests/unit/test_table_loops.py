@@ -17,7 +17,8 @@ import pytest
 from shardyard.ground.errors import NotReady
 from shardyard.runtime.waiting import Vigil
 from shardyard_ps_server import table_loops
-from shardyard_ps_server.table_loops import TableLoops, folder_of_loops, is_marked, mark
+from shardyard_ps_server.compiled_loops import is_marked, mark
+from shardyard_ps_server.table_loops import KIND, TableLoops, folder_of_loops
 
 DEADLINE_S = 30
 
@@ -74,7 +75,7 @@ def test_another_process_compiles_and_this_one_reads(tmp_path: Path) -> None:
 
 
 def test_loops_that_are_on_disk_need_no_process(tmp_path: Path) -> None:
-    mark(tmp_path)
+    mark(tmp_path, KIND)
     world = World(tmp_path, RUNS)
     world.loops.load("the tables of job 1.1")
     assert (world.runs(), world.loads) == (0, 1)
@@ -174,14 +175,6 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
-def test_the_mark_is_of_this_source_and_this_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_marked(tmp_path)
-    mark(tmp_path)
-    assert is_marked(tmp_path)
-    monkeypatch.setattr(table_loops.llvm, "get_host_cpu_name", lambda: "another")
-    assert not is_marked(tmp_path)
-
-
 def test_the_command_compiles_once_for_all_who_ask_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +188,7 @@ def test_the_command_compiles_once_for_all_who_ask_at_the_same_time(
     for asker in askers:
         asker.join(DEADLINE_S)
     assert compiled == [1]
-    assert is_marked(tmp_path / "new")
+    assert is_marked(tmp_path / "new", KIND)
 
 
 def test_loops_lie_where_numba_keeps_them() -> None:

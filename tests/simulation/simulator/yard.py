@@ -544,6 +544,7 @@ class Yard:
             settings=self.settings,
             stop=Event(),  # type: ignore[arg-type]
             ready=lambda _: None,
+            preparing=lambda _: None,
         )
 
     def _worker(self) -> None:
@@ -1206,6 +1207,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     from shardyard.transport.listener import Listener
     from shardyard.transport.memory import tune_malloc
     from shardyard_ps_server import optimizers, partition_tables
+    from shardyard_ps_server.optimizer_loops import load_optimizer_loops
     from shardyard_ps_server.tables import tier
 
     optimizers.warm(("float64",))
@@ -1216,7 +1218,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(Listener): _Listener,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
-        id(optimizers.warm): lambda dtypes: None,
+        id(load_optimizer_loops): lambda vigil, tell, stop: None,
     }
     watch, root = _Watch(level), logging.getLogger("shardyard")
     former, propagates = root.level, root.propagate
