@@ -16,7 +16,7 @@ import hashlib
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -111,13 +111,24 @@ class BestFolder:
 
     # ---- writing
 
-    def keep(self, *, job: JobId, metric: str, mode: str, value: float, step: int, values: Mapping[str, Array]) -> None:
-        """From here on this version is the one that is kept. Raises InvalidRequest, TooLarge."""
+    def keep(
+        self,
+        *,
+        job: JobId,
+        metric: str,
+        mode: str,
+        value: float,
+        step: int,
+        values: Mapping[str, Array],
+        more: Sequence[TensorSource] = (),
+    ) -> None:
+        """From here on this version is the one that is kept. `more` values are written as they are fetched. Raises
+        InvalidRequest, TooLarge."""
         if not math.isfinite(value) or not _TEXT.fullmatch(metric) or not _MODE.fullmatch(mode):
             raise InvalidRequest(f"to keep the {mode} of {metric[:100]!r}, which is {value}")
         path = f"step-{step:012d}-{secrets.token_hex(8)}.safetensors"
         text = {"step": str(step), "metric": metric, "value": repr(value)}
-        pieces = tensors.pieces(text, [_source(name, array) for name, array in values.items()])
+        pieces = tensors.pieces(text, [*(_source(name, array) for name, array in values.items()), *more])
         written = self.storage.write(f"{self._folder}/{path}", pieces)
         created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         kept = BestManifest(job, metric, mode, value, step, created, path, written)

@@ -42,13 +42,17 @@ def chunks_of(states: tuple[TableState, ...]) -> Chunks:
 
 def safetensors_pieces(rows: int, dim: int, chunks: Chunks) -> Iterator[Buffer]:
     """The file. `rows`: how many there are. The chunks are gone through twice, since all ids come first."""
-    return pieces(
-        {"format": "pt"},
-        [
-            TensorSource(IDS, DType.INT64, (rows,), stream=lambda: (bytes_of(ids) for ids, _ in chunks())),
-            TensorSource(ROWS, DType.FLOAT32, (rows, dim), stream=lambda: (bytes_of(found) for _, found in chunks())),
-        ],
-    )
+    return pieces({"format": "pt"}, row_sources("", rows, dim, chunks))
+
+
+def row_sources(prefix: str, rows: int, dim: int, chunks: Chunks) -> list[TensorSource]:
+    """Ids and rows, for a file that may have more than them."""
+    return [
+        TensorSource(prefix + IDS, DType.INT64, (rows,), stream=lambda: (bytes_of(ids) for ids, _ in chunks())),
+        TensorSource(
+            prefix + ROWS, DType.FLOAT32, (rows, dim), stream=lambda: (bytes_of(found) for _, found in chunks())
+        ),
+    ]
 
 
 def parquet_pieces(dim: int, chunks: Chunks) -> Iterator[bytes]:

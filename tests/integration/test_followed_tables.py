@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,15 +195,20 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]
 
 
 @contextmanager
-def reading(before: Callable[[HeldVersion, PartitionId], None]) -> Iterator[list[PartitionId]]:
-    """Calls it when a partition is about to be read; which were."""
+def reading(
+    before: Callable[[HeldVersion, PartitionId], None], found: list[weakref.ref[np.ndarray]] | None = None
+) -> Iterator[list[PartitionId]]:
+    """Calls it when a partition is about to be read; which were. `found`: the rows."""
     asked: list[PartitionId] = []
     real = HeldVersion.read_rows
 
     def read(self: HeldVersion, table: int, dim: int, partition: PartitionId) -> Pieces:
         before(self, partition)
         asked.append(partition)
-        return real(self, table, dim, partition)
+        pieces = real(self, table, dim, partition)
+        if found is not None:
+            found.extend(weakref.ref(rows) for _, rows in pieces)
+        return pieces
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeldVersion, "read_rows", read)
@@ -290,6 +297,49 @@ def test_the_best_has_the_rows_that_were_evaluated(tmp_path: Path, mode: dict[st
     step, words, users, top = expected
     assert best.step == step
     assert all(torch.equal(*each) for each in zip(alone(), (words, users, top), strict=True))
+
+
+@MODES
+def test_the_best_is_written_with_the_rows_of_a_partition_in_memory(tmp_path: Path, mode: dict[str, object]) -> None:
+    """While training goes on; a table may be larger than the machine that evaluates it."""
+    living: list[weakref.ref[np.ndarray]] = []
+    with yard(**mode) as there, training(there) as trained, torch.no_grad():
+
+        def check(_held: HeldVersion, _partition: PartitionId) -> None:
+            before = trained.job.step
+            eventually(lambda: trained.job.step > before + 2)
+            assert sum(each() is not None for each in living) <= 1
+
+        with reading(check, living) as asked:
+            model, run = Model(), there.follow()
+            next(run.snapshots(model, every_s=0))
+            found = [each.clone() for each in model()]
+            run.report(loss=1.0)
+            assert run.keep_best("loss", "min", into=str(tmp_path))
+        assert asked == [0, 1, 2, 3] * 2
+    assert len(living) >= 4
+    folder = BestFolder(open_storage(str(tmp_path)), "default")
+    best = folder.load()
+    assert best is not None
+    alone = Model()
+    alone.load_state_dict({name: torch.from_numpy(each.copy()) for name, each in folder.read(best).items()})
+    assert all(torch.equal(*each) for each in zip(alone(), found, strict=True))
+
+
+def test_a_best_whose_rows_cannot_be_kept_aside_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with yard() as there, torch.no_grad():
+        Training(there.connect()).step(2)
+        run = there.follow()
+        next(run.snapshots(Model(), every_s=0))
+        run.report(loss=1.0)
+        monkeypatch.setattr("tempfile.TemporaryFile", full)
+        with pytest.raises(errors.StorageUnavailable, match="No space left on device") as refused:
+            run.keep_best("loss", "min", into=str(tmp_path))
+        assert "TMPDIR" in refused.value.todo_text
+    assert BestFolder(open_storage(str(tmp_path)), "default").load() is None
 
 
 def test_the_best_without_rows_where_nobody_wants_them(tmp_path: Path) -> None:

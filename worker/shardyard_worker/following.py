@@ -10,22 +10,28 @@ import logging
 import math
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from shardyard.checkpoints.best import BestFolder, BestManifest
+from shardyard.checkpoints.row_exports import row_sources
 from shardyard.checkpoints.storage import LocalStorage, open_storage
+from shardyard.checkpoints.tensors import TensorSource, bytes_of
 from shardyard.ground import errors
 from shardyard.ground.limits import METRICS_MAX
-from shardyard.ground.types import JobId, JobLayout, UpdateMode, Version
+from shardyard.ground.types import DType, JobId, JobLayout, UpdateMode, Version
 from shardyard.runtime.log import bind_process
 from shardyard.runtime.settings import AUTO, Settings
 from shardyard.runtime.waiting import ExplainedWait
@@ -41,6 +47,7 @@ from shardyard_worker.job import as_written, checked_metric, pick_device
 from shardyard_worker.serving import Served, ServingOptions
 from shardyard_worker.snapshots import AGAIN, Snapshots, Values
 from shardyard_worker.table import Table, tables_of
+from shardyard_worker.table_files import Spool, spooled
 
 log = logging.getLogger("shardyard.evaluator")
 
@@ -348,24 +355,37 @@ class Run:
         if former is not None and not former.is_beaten_by(value):
             return False
         values = dict(zip(snapshot.names, snapshot.arrays, strict=True))
-        if rows:
-            values |= self._all_rows()
-        folder.keep(job=self.job, metric=metric, mode=mode, value=value, step=snapshot.step, values=values)
+        with ExitStack() as spools:
+            folder.keep(
+                job=self.job,
+                metric=metric,
+                mode=mode,
+                value=value,
+                step=snapshot.step,
+                values=values,
+                more=list(self._all_rows(spools)) if rows else (),
+            )
         kept = wire.KeptBest(metric=metric, lowest=mode == "min", value=value, step=snapshot.step, url=folder.url)
         self._tell(snapshot, kept)
         log.info("step %d is the best by %s so far: %g", snapshot.step, metric, value)
         return True
 
-    def _all_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Of the model's tables, by the names that its state dict has for them. Raises VersionPassed."""
+    def _all_rows(self, spools: ExitStack) -> Iterator[TensorSource]:
+        """Of the model's tables, by the names that its state dict has for them; they are in files until `spools` ends.
+        Raises VersionPassed, StorageUnavailable."""
         if self._model is None or self._rows is None:
-            return {}
-        found: dict[str, npt.NDArray[Any]] = {}
+            return
+        found: dict[Table, Spool] = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             if isinstance(module, Table) and module.source is self._rows:
-                state = module.state_dict(prefix=f"{path}." if path else "")
-                found |= {name.replace("_orig_mod.", ""): value.numpy() for name, value in state.items()}
-        return found
+                prefix = f"{path}." if path else ""
+                prefix = prefix.replace("_orig_mod.", "")
+                if module not in found:
+                    found[module] = spools.enter_context(_spooled(module))
+                spool = found[module]
+                yield from row_sources(prefix, spool.count, module.dim, spool.chunks)
+                seed = np.array(module.seed, np.int64)
+                yield TensorSource(prefix + "seed", DType.INT64, (), partial(bytes_of, seed))
 
     def _former(self, folder: BestFolder, snapshot: Snapshot, metric: str, mode: Mode) -> BestManifest | None:
         """What is kept, where that can be compared with this."""
@@ -475,6 +495,20 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _spooled(table: Table) -> Iterator[Spool]:
+    """All rows of a table. Raises VersionPassed, StorageUnavailable."""
+    try:
+        with spooled(table.dim, lambda: table.source.pieces(table)) as spool:
+            yield spool
+    except OSError as error:
+        raise errors.StorageUnavailable(
+            f"rows of table {table.name!r} cannot be kept aside in {tempfile.gettempdir()} ({error})",
+            why="they wait there until all have come, to be written as one file",
+            todo="make room there, or set TMPDIR to a folder that has room; or keep_best(rows=False)",
+        ) from error
 
 
 def load_into(model: torch.nn.Module, snapshot: Snapshot) -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 
@@ -48,30 +50,52 @@ def write(path: Path, dim: int, pieces: Chunks) -> None:
     """Raises InvalidRequest for another ending, ConfigurationError where pyarrow is not installed,
     StorageUnavailable, and what `pieces` raises, which is asked for its pieces once."""
     if _ending(path) == SAFETENSORS:
-        write_file(path, _spooled(path.parent, dim, pieces))
+        write_file(path, _safetensors(path.parent, dim, pieces))
     else:
         pyarrow()
         write_file(path, parquet_pieces(dim, pieces))
 
 
-def _spooled(folder: Path, dim: int, pieces: Chunks) -> Iterator[Buffer]:
-    """All ids stand before the first row, and how many there are before all: rows wait in a file without a name."""
-    with tempfile.TemporaryFile(dir=folder) as spool:
-        parts = []
-        for ids, rows in pieces():
-            parts.append(ids)
-            spool.write(np.ascontiguousarray(rows).data)
-        spool.flush()
+def _safetensors(folder: Path, dim: int, pieces: Chunks) -> Iterator[Buffer]:
+    with spooled(dim, pieces, folder) as spool:
+        yield from safetensors_pieces(spool.count, dim, spool.chunks)
+
+
+@dataclass(frozen=True)
+class Spool:
+    """Ids in memory, and rows, shape (n, dim), in a file."""
+
+    ids: Sequence[Int64s]
+    rows: Float32s
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def chunks(self) -> Iterator[tuple[Int64s, Float32s]]:
+        at = 0
+        for part in self.ids:
+            yield part, self.rows[at : at + part.size]
+            at += part.size
+
+
+@contextmanager
+def spooled(dim: int, pieces: Chunks, folder: Path | None = None) -> Iterator[Spool]:
+    """In a safetensors file all ids stand before the first row, and how many there are before all: until they have
+    come, rows wait in a file without a name in this folder (None: that for temporary files). Raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        parts = list(_written(file, pieces))
+        file.flush()
         count = sum([part.size for part in parts])
-        every = np.memmap(spool, np.float32, "r", shape=(count, dim)) if count else np.empty((0, dim), np.float32)
+        rows = np.memmap(file, np.float32, "r", shape=(count, dim)) if count else np.empty((0, dim), np.float32)
+        yield Spool(parts, rows)
 
-        def chunks() -> Iterator[tuple[Int64s, Float32s]]:
-            at = 0
-            for part in parts:
-                yield part, every[at : at + part.size]
-                at += part.size
 
-        yield from safetensors_pieces(count, dim, chunks)
+def _written(file: IO[bytes], pieces: Chunks) -> Iterator[Int64s]:
+    """The ids of each piece, whose rows it writes."""
+    for ids, rows in pieces():
+        file.write(np.ascontiguousarray(rows).data)
+        yield ids
 
 
 def read(path: Path) -> Rows:
