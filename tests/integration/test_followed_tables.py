@@ -215,8 +215,9 @@ def reading(
         yield asked
 
 
+@pytest.mark.long("words.safetensors-sync", "words.parquet-async")
 @MODES
-@pytest.mark.parametrize("name", ["words.safetensors", pytest.param("words.parquet", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["words.safetensors", "words.parquet"])
 def test_an_export_of_the_version_reads_a_partition_at_a_time(
     tmp_path: Path, mode: dict[str, object], name: str
 ) -> None:
@@ -299,6 +300,7 @@ def test_the_best_has_the_rows_that_were_evaluated(tmp_path: Path, mode: dict[st
     assert all(torch.equal(*each) for each in zip(alone(), (words, users, top), strict=True))
 
 
+@pytest.mark.long("sync", "async")
 @MODES
 def test_the_best_is_written_with_the_rows_of_a_partition_in_memory(tmp_path: Path, mode: dict[str, object]) -> None:
     """While training goes on; a table may be larger than the machine that evaluates it."""
