@@ -20,7 +20,9 @@ log = logging.getLogger("shardyard.server")
 
 KIND: Final = "optimizer_loops"
 COMPILES: Final = "compiles loops of optimizers, once on a machine"
-"""What a server does meanwhile, for after its name."""
+"""What a server does meanwhile, for after its name,"""
+COMPILES_ALWAYS: Final = "compiles loops of optimizers, since no folder for them can be written (NUMBA_CACHE_DIR)"
+"""and where it does so at each start."""
 
 
 def load_optimizer_loops(vigil: Vigil, tell: Callable[[str], None], stop: threading.Event) -> None:
@@ -28,9 +30,8 @@ def load_optimizer_loops(vigil: Vigil, tell: Callable[[str], None], stop: thread
     compiles. `tell` hears why it takes long, if it does."""
     folder = compiled_loops.folder_of(kernels.mean)
     if folder is None:
-        tell(COMPILES.replace("once on a machine", "since no folder for them can be written (NUMBA_CACHE_DIR)"))
+        tell(COMPILES_ALWAYS)
     elif not compiled_loops.is_marked(folder, KIND):
-        log.info("loops of optimizers are compiled to %s, which is done once on a machine", folder)
         tell(COMPILES)
         with vigil.over(lambda: f"loops of optimizers to be compiled to {folder}, once on a machine"):
             try:

@@ -117,6 +117,7 @@ def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
     assert 0.9 * bound < taken[-1]
     assert max(taken) < 1.05 * bound
     assert table._stripes.nbytes < 27 * ids.size
+    assert table._stripes.nbytes == sum(room.nbytes for room in table._stripes._rooms)
 
 
 def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -378,10 +378,9 @@ class Run:
         found: dict[Table, Spool] = {}
         for path, module in self._model.named_modules(remove_duplicate=False):
             if isinstance(module, Table) and module.source is self._rows:
-                prefix = f"{path}." if path else ""
-                prefix = prefix.replace("_orig_mod.", "")
+                prefix = (f"{path}." if path else "").replace("_orig_mod.", "")
                 if module not in found:
-                    found[module] = spools.enter_context(_spooled(module))
+                    found[module] = _spooled(module, spools)
                 spool = found[module]
                 yield from row_sources(prefix, spool.count, module.dim, spool.chunks)
                 seed = np.array(module.seed, np.int64)
@@ -497,12 +496,10 @@ class Run:
         self.close()
 
 
-@contextmanager
-def _spooled(table: Table) -> Iterator[Spool]:
+def _spooled(table: Table, spools: ExitStack) -> Spool:
     """All rows of a table. Raises VersionPassed, StorageUnavailable."""
     try:
-        with spooled(table.dim, lambda: table.source.pieces(table)) as spool:
-            yield spool
+        return spools.enter_context(spooled(table.dim, lambda: table.source.pieces(table)))
     except OSError as error:
         raise errors.StorageUnavailable(
             f"rows of table {table.name!r} cannot be kept aside in {tempfile.gettempdir()} ({error})",

@@ -61,6 +61,7 @@ class Stripes:
         self._growing = threading.Lock()
         first = _room(HOMES_FIRST)
         self._rooms = [first]
+        self._nbytes = first.nbytes
         index.found(
             memory, 1, np.array([first.ctypes.data], np.int64), HOMES_FIRST, first.size // 2, bound_of(HOMES_FIRST, 0)
         )
@@ -79,7 +80,7 @@ class Stripes:
 
     @property
     def nbytes(self) -> int:
-        return sum(room.nbytes for room in self._rooms)
+        return self._nbytes
 
     @property
     def nbytes_soon(self) -> int:
@@ -114,8 +115,7 @@ class Stripes:
             if done >= 0:
                 break
         if done:
-            self._retirement.retire(self._rooms[stripe])
-            self._rooms[stripe] = room
+            self._replace(stripe, room)
 
     def _split(self, stripe: int, entries: int) -> None:
         # halves are not equal, by a few times the root of their number
@@ -125,9 +125,14 @@ class Stripes:
             if index.split(self._memory, stripe, self.count, left, right, homes, bound_of(homes, 0)):
                 break
             homes = self._fitted(more_homes(homes))
-        self._retirement.retire(self._rooms[stripe])
-        self._rooms[stripe] = left
+        self._replace(stripe, left)
         self._rooms.append(right)
+        self._nbytes += right.nbytes
+
+    def _replace(self, stripe: int, room: Words) -> None:
+        former, self._rooms[stripe] = self._rooms[stripe], room
+        self._nbytes += room.nbytes - former.nbytes
+        self._retirement.retire(former)
 
     def _fitted(self, homes: int) -> int:
         return homes if self._compact else fitted(homes)
