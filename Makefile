@@ -61,9 +61,9 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 	@$(BIN)/lint-imports
 
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
-	@$(BIN)/python -m shardyard_ps_server.optimizer_loops
+	@$(BIN)/python -m shardyard_ps_server.jit.optimizer_warmup
 	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
-	@$(BIN)/python -m shardyard_ps_server.table_loops
+	@$(BIN)/python -m shardyard_ps_server.jit.table_warmup
 
 # what takes longest comes first, so that no process of the tests waits long for another at the end
 PYTEST_SIDE_BY_SIDE = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder

@@ -23,7 +23,7 @@ RUN_S_MAX = 120
 
 def run(mode: str, seed: int) -> tuple[float, float]:
     """One run's accuracy in percent, and its seconds from start to end, all processes included."""
-    command = [sys.executable, "-m", "shardyard_launcher.command_line", "run", "-c", f"configs/{mode}.yaml"]
+    command = [sys.executable, "-m", "shardyard_launcher.cli", "run", "-c", f"configs/{mode}.yaml"]
     command += ["--set", f"job.seed={seed}", "examples/digits/train.py"]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S_MAX, check=True)

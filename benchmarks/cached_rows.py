@@ -23,11 +23,11 @@ import torch
 import shardyard as sy
 from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel, options_of, report
-from shardyard.runtime import configuration
+from shardyard.config import configuration
 from shardyard.wire import methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 BATCH, FEATURES, IDS, DIM = 256, 8, 200_000, 32
 MIB = 1 << 20

@@ -32,8 +32,8 @@ from harness.pairs import Figures, column, ratios, spread
 from harness.programs import Program, Programs
 from harness.report import Panel, options_of, report
 from harness.sides import shardyard_side
-from shardyard.transport.channel import GrpcNetwork
-from shardyard.transport.peers import Peer
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.interfaces import Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 

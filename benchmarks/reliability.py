@@ -34,8 +34,8 @@ from harness.locks import longest_locks
 from harness.pairs import Figures, column, measure_pairs, ratios, spread
 from harness.programs import Program, Programs
 from harness.report import Panel, options_of, report
-from shardyard.runtime import configuration
-from shardyard_launcher.cluster import LocalCluster
+from shardyard.config import configuration
+from shardyard_launcher.yard.local_cluster import LocalCluster
 
 SERVERS = 3
 MIB = 1 << 20

@@ -25,15 +25,17 @@ import numpy.typing as npt
 from harness.pairs import Figures, column
 from harness.report import options_of, result
 from shardyard.checkpoints.manifest import TableEntry
-from shardyard.checkpoints.storage import LocalStorage
 from shardyard.checkpoints.table_state import TableState
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import Incarnation, JobLayout, OptimizerSpec, PartitionId, PartitionLayout, UpdateMode
-from shardyard_ps_server import table_saver
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.partition_tables import read_tables
-from shardyard_ps_server.rules import UpdateRules
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import Incarnation, PartitionId
+from shardyard.domain.layout.layouts import JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.storage.storage import LocalStorage
+from shardyard_ps_server.checkpoint import table_saver
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import read_tables
 from shardyard_ps_server.tables.table import Table, warm
 
 DIM, IDS, PUSHES, EXPONENT = 16, 4_096, 50, 1.1

@@ -20,7 +20,7 @@ import torch
 from harness.pairs import Figures, column, measure_pairs, ratios, spread
 from harness.report import options_of, result
 from shardyard.codecs import decode_ids, encode_ids
-from shardyard_worker.distinct import distinct, sum_rows
+from shardyard_worker.rows.dedup import sum_rows, unique_ids
 
 IDS = 10_000_000
 DIMS = (16, 64)
@@ -45,7 +45,7 @@ def zipf_ids(count: int, seed: int) -> Int64s:
 
 
 def ours(ids: Int64s, gradients: Float32s) -> tuple[Int64s, Float32s]:
-    found = distinct(ids, PARTITIONS)
+    found = unique_ids(ids, PARTITIONS)
     return found.ids, sum_rows(gradients, found.places, found.ids.size)
 
 
@@ -89,7 +89,7 @@ def measure(side: Side, ids: Int64s, gradients: Mapping[int, Float32s]) -> Figur
 
 
 def measure_codes(ids: Int64s) -> Figures:
-    unique = distinct(ids).ids
+    unique = unique_ids(ids).ids
     begin = time.perf_counter()
     code = bytes(encode_ids(unique))
     middle = time.perf_counter()

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardyard.ground import errors
-    from shardyard.runtime.configuration import Loaded
-    from shardyard_worker import optim, tables
-    from shardyard_worker.early_stopping import EarlyStopping
-    from shardyard_worker.embedding import Embedding, EmbeddingBag, EmbeddingCollection
-    from shardyard_worker.files import FixedRecords, FramedRecords, TextLines
-    from shardyard_worker.following import Run, Snapshot
-    from shardyard_worker.job import Job
+    from shardyard.config.configuration import Loaded
+    from shardyard.domain import errors
+    from shardyard_worker.data.record_files import FixedRecords, FramedRecords, TextLines
+    from shardyard_worker.embedding import api as tables
+    from shardyard_worker.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
+    from shardyard_worker.job.early_stopping import EarlyStopping
+    from shardyard_worker.job.job import Job
+    from shardyard_worker.optimizers import extra as optim
+    from shardyard_worker.reader.evaluator import Run, Snapshot
 
 __all__ = [
     "EarlyStopping",
@@ -62,12 +63,12 @@ def connect(
     """
     loaded = _load(coordinator, job, config, settings)
     if loaded.settings.coordinator:
-        import shardyard_worker.job
+        import shardyard_worker.job.job
 
-        return shardyard_worker.job.connect(loaded.settings)
-    import shardyard_launcher.local
+        return shardyard_worker.job.job.connect(loaded.settings)
+    import shardyard_launcher.yard.in_process
 
-    return shardyard_launcher.local.connect(loaded.settings)
+    return shardyard_launcher.yard.in_process.connect(loaded.settings)
 
 
 def follow(
@@ -83,8 +84,8 @@ def follow(
     Arguments as for `connect`; without a name anywhere it is the only job that runs. Raises ConfigurationError,
     CoordinatorUnavailable, InvalidRequest.
     """
-    from shardyard.ground.errors import ConfigurationError
-    from shardyard.runtime.assignments import Layer
+    from shardyard.config.assignments import Layer
+    from shardyard.domain.errors import ConfigurationError
 
     loaded = _load(coordinator, job, config, settings)
     if not loaded.settings.coordinator:
@@ -93,10 +94,10 @@ def follow(
             why="a job that runs alone in its process can be read there alone",
             todo='give it: sy.follow("HOST:PORT"), or SHARDYARD_COORDINATOR',
         )
-    import shardyard_worker.following
+    import shardyard_worker.reader.evaluator
 
     is_named = loaded.origins["job.name"].layer is not Layer.DEFAULT
-    return shardyard_worker.following.follow(loaded.settings, name=loaded.settings.job.name if is_named else "")
+    return shardyard_worker.reader.evaluator.follow(loaded.settings, name=loaded.settings.job.name if is_named else "")
 
 
 def _load(
@@ -105,7 +106,8 @@ def _load(
     import logging
     import os
 
-    from shardyard.runtime import configuration, log
+    from shardyard.config import configuration
+    from shardyard.runtime import log
 
     file = config or os.environ.get(configuration.CONFIG_VARIABLE)
     given: dict[str, object] = {"coordinator": coordinator, "job.name": job, **(settings or {})}
@@ -120,37 +122,37 @@ def _load(
 
 def __getattr__(name: str) -> Any:
     if name == "Job":
-        from shardyard_worker.job import Job
+        from shardyard_worker.job.job import Job
 
         return Job
     if name == "EarlyStopping":
-        from shardyard_worker.early_stopping import EarlyStopping
+        from shardyard_worker.job.early_stopping import EarlyStopping
 
         return EarlyStopping
     if name in ("Embedding", "EmbeddingBag", "EmbeddingCollection"):
-        import shardyard_worker.embedding
+        import shardyard_worker.embedding.modules
 
-        return getattr(shardyard_worker.embedding, name)
+        return getattr(shardyard_worker.embedding.modules, name)
     if name in ("Run", "Snapshot"):
-        import shardyard_worker.following
+        import shardyard_worker.reader.evaluator
 
-        return getattr(shardyard_worker.following, name)
+        return getattr(shardyard_worker.reader.evaluator, name)
     if name in ("FixedRecords", "FramedRecords", "TextLines"):
-        import shardyard_worker.files
+        import shardyard_worker.data.record_files
 
-        return getattr(shardyard_worker.files, name)
+        return getattr(shardyard_worker.data.record_files, name)
     if name == "errors":
         import importlib
 
-        return importlib.import_module("shardyard.ground.errors")
+        return importlib.import_module("shardyard.domain.errors")
     if name == "optim":
-        import shardyard_worker.optim
+        import shardyard_worker.optimizers.extra
 
-        return shardyard_worker.optim
+        return shardyard_worker.optimizers.extra
     if name == "tables":
-        import shardyard_worker.tables
+        import shardyard_worker.embedding.api
 
-        return shardyard_worker.tables
+        return shardyard_worker.embedding.api
     if name == "__version__":
         from importlib.metadata import version
 

@@ -19,9 +19,9 @@ from claims.backup import step_times_s
 from claims.yard import Trained, Yard, yard
 from harness.pairs import Figures, column, measure_pairs, ratios, significant, spread
 from harness.report import Panel
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as joined
+from shardyard.config import configuration
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as joined
 from sides.consistency_shardyard import Worker
 
 WORKERS = 4

@@ -25,9 +25,9 @@ from harness import digits
 from harness.intervals import paired
 from harness.pairs import spread
 from harness.report import Panel
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 WORKERS = 8
 STEPS = 400

@@ -74,7 +74,7 @@ class Recommender:
         given = [f"{name}={value}" for name, value in self._mode.items()]
         with tempfile.TemporaryDirectory(prefix="shardyard-bench-") as folder:
             given += ["yard.coordinator_port=0", f"yard.state={folder}"]
-            command = [sys.executable, "-m", "shardyard_launcher.command_line", "run", "-c", "configs/hybrid.yaml"]
+            command = [sys.executable, "-m", "shardyard_launcher.cli", "run", "-c", "configs/hybrid.yaml"]
             command += [word for setting in given for word in ("--set", setting)]
             command += ["examples/recommender/train.py", "--seed", str(self._seed), "--days", str(self._days)]
             command += ["--clicks", str(self._clicks)]

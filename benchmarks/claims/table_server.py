@@ -25,10 +25,10 @@ import torch
 from claims import Found
 from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import SWEEPS_PER_AGE, ExpirySettings, TableSettings
-from shardyard_ps_server.tables import rules
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import SWEEPS_PER_AGE, ExpirySettings, TableSettings
+from shardyard_ps_server.tables.loops import row_rules
 from shardyard_ps_server.tables.table import Table, warm
 
 FIGURE = "tables"
@@ -148,10 +148,10 @@ def measure_updates(dim: int, rows: int, pairs: int) -> tuple[dict[str, list[Fig
         raise WrongAnswer("Adagrad")
     million = sum(each.size for each in ids) / 1e6
     shuffled = [rng.permutation(each) for each in numbers]
-    rule, places = rules.rule_of("adagrad", table.settings.group, 2), np.arange(BATCH_IDS, dtype=np.int32)
+    rule, places = row_rules.rule_of("adagrad", table.settings.group, 2), np.arange(BATCH_IDS, dtype=np.int32)
 
     def alone(number: int) -> None:
-        rules.apply(rule.code, rule.scalars, table._memory.slab, shuffled[number], places, gradients, dim)
+        row_rules.apply(rule.code, rule.scalars, table._memory.slab, shuffled[number], places, gradients, dim)
 
     found = measure_pairs(
         {

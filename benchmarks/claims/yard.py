@@ -14,8 +14,8 @@ from typing import Any
 from harness.delays import Delays
 from harness.report import Span
 from harness.sides import Side, shardyard_side
-from shardyard.transport.channel import GrpcNetwork
-from shardyard.transport.peers import Peer
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.interfaces import Peer
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire

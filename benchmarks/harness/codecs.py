@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from harness.pairs import Figures
 from shardyard.codecs import DeltaSender, apply, decode, encode_values, parse_codec
-from shardyard.ground.compression import CodecSpec
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import Block, DType, JobLayout, OptimizerSpec, VariableSpec
-from shardyard.runtime.settings import PARTITIONS_AUTO, CompressionSettings
-from shardyard_coordinator.placement import fitting_block_bytes, plan
-from shardyard_worker.feedback import Feedback
+from shardyard.config.settings import PARTITIONS_AUTO, CompressionSettings
+from shardyard.domain.compression import CodecSpec
+from shardyard.domain.layout.layouts import Block, JobLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.placement.placement import fitting_block_bytes, plan
+from shardyard_worker.compression.error_feedback import ErrorFeedback
 
 Array = npt.NDArray[np.float32]
 SHAPE = (2048, 2048)
@@ -32,7 +33,7 @@ class WrongValues(Exception):
 def measure_push(text: str, rounds: int) -> list[Figures]:
     """Gradients through a worker's feedback and a server's decoder, block by block, each round others."""
     layout = _layout()
-    feedback = Feedback(CompressionSettings(push=text), layout, seed=1, worker=1)
+    feedback = ErrorFeedback(CompressionSettings(push=text), layout, seed=1, worker=1)
     codec = parse_codec(text)
     blocks = list(_blocks(layout))
     out, received, given = np.empty(_elements(), np.float32), np.zeros(_elements()), np.zeros(_elements())

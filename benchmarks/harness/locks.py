@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from harness.pairs import Figures
-from shardyard.runtime import configuration
-from shardyard.runtime.settings import Settings
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard.config.settings import Settings
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 STEPS = 60
 CHECKPOINT_EVERY_STEPS = 10

@@ -17,9 +17,9 @@ from typing import Any
 
 from harness.machine import cpu_seconds, loopback_bytes
 from harness.programs import ANSWER_S_MAX, Program, Programs, ask_all
-from shardyard.runtime import configuration
-from shardyard_launcher.cluster import LocalCluster
-from shardyard_launcher.role_process import tail
+from shardyard.config import configuration
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from shardyard_launcher.yard.role_process import tail
 
 
 @dataclass(frozen=True, slots=True)

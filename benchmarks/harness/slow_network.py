@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shardyard.ground import errors
-from shardyard.transport.peers import Network, Peer, Stream
+from shardyard.domain import errors
+from shardyard.transport.interfaces import Network, Peer, Stream
 from shardyard.wire.methods import Method
 
 SLOW = "server"

@@ -15,7 +15,7 @@ import shardyard as sy
 from harness import digits
 from harness.answers import Conversation
 from harness.connections import interface_sent_bytes, moved_by_address
-from shardyard.ground.errors import ShardyardError
+from shardyard.domain.errors import ShardyardError
 
 
 class Jobs:

@@ -45,9 +45,9 @@ def main() -> None:
         join(given.cgroup)
     import numpy as np
 
-    from shardyard.ground.row_optimizers import make_group
-    from shardyard.ground.table_settings import TableSettings
-    from shardyard_ps_server.tables.budget import budget_in
+    from shardyard.domain.tables.row_optimizers import make_group
+    from shardyard.domain.tables.table_settings import TableSettings
+    from shardyard_ps_server.tables.memory.budget import budget_in
     from shardyard_ps_server.tables.table import Table, warm
 
     def raw_ids(numbers: np.ndarray) -> np.ndarray:

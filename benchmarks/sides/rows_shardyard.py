@@ -13,9 +13,9 @@ import shardyard as sy
 from harness.answers import Conversation
 from harness.rows import EPS, LR, Loop, Task
 from harness.slow_network import SlowNetwork
-from shardyard.runtime import configuration
-from shardyard.transport.channel import GrpcNetwork
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard_worker.job import job as worker
 
 
 def main() -> None:

@@ -20,8 +20,8 @@ from typing import TextIO, cast
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_values import initial_rows, row_key
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_values import initial_rows, row_key
 
 NUMBERS = 13
 CATEGORIES = 26

@@ -20,14 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardyard.checkpoints import tensors
-from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.manifest import JOB_NAME
-from shardyard.checkpoints.storage import Storage, Written
-from shardyard.checkpoints.tensors import Array, Contents, TensorSource
-from shardyard.ground import limits
-from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
-from shardyard.ground.types import DType, JobId
+from shardyard.domain import limits
+from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from shardyard.domain.ids import JobId
+from shardyard.domain.variables import DType
+from shardyard.storage import tensors
+from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.storage import Storage, Written
+from shardyard.storage.tensors import Array, Contents, TensorSource
 
 FOLDER: Final = "best"
 NAME: Final = "manifest.json"
@@ -165,14 +166,14 @@ def encode(best: BestManifest) -> bytes:
 
 def decode(text: bytes, where: str) -> BestManifest:
     """Raises CheckpointDamaged."""
-    outer = Node.parse(text, where, at=0).fields(("best", "sha256"))
+    outer = JsonNode.parse(text, where, at=0).fields(("best", "sha256"))
     digest = outer["sha256"].text(_DIGEST, "a digest")
     if hashlib.sha256(canonical(outer["best"].value)).hexdigest() != digest:
         raise CheckpointDamaged(f"{where} is not what was written: its digest is another")
     found = outer["best"].fields(_NAMES)
     if (found["format"].value, found["version"].value) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(f"{where} is of a format that this release does not know")
-    (value,) = Node([found["value"].value], where, "value").reals(1)
+    (value,) = JsonNode([found["value"].value], where, "value").reals(1)
     created = found["created"].text(_TEXT, "a time")
     try:
         zoned = datetime.datetime.fromisoformat(created).tzinfo is not None

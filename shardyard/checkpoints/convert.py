@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 
 from shardyard.checkpoints.manifest import (
     FILES_PER_PARTITION_MAX,
-    FeedbackFile,
     FileRef,
     PartitionEntry,
     PartitionFile,
+    ResidualFile,
     TableEntry,
 )
-from shardyard.checkpoints.storage import Written, check_path
-from shardyard.ground import limits
-from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.types import Incarnation, PartitionId
-from shardyard.wire import convert
+from shardyard.domain import limits
+from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.ids import Incarnation, PartitionId
+from shardyard.storage.storage import Written, check_path
+from shardyard.wire import common_messages
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
@@ -81,9 +81,9 @@ def _rows_refs(messages: Sequence[server.CheckpointFile]) -> tuple[FileRef, ...]
     return found
 
 
-def handed_from_wire(message: coordinator.HandOver) -> FeedbackFile:
-    name = convert.text(message.worker, "a worker's name", limits.JOB_NAME_CHARACTERS_MAX)
-    return FeedbackFile(name, _ref(message.path, message.length, message.sha256))
+def handed_from_wire(message: coordinator.HandOver) -> ResidualFile:
+    name = common_messages.text(message.worker, "a worker's name", limits.JOB_NAME_CHARACTERS_MAX)
+    return ResidualFile(name, _ref(message.path, message.length, message.sha256))
 
 
 def written_from_wire(length: int, sha256: bytes, what: str) -> Written:
@@ -95,7 +95,7 @@ def written_from_wire(length: int, sha256: bytes, what: str) -> Written:
 
 
 def _ref(path: str, length: int, sha256: bytes) -> FileRef:
-    path = check_path(convert.text(path, "the path of a checkpoint's file"))
+    path = check_path(common_messages.text(path, "the path of a checkpoint's file"))
     return FileRef(path, written_from_wire(length, sha256, path))
 
 
@@ -103,7 +103,7 @@ def entry_to_wire(entry: PartitionEntry, logs: Iterable[Incarnation] = ()) -> se
     """`logs`: the servers whose logs say what came after the checkpoint."""
     return server.RestoredPartition(
         partition=entry.partition,
-        version=convert.version_to_wire(entry.version),
+        version=common_messages.version_to_wire(entry.version),
         files=[file_to_wire(file) for file in entry.files],
         logs=logs,
         tables=tables_to_wire(entry.tables),
@@ -115,7 +115,7 @@ def entry_from_wire(message: server.RestoredPartition) -> PartitionEntry:
         raise MalformedPayload(f"partition {message.partition} to be restored from {len(message.files)} files")
     return PartitionEntry(
         PartitionId(message.partition),
-        convert.version_from_wire(message.version),
+        common_messages.version_from_wire(message.version),
         tuple(file_from_wire(file) for file in message.files),
         tables_from_wire(message.tables),
     )

@@ -1,7 +1,7 @@
 """A job's layout as JSON.
 
-Owns: both ways. Invariants: what comes back equals what went in, and is whole (shardyard.ground.layouts). Must not
-know: files, manifests.
+Owns: both ways. Invariants: what comes back equals what went in, and is whole (shardyard.domain.layout.checks). Must
+not know: files, manifests.
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ import re
 from typing import Final
 
 from shardyard.checkpoints import tables
-from shardyard.checkpoints.documents import Node
-from shardyard.ground import limits
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest
-from shardyard.ground.layouts import check_layout
-from shardyard.ground.optimizers import KINDS
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    VariableKind,
-    VariableSpec,
-)
+from shardyard.domain import limits
+from shardyard.domain.errors import CheckpointDamaged, InvalidRequest
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.checks import check_layout
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import KINDS, OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.storage.json_reader import JsonNode
 
 _BLOCK_NUMBERS: Final = 4
 _NAME: Final = re.compile(rf".{{1,{limits.VARIABLE_NAME_CHARACTERS_MAX}}}", re.DOTALL)
@@ -60,7 +53,7 @@ def to_document(layout: JobLayout) -> dict[str, object]:
     }
 
 
-def from_document(node: Node) -> JobLayout:
+def from_document(node: JsonNode) -> JobLayout:
     """Raises CheckpointDamaged."""
     has_tables = "tables" in node.mapping()
     fields = node.fields(("variables", "optimizer", "partitions", *(["tables"] if has_tables else [])))
@@ -80,14 +73,14 @@ def from_document(node: Node) -> JobLayout:
     return layout
 
 
-def _optimizer(node: Node) -> OptimizerSpec:
+def _optimizer(node: JsonNode) -> OptimizerSpec:
     fields = node.fields(("kind", "groups"))
     kind = fields["kind"].text(_OPTIMIZER, f"one of {', '.join(sorted(KINDS))}")
     groups = tuple(each.reals(len(KINDS[kind])) for each in fields["groups"].items(limits.GROUPS_MAX))
     return OptimizerSpec(kind, groups)
 
 
-def _variable(node: Node) -> VariableSpec:
+def _variable(node: JsonNode) -> VariableSpec:
     fields = node.fields(("name", "dtype", "shape", "kind", "group"))
     return VariableSpec(
         fields["name"].text(_NAME, f"1 to {limits.VARIABLE_NAME_CHARACTERS_MAX} characters"),
@@ -98,7 +91,7 @@ def _variable(node: Node) -> VariableSpec:
     )
 
 
-def _partition(index: PartitionId, node: Node) -> PartitionLayout:
+def _partition(index: PartitionId, node: JsonNode) -> PartitionLayout:
     fields = node.fields(("payload_bytes", "blocks"))
     blocks = []
     for each in fields["blocks"].items(limits.BLOCKS_MAX):

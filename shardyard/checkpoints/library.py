@@ -20,26 +20,29 @@ from typing import Final
 
 import numpy as np
 
-from shardyard.checkpoints import feedback_file, partition_file, tensors
 from shardyard.checkpoints import manifest as manifests
-from shardyard.checkpoints.feedback_file import State
+from shardyard.checkpoints import partition_file, residual_file
 from shardyard.checkpoints.manifest import (
     MANIFEST_BYTES_MAX,
-    FeedbackFile,
     FileRef,
     Manifest,
     PartitionEntry,
+    ResidualFile,
     feedback_path,
     folder_name,
     partition_path,
 )
 from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
-from shardyard.checkpoints.storage import TEMPORARY_SUFFIX, Buffer, Storage
+from shardyard.checkpoints.residual_file import State
 from shardyard.checkpoints.table_state import TableState, states_of
-from shardyard.checkpoints.tensors import Array, Contents
-from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import JobLayout, PartitionId, VariableSpec, Version
+from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from shardyard.domain.ids import PartitionId, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.domain.variables import VariableSpec
+from shardyard.storage import tensors
+from shardyard.storage.storage import TEMPORARY_SUFFIX, Buffer, Storage
+from shardyard.storage.tensors import Array, Contents
 
 KEPT_MIN: Final = 2
 """Rule A8."""
@@ -140,13 +143,13 @@ class CheckpointLibrary:
         """The same of a state that is in memory."""
         return self._write(job, partition_path(number, state.partition), partition_file.state_pieces(state))
 
-    def write_feedback(self, job: str, number: int, worker: str, state: State) -> FeedbackFile:
+    def write_feedback(self, job: str, number: int, worker: str, state: State) -> ResidualFile:
         """Writes what a worker's error feedback remembers, as `Feedback.state_dict` gives it, for the checkpoint that
         is being taken. Raises TooLarge."""
         path = feedback_path(number, worker)
-        return FeedbackFile(worker, self._write(job, path, feedback_file.pieces(worker, state)))
+        return ResidualFile(worker, self._write(job, path, residual_file.pieces(worker, state)))
 
-    def drop_feedback(self, job: str, file: FeedbackFile) -> bool:
+    def drop_feedback(self, job: str, file: ResidualFile) -> bool:
         """Deletes a worker's file unless a checkpoint names it, which prune knows then. Whether it did. Raises
         CheckpointDamaged, having deleted nothing, where nobody knows what a checkpoint names."""
         path = file.file.path
@@ -242,13 +245,13 @@ class CheckpointLibrary:
             for entry in manifest.partitions
         )
 
-    def load_feedback(self, job: str, file: FeedbackFile, layout: JobLayout) -> State:
+    def load_feedback(self, job: str, file: ResidualFile, layout: JobLayout) -> State:
         """What a worker's error feedback remembered, every byte of it checked. `layout`: of the job's checkpoint.
 
         Raises CheckpointDamaged, CheckpointNotFound.
         """
         path = f"{_folder(job)}/{file.file.path}"
-        return feedback_file.read(self.storage, path, file.file.written, layout, file.worker)
+        return residual_file.read(self.storage, path, file.file.written, layout, file.worker)
 
     def export_state(self, manifest: Manifest) -> Iterator[tuple[str, Array]]:
         """Each variable whole, parameters and buffers, in the order in which they were registered; then tables, as
@@ -343,10 +346,10 @@ class CheckpointLibrary:
             return error.what
         return None
 
-    def _verify_feedback(self, manifest: Manifest, feedback: FeedbackFile) -> str | None:
+    def _verify_feedback(self, manifest: Manifest, feedback: ResidualFile) -> str | None:
         path = f"{_folder(manifest.job_name)}/{feedback.file.path}"
         try:
-            feedback_file.check(self.storage, path, feedback.file.written, manifest.layout, feedback.worker)
+            residual_file.check(self.storage, path, feedback.file.written, manifest.layout, feedback.worker)
         except (CheckpointDamaged, CheckpointNotFound) as error:
             return error.what
         return None

@@ -23,12 +23,14 @@ from typing import Final
 
 from shardyard.checkpoints import layout as layouts
 from shardyard.checkpoints import rows_file
-from shardyard.checkpoints.documents import Node, canonical
-from shardyard.checkpoints.storage import Written
-from shardyard.ground import limits
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, TooLarge
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import Incarnation, JobId, JobLayout, PartitionId, Token, UpdateMode, Version
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import CheckpointDamaged, InvalidRequest, TooLarge
+from shardyard.domain.ids import Incarnation, JobId, PartitionId, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.storage import Written
 
 FORMAT: Final = "shardyard-checkpoint"
 FORMAT_VERSION: Final = 1
@@ -156,7 +158,7 @@ class PartitionEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedbackFile:
+class ResidualFile:
     """What a worker's error feedback remembers."""
 
     worker: str
@@ -179,7 +181,7 @@ class Manifest:
     partitions: tuple[PartitionEntry, ...]
     data_ledger: Mapping[str, object]
     token_floor: Token = Token(0)
-    feedback: tuple[FeedbackFile, ...] = ()
+    feedback: tuple[ResidualFile, ...] = ()
 
     def files(self) -> Iterator[FileRef]:
         """Each file once, those of partitions first."""
@@ -258,7 +260,7 @@ def _file_document(file: FileRef) -> dict[str, object]:
 def decode(text: bytes, where: str) -> Manifest:
     """`where` is the file's name, for messages. Raises CheckpointDamaged."""
     inner = _check_digest(text, where)
-    node = Node.parse(inner, where, at=len(_PREFIX))
+    node = JsonNode.parse(inner, where, at=len(_PREFIX))
     said = node.mapping()
     if (said.get("format"), said.get("version")) != (FORMAT, FORMAT_VERSION):
         raise CheckpointDamaged(
@@ -327,7 +329,7 @@ def _check_digest(text: bytes, where: str) -> bytes:
     return inner
 
 
-def _time(node: Node) -> str:
+def _time(node: JsonNode) -> str:
     text = node.text(_TEXT, "a time")
     try:
         zone = datetime.datetime.fromisoformat(text).tzinfo
@@ -338,7 +340,7 @@ def _time(node: Node) -> str:
     return text
 
 
-def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEntry, ...]:
+def _partitions(node: JsonNode, number: int, layout: JobLayout) -> tuple[PartitionEntry, ...]:
     found = []
     for index, each in enumerate(node.items(limits.PARTITIONS_MAX)):
         fields = each.fields(("partition", "life", "number", "files", *(["tables"] if layout.tables else [])))
@@ -360,7 +362,7 @@ def _partitions(node: Node, number: int, layout: JobLayout) -> tuple[PartitionEn
     return tuple(found)
 
 
-def _tables(node: Node, number: int, partition: int, tables: tuple[TableSettings, ...]) -> tuple[TableEntry, ...]:
+def _tables(node: JsonNode, number: int, partition: int, tables: tuple[TableSettings, ...]) -> tuple[TableEntry, ...]:
     found = []
     for index, each in enumerate(node.items(len(tables))):
         fields = each.fields(("updates", "rows", "ids", "base", "increments", "now_ms"))
@@ -383,7 +385,7 @@ def _tables(node: Node, number: int, partition: int, tables: tuple[TableSettings
     return tuple(found)
 
 
-def _rows_file(node: Node, number: int, name: str) -> FileRef:
+def _rows_file(node: JsonNode, number: int, name: str) -> FileRef:
     fields = node.fields(("path", "nbytes", "sha256"))
     file = _file(fields, number)
     if not file.path.startswith(f"{folder_name(file.number)}/{name}"):
@@ -392,7 +394,7 @@ def _rows_file(node: Node, number: int, name: str) -> FileRef:
     return file
 
 
-def _partition_file(node: Node, number: int, partition: PartitionId) -> PartitionFile:
+def _partition_file(node: JsonNode, number: int, partition: PartitionId) -> PartitionFile:
     fields = node.fields(("path", "nbytes", "sha256", "blocks"))
     file = _file(fields, number)
     if not file.path.startswith(f"{folder_name(file.number)}/partition-{partition:04d}-"):
@@ -403,19 +405,19 @@ def _partition_file(node: Node, number: int, partition: PartitionId) -> Partitio
     return PartitionFile(file, blocks)
 
 
-def _feedback(node: Node, number: int) -> tuple[FeedbackFile, ...]:
-    found: dict[str, FeedbackFile] = {}
+def _feedback(node: JsonNode, number: int) -> tuple[ResidualFile, ...]:
+    found: dict[str, ResidualFile] = {}
     for each in node.items(limits.MEMBERS_MAX):
         fields = each.fields(("worker", "path", "nbytes", "sha256"))
         worker = fields["worker"].text(_WORKER, "a worker's name")
         file = _file(fields, number)
         if worker in found or file.path != feedback_path(file.number, worker):
             each.refuse(f"a file of worker {worker}, each worker once")
-        found[worker] = FeedbackFile(worker, file)
+        found[worker] = ResidualFile(worker, file)
     return tuple(found.values())
 
 
-def _file(fields: Mapping[str, Node], number: int) -> FileRef:
+def _file(fields: Mapping[str, JsonNode], number: int) -> FileRef:
     path = fields["path"].text(_FILE_PATH, "a file of a checkpoint")
     nbytes = fields["nbytes"].number(limits.JOB_BYTES_MAX)
     file = FileRef(path, Written(nbytes, fields["sha256"].text(_DIGEST, "64 hexadecimal digits")))

@@ -24,27 +24,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.checkpoints import tensors
-from shardyard.checkpoints.storage import Buffer, Storage, Written
 from shardyard.checkpoints.table_state import TableState
-from shardyard.checkpoints.tensors import Array, Contents, TensorSource
-from shardyard.ground.errors import CheckpointDamaged
-from shardyard.ground.limits import LEDGER_SOURCES_MAX, LOGICAL_RANKS_MAX, SEQUENCE_MAX
-from shardyard.ground.types import (
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobLayout,
-    PartitionId,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    SourceMark,
-    Token,
-    Version,
-    WorkerSource,
-)
+from shardyard.domain.errors import CheckpointDamaged
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.limits import LEDGER_SOURCES_MAX, LOGICAL_RANKS_MAX, SEQUENCE_MAX
+from shardyard.domain.push_names import DataShardSource, RankSource, Source, SourceKey, SourceMark, WorkerSource
+from shardyard.domain.variables import DType
+from shardyard.storage import tensors
+from shardyard.storage.storage import Buffer, Storage, Written
+from shardyard.storage.tensors import Array, Contents, TensorSource
 
 FORMAT: Final = "shardyard-partition"
 FORMAT_VERSION: Final = "1"

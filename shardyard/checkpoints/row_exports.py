@@ -15,11 +15,11 @@ from importlib import import_module
 from typing import Any, Final
 
 from shardyard.checkpoints.rows_file import Floats, Ids
-from shardyard.checkpoints.storage import Buffer
 from shardyard.checkpoints.table_state import TableState
-from shardyard.checkpoints.tensors import TensorSource, bytes_of, pieces
-from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import DType
+from shardyard.domain.errors import ConfigurationError
+from shardyard.domain.variables import DType
+from shardyard.storage.storage import Buffer
+from shardyard.storage.tensors import TensorSource, bytes_of, pieces
 
 SAFETENSORS: Final = ".safetensors"
 PARQUET: Final = ".parquet"

@@ -30,15 +30,17 @@ from typing import Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.checkpoints import tensors
-from shardyard.checkpoints.storage import Buffer, Storage, Written
-from shardyard.checkpoints.tensors import Array, Contents, TensorSource
-from shardyard.ground.errors import CheckpointDamaged
-from shardyard.ground.limits import FREQUENCY_MAX, ROWS_FILE_BYTES_MAX
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_optimizers import Slot, slots_of
-from shardyard.ground.table_settings import Admission, TableSettings
-from shardyard.ground.types import DType, JobLayout, PartitionId
+from shardyard.domain.errors import CheckpointDamaged
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.limits import FREQUENCY_MAX, ROWS_FILE_BYTES_MAX
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_optimizers import Slot, slots_of
+from shardyard.domain.tables.table_settings import Admission, TableSettings
+from shardyard.domain.variables import DType
+from shardyard.storage import tensors
+from shardyard.storage.storage import Buffer, Storage, Written
+from shardyard.storage.tensors import Array, Contents, TensorSource
 
 FORMAT: Final = "shardyard-rows"
 FORMAT_VERSION: Final = "1"
@@ -83,7 +85,7 @@ Part = Entries | Removed | Cells
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowsFileKey:
     """Which table of which partition a file is of. `base`: it is of the files that have all of the table."""
 
     layout: JobLayout
@@ -119,7 +121,7 @@ class Place:
 # ---- writing
 
 
-def pieces(place: Place, part: Part) -> Iterator[Buffer]:
+def pieces(place: RowsFileKey, part: Part) -> Iterator[Buffer]:
     """The file, for Storage.write."""
     if isinstance(part, Removed):
         return tensors.pieces({**place.texts, "kind": _REMOVED}, [_source(IDS, part.ids)])
@@ -143,7 +145,7 @@ def _source(name: str, array: Array) -> TensorSource:
 # ---- reading
 
 
-def read(storage: Storage, path: str, expected: Written, place: Place) -> Part:
+def read(storage: Storage, path: str, expected: Written, place: RowsFileKey) -> Part:
     """What a file has, every byte of it checked. Raises CheckpointDamaged naming the file, CheckpointNotFound,
     StorageUnavailable."""
     where = storage.locate(path)
@@ -170,7 +172,7 @@ def read(storage: Storage, path: str, expected: Written, place: Place) -> Part:
     return Entries(ids, values, state, frequencies, steps)
 
 
-def _check(where: str, place: Place, contents: Contents) -> None:
+def _check(where: str, place: RowsFileKey, contents: Contents) -> None:
     """Texts and shapes, before memory is asked for."""
 
     def damaged(what: str) -> NoReturn:
@@ -217,7 +219,7 @@ def _rows(found: dict[str, tuple[DType, tuple[int, ...]]], name: str) -> int:
     return shape[0] if shape else 0
 
 
-def _check_ids(where: str, place: Place, ids: Ids) -> None:
+def _check_ids(where: str, place: RowsFileKey, ids: Ids) -> None:
     partitions = len(place.layout.partitions)
     strangers = ids[partition_of(ids, partitions) != place.partition]
     if strangers.size:

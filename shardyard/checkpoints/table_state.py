@@ -14,11 +14,12 @@ import numpy as np
 
 from shardyard.checkpoints import rows_file
 from shardyard.checkpoints.manifest import FileRef, TableEntry
-from shardyard.checkpoints.rows_file import Cells, Floats, Ids, Part, Place, Removed
-from shardyard.checkpoints.storage import Storage
-from shardyard.ground.errors import CheckpointDamaged
-from shardyard.ground.table_settings import Admission, TableSettings
-from shardyard.ground.types import JobLayout, PartitionId
+from shardyard.checkpoints.rows_file import Cells, Floats, Ids, Part, Removed, RowsFileKey
+from shardyard.domain.errors import CheckpointDamaged
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.tables.table_settings import Admission, TableSettings
+from shardyard.storage.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class TableState:
             raise CheckpointDamaged(f"{self._called} has {count} rows; the manifest says {self.entry.rows}")
 
     def read(self, file: FileRef) -> Part:
-        place = Place(self.layout, self.partition, self.table, base=file in self.entry.base)
+        place = RowsFileKey(self.layout, self.partition, self.table, base=file in self.entry.base)
         return rows_file.read(self.storage, self._path(file), file.written, place)
 
     def locate(self, file: FileRef) -> str:

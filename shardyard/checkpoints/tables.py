@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from shardyard.checkpoints.documents import Node
-from shardyard.ground import limits
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import KINDS, settings_of
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain import limits
+from shardyard.domain.errors import CheckpointDamaged, InvalidRequest
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import KINDS, settings_of
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.storage.json_reader import JsonNode
 
 _NAME: Final = re.compile(rf".{{1,{limits.VARIABLE_NAME_CHARACTERS_MAX}}}", re.DOTALL)
 _KIND: Final = re.compile("|".join(KINDS))
@@ -50,7 +50,7 @@ def to_document(table: TableSettings) -> dict[str, object]:
     }
 
 
-def from_documents(node: Node) -> tuple[TableSettings, ...]:
+def from_documents(node: JsonNode) -> tuple[TableSettings, ...]:
     """At least one. Raises CheckpointDamaged."""
     found: dict[str, TableSettings] = {}
     for each in node.items(limits.TABLES_MAX):
@@ -62,7 +62,7 @@ def from_documents(node: Node) -> tuple[TableSettings, ...]:
     return tuple(found.values())
 
 
-def _table(node: Node) -> TableSettings:
+def _table(node: JsonNode) -> TableSettings:
     fields = node.fields(("name", "dim", "optimizer", "group", "seed", "initial", "rows_max", "admission", "expiry"))
     kind = fields["optimizer"].text(_KIND, f"one of {', '.join(sorted(KINDS))}")
     settings = settings_of(kind)
@@ -85,12 +85,12 @@ def _table(node: Node) -> TableSettings:
         raise CheckpointDamaged(f"{node.file}: {node.place}: {error.what}") from error
 
 
-def _initial(node: Node) -> InitialValues:
+def _initial(node: JsonNode) -> InitialValues:
     fields = node.fields(("kind", "scale"))
     return InitialValues(_INITIAL[_one_of(fields["kind"], _INITIAL)], _real(fields["scale"]))
 
 
-def _admission(node: Node) -> AdmissionSettings:
+def _admission(node: JsonNode) -> AdmissionSettings:
     fields = node.fields(("kind", "threshold", "chance", "cells", "zeros"))
     zeros = fields["zeros"].value
     if not isinstance(zeros, bool):
@@ -104,7 +104,7 @@ def _admission(node: Node) -> AdmissionSettings:
     )
 
 
-def _expiry(node: Node) -> ExpirySettings:
+def _expiry(node: JsonNode) -> ExpirySettings:
     # they came later, and are written where ages are told in time
     timed = ("age_ms", "grace_ms") if "age_ms" in node.mapping() else ()
     fields = node.fields(("age_steps", "frequency_min", "norm_min", "rows_kept", "grace_steps", *timed))
@@ -118,10 +118,10 @@ def _expiry(node: Node) -> ExpirySettings:
     )
 
 
-def _one_of(node: Node, names: dict[str, Admission] | dict[str, InitialKind]) -> str:
+def _one_of(node: JsonNode, names: dict[str, Admission] | dict[str, InitialKind]) -> str:
     return node.text(re.compile("|".join(names)), f"one of {', '.join(names)}")
 
 
-def _real(node: Node) -> float:
-    (found,) = Node([node.value], node.file, node.place).reals(1)
+def _real(node: JsonNode) -> float:
+    (found,) = JsonNode([node.value], node.file, node.place).reals(1)
     return found

@@ -2,18 +2,18 @@
 
 A block is a contiguous array of shape (n,), float32 or float64. A code describes itself, so a receiver needs no
 settings. The ids and rows of embedding tables have codes too (`ids`, `rows`). Numpy and numba only; what a worker keeps
-between pushes is shardyard_worker.feedback's.
+between pushes is shardyard_worker.compression.error_feedback's.
 """
 
 from shardyard.codecs.decoding import apply, decode
+from shardyard.codecs.dense.powersgd import Grid, grid_of
 from shardyard.codecs.encoding import encode, encode_feedback, encode_low_rank, first_factor
-from shardyard.codecs.form import Buffer, CodeId
-from shardyard.codecs.ids import decode_ids, encode_ids
-from shardyard.codecs.powersgd import Grid, grid_of
+from shardyard.codecs.format.form import Buffer, CodeId
 from shardyard.codecs.pulls import DeltaSender, encode_values
-from shardyard.codecs.rows import decode_rows, encode_gradients, encode_rows, first_code
-from shardyard.codecs.warming import warm_codecs, warm_decoders
-from shardyard.ground.compression import (
+from shardyard.codecs.rows.row_ids import decode_ids, encode_ids
+from shardyard.codecs.rows.row_values import decode_rows, encode_gradients, encode_rows, first_code
+from shardyard.codecs.warmup import warm_codecs, warm_decoders
+from shardyard.domain.compression import (
     NONE,
     CodecSpec,
     Rules,
@@ -21,7 +21,7 @@ from shardyard.ground.compression import (
     parse_pull_rules,
     parse_push_rules,
 )
-from shardyard.ground.types import RowCode
+from shardyard.domain.pulls import RowCode
 
 __all__ = [
     "NONE",

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import numpy.typing as npt
 
-from shardyard.codecs import floats, int8, onebit, packed, powersgd, qsgd, randomk, topk
-from shardyard.codecs.compiled import Array
-from shardyard.codecs.form import Buffer, CodeId, Reader
-from shardyard.ground.errors import MalformedPayload
+from shardyard.codecs.dense import floats, int8, onebit, powersgd, qsgd, randomk, topk
+from shardyard.codecs.format import zstd
+from shardyard.codecs.format.compiled import Array
+from shardyard.codecs.format.form import Buffer, CodeId, Reader
+from shardyard.domain.errors import MalformedPayload
 
 _DECODERS: Final[Mapping[CodeId, Callable[[Reader, Array], None]]] = {
     CodeId.BF16: floats.decode_bf16,
@@ -55,7 +56,7 @@ def _open(code: Buffer, out: npt.NDArray[Any]) -> Reader:
     assert out.ndim == 1
     assert out.flags.c_contiguous
     reader = Reader(code, out.size)
-    return Reader(packed.unpack(reader), out.size) if reader.id is CodeId.ZSTD else reader
+    return Reader(zstd.unpack(reader), out.size) if reader.id is CodeId.ZSTD else reader
 
 
 def _fill(reader: Reader, out: npt.NDArray[Any]) -> None:

@@ -2,16 +2,17 @@
 
 Owns: which codec is made by what, and the rule for what no codec can carry: a block with an element that is not finite,
 or is 3e38 and more, travels RAW, so that the receiver sees what the sender had. Must not know: what the residuals
-belong to, when they are saved (shardyard_worker.feedback).
+belong to, when they are saved (shardyard_worker.compression.error_feedback).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from shardyard.codecs import floats, int8, onebit, packed, powersgd, qsgd, randomk, topk
-from shardyard.codecs.compiled import Array, Float32s, Uint8s
-from shardyard.ground.compression import CodecSpec, sent_count
+from shardyard.codecs.dense import floats, int8, onebit, powersgd, qsgd, randomk, topk
+from shardyard.codecs.format import zstd
+from shardyard.codecs.format.compiled import Array, Float32s, Uint8s
+from shardyard.domain.compression import CodecSpec, sent_count
 
 
 def encode(codec: CodecSpec, values: Array, key: int = 0) -> memoryview:
@@ -75,7 +76,7 @@ def sealed(
 ) -> memoryview:
     """The finished code, in a zstd frame if the codec says so; RAW of everything where there is none."""
     if code is not None:
-        return (packed.pack(code, gradient.size) if codec.zstd else code).data
+        return (zstd.pack(code, gradient.size) if codec.zstd else code).data
     if before is None or after is None:
         return floats.encode_raw(gradient).data
     return raw_sum(gradient, before, after)

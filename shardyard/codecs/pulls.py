@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from shardyard.codecs import encoding, floats, int8
-from shardyard.codecs.compiled import Array
-from shardyard.ground.compression import CodecSpec
+from shardyard.codecs import encoding
+from shardyard.codecs.dense import floats, int8
+from shardyard.codecs.format.compiled import Array
+from shardyard.domain.compression import CodecSpec
 
 
 class DeltaSender:

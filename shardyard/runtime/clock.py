@@ -1,4 +1,4 @@
-"""The real clock (shardyard.ground.ports.Clock)."""
+"""The real clock (shardyard.runtime.ports.Clock)."""
 
 from __future__ import annotations
 

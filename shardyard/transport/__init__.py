@@ -12,7 +12,7 @@ import os
 from importlib.metadata import version
 
 TRIED = tuple(int(part) for part in version("grpcio").split(".")[:2]) in {(1, 85)}
-"""Whether this version of grpcio is one with which its private layer was tried (shardyard.transport.direct)."""
+"""Whether this version of grpcio is one with which its private layer was tried (shardyard.transport.grpc_private)."""
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if TRIED:

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from shardyard.ground import errors
-from shardyard.transport.peers import Context, Service, next_request_id
-from shardyard.transport.serving import serve
-from shardyard.transport.status import from_detail, to_detail
+from shardyard.domain import errors
+from shardyard.transport.dispatch import serve
+from shardyard.transport.error_codes import from_detail, to_detail
+from shardyard.transport.interfaces import Context, Service, next_request_id
 from shardyard.wire.methods import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -23,7 +23,7 @@ Response = TypeVar("Response")
 
 
 class InProcessNetwork:
-    """Peers by address, all in this process. See shardyard.transport.peers.Network."""
+    """Peers by address, all in this process. See shardyard.transport.interfaces.Network."""
 
     def __init__(self) -> None:
         self._services: dict[str, dict[str, tuple[Method[Any, Any], Any]]] = {}

@@ -15,8 +15,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.limits import BLOCKS_MAX, FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, VARIABLES_MAX
+from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.limits import BLOCKS_MAX, FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX, VARIABLES_MAX
 
 _TAG_HEADER = 1 << 3 | 2
 _TAG_OFFSET = 2 << 3 | 1

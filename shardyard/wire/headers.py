@@ -6,16 +6,19 @@ costs more than the rest of a small exchange. So a header begins with its name, 
 rows if there are some, and what follows is kept: equal bytes mean the same. Any client may write its fields in any
 order; then each header is read in full.
 
-Owns: what the exchange before on the stream said. Invariant: `read` gives what convert.push_from_header gives.
+Owns: what the exchange before on the stream said. Invariant: `read` gives what push_messages.push_from_header gives.
 """
 
 from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from shardyard.ground.errors import MalformedPayload
-from shardyard.ground.types import PushedRows, PushKind, PushName, PushOrder, Version, WantedRows
-from shardyard.wire import convert, tables
+from shardyard.domain.errors import MalformedPayload
+from shardyard.domain.ids import Version
+from shardyard.domain.pulls import RequestedRows
+from shardyard.domain.push_names import PushName
+from shardyard.domain.pushes import PushedRows, PushHeader, PushKind
+from shardyard.wire import common_messages, push_messages, table_messages
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
@@ -31,16 +34,16 @@ class HeaderWriter:
     """For one stream, from its first exchange on."""
 
     def __init__(self) -> None:
-        self._before: PushOrder | None = None
+        self._before: PushHeader | None = None
         self._rest = b""
         self._settled = False
 
-    def write(self, order: PushOrder) -> bytes:
+    def write(self, order: PushHeader) -> bytes:
         before = self._before
         alike = before is not None and _alike(order, before)
         if not (alike and self._settled):
             # once more for the second of two that are alike: it can leave out more than the first
-            self._rest = convert.push_to_wire(order, before, named=False).SerializeToString()
+            self._rest = push_messages.push_to_wire(order, before, named=False).SerializeToString()
             self._settled = alike
         self._before = order
         if order.kind is PushKind.NOTHING:
@@ -49,13 +52,13 @@ class HeaderWriter:
 
 
 class HeaderReader:
-    """For one stream, from its first exchange on. `read` raises what convert.push_from_header raises."""
+    """For one stream, from its first exchange on. `read` raises what push_messages.push_from_header raises."""
 
     def __init__(self) -> None:
-        self.before: PushOrder | None = None
+        self.before: PushHeader | None = None
         self._rest = b""
 
-    def read_alike(self, header: bytes) -> PushOrder | None:
+    def read_alike(self, header: bytes) -> PushHeader | None:
         """What `read` gives, where the header differs from the one before in its name, its bases and the numbers of its
         rows alone; else None."""
         end = _name_end(header)
@@ -79,14 +82,14 @@ class HeaderReader:
             if any(each.now_ms for each in pushed):  # no worker says so: refused where all of it is read
                 return None
             order = before.renamed(name, bases, pushed, wanted)
-            convert.check_rows(order)
+            push_messages.check_rows(order)
         self.before = order
         return order
 
-    def read(self, header: bytes) -> PushOrder:
+    def read(self, header: bytes) -> PushHeader:
         order = self.read_alike(header)
         if order is None:
-            order = convert.push_from_header(header, self.before)
+            order = push_messages.push_from_header(header, self.before)
             end = _name_end(header)
             rows = _bases_end(header, end)
             rest = _rows_end(header, rows)
@@ -97,22 +100,24 @@ class HeaderReader:
         return order
 
 
-def _name(order: PushOrder) -> bytes:
-    name = convert.name_to_wire(order.name).SerializeToString()
+def _name(order: PushHeader) -> bytes:
+    name = common_messages.name_to_wire(order.name).SerializeToString()
     assert len(name) <= _ONE_BYTE_MAX
     return bytes((_TAG_NAME, len(name))) + name
 
 
-def _bases(order: PushOrder) -> bytes:
+def _bases(order: PushHeader) -> bytes:
     if not order.bases:
         return b""
-    return server.PushHeader(bases=convert.bases_to_wire(order.bases)).SerializeToString()
+    return server.PushHeader(bases=push_messages.bases_to_wire(order.bases)).SerializeToString()
 
 
-def _rows(order: PushOrder) -> bytes:
+def _rows(order: PushHeader) -> bytes:
     if not order.rows and not order.wanted:
         return b""
-    said = server.PushHeader(rows=tables.pushed_to_wire(order.rows), wanted=tables.wanted_to_wire(order.wanted))
+    said = server.PushHeader(
+        rows=table_messages.pushed_to_wire(order.rows), wanted=table_messages.wanted_to_wire(order.wanted)
+    )
     return said.SerializeToString()
 
 
@@ -126,12 +131,12 @@ def _rows_end(header: bytes, at: int) -> int:
     return at
 
 
-def _read_rows(data: bytes) -> tuple[tuple[PushedRows, ...], tuple[WantedRows, ...]]:
+def _read_rows(data: bytes) -> tuple[tuple[PushedRows, ...], tuple[RequestedRows, ...]]:
     try:
         said = server.PushHeader.FromString(data)
     except DecodeError as error:
         raise MalformedPayload(f"the rows of a push: {error}") from error
-    return tables.pushed_from_wire(said.rows), tables.wanted_from_wire(said.wanted)
+    return table_messages.pushed_from_wire(said.rows), table_messages.wanted_from_wire(said.wanted)
 
 
 def _bases_end(header: bytes, at: int) -> int:
@@ -157,19 +162,19 @@ def _name_end(header: bytes) -> int:
 
 def _read_name(data: bytes) -> PushName:
     try:
-        return convert.name_from_wire(common.PushName.FromString(data))
+        return common_messages.name_from_wire(common.PushName.FromString(data))
     except DecodeError as error:
         raise MalformedPayload(f"the name of a push: {error}") from error
 
 
 def _read_bases(data: bytes, count: int) -> tuple[Version, ...]:
     try:
-        return convert.bases_from_wire(server.PushHeader.FromString(data).bases, count)
+        return push_messages.bases_from_wire(server.PushHeader.FromString(data).bases, count)
     except DecodeError as error:
         raise MalformedPayload(f"what a push was computed on: {error}") from error
 
 
-def _alike(order: PushOrder, before: PushOrder) -> bool:
+def _alike(order: PushHeader, before: PushHeader) -> bool:
     """Whether they differ in the name, the bases and the numbers of rows alone."""
     return (
         order.kind is before.kind

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from shardyard.ground.errors import MalformedPayload
+from shardyard.domain.errors import MalformedPayload
 from shardyard.wire import frames
 from shardyard.wire.v1 import agent_pb2 as agent
 from shardyard.wire.v1 import coordinator_pb2 as coordinator

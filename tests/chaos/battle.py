@@ -23,9 +23,9 @@ from places import SCRIPTS, Place, SmallDisk, tail
 from proxy import Proxy, Way
 from schedules import AGENT, COORDINATOR, LEASE_S, Crash, Cut, Fault, Full, Hold, Kill, Plan, Schedule, Slow, Stop
 
-from shardyard.ground import errors
-from shardyard.ground.limits import MIB
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.domain import errors
+from shardyard.domain.limits import MIB
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 

@@ -21,9 +21,10 @@ from schedules import Plan
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.failpoints import EXIT_CODE
-from shardyard.ground.types import DataShardSource, PartitionId, RankSource, SourceKey
+from shardyard.domain.failpoints import EXIT_CODE
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
+from shardyard.storage.storage import open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
 COUNTS = "counts"

@@ -186,9 +186,7 @@ class Place:
     def _program(self, arguments: list[str]) -> list[str]:
         if self._jumping:
             return [str(SCRIPTS / "jumping.py"), *arguments]
-        return (
-            arguments if arguments[0].endswith(".py") else ["-P", "-m", "shardyard_launcher.command_line", *arguments]
-        )
+        return arguments if arguments[0].endswith(".py") else ["-P", "-m", "shardyard_launcher.cli", *arguments]
 
 
 class SmallDisk:

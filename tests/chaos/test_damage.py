@@ -27,27 +27,29 @@ import pytest
 from battle import JOB, LOOK_S, Battlefield, battlefield
 from schedules import Plan, draw
 
-from shardyard.checkpoints import tensors
 from shardyard.checkpoints.library import CheckpointLibrary, read_partition
 from shardyard.checkpoints.manifest import NAME, FileRef, Manifest, folder_name
 from shardyard.checkpoints.partition_file import PartitionState
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable
-from shardyard.ground.failpoints import EXIT_CODE
-from shardyard.ground.types import Durability, Generation, Incarnation, JobId, JobLayout, PartitionId, UpdateMode
-from shardyard.wire import convert
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.replay import replay
-from shardyard_ps_server.rules import UpdateRules
+from shardyard.domain.consistency import Durability, UpdateMode
+from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, LogDamaged, StorageUnavailable
+from shardyard.domain.failpoints import EXIT_CODE
+from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.storage import tensors
+from shardyard.storage.storage import open_storage
+from shardyard.wire import push_messages
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.tables import cuts
-from shardyard_ps_server.wal_files import END, FENCED, SYNCED, LogFiles, LogRoot
-from shardyard_ps_server.wal_records import (
+from shardyard_ps_server.wal.records import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     Mark,
     RecordKind,
     decode_mark,
 )
+from shardyard_ps_server.wal.replay import replay
+from shardyard_ps_server.wal.segments import END, FENCED, SYNCED, LogFiles, LogRoot
 
 LATER = Generation(1_000)
 PLACES = 1_000
@@ -352,7 +354,7 @@ class _Read:
         yield "header of a record", RECORD_HEADER_BYTES
         yield "head", len(self.head)
         if self.kind is RecordKind.PUSH:
-            order = convert.push_from_header(self.head, recorded=True)
+            order = push_messages.push_from_header(self.head, recorded=True)
             yield "gradients", order.payload_bytes
             yield "rows", order.rows_bytes
             yield "rows that expire", order.expired_bytes
@@ -385,7 +387,7 @@ def _stands(partition: Partition) -> object:
         cut.release()
 
 
-def _table(cut: cuts.Cut) -> object:
+def _table(cut: cuts.TableCut) -> object:
     cells = b"" if cut.cells is None else cut.cells.tobytes()
     rows = {}
     for chunk in cut:

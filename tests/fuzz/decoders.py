@@ -17,12 +17,10 @@ from typing import Any, Final
 import numpy as np
 from mutations import mutate, mutate_json
 
-from shardyard.checkpoints import feedback_file, manifest, partition_file, rows_file, tables
+from shardyard.checkpoints import manifest, partition_file, residual_file, rows_file, tables
 from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
-from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState, SourceMark
-from shardyard.checkpoints.storage import LocalStorage, Written
 from shardyard.codecs import (
     RowCode,
     apply,
@@ -34,65 +32,61 @@ from shardyard.codecs import (
     parse_pull_rules,
     parse_push_rules,
 )
-from shardyard.ground.errors import InvalidRequest, ShardyardError
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    Block,
+from shardyard.config.configuration import load, parse_job_settings
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, Durability, UpdateMode
+from shardyard.domain.errors import InvalidRequest, ShardyardError
+from shardyard.domain.ids import (
     Caller,
-    ConsistencyMode,
-    DataShardSource,
-    DType,
-    Durability,
     Generation,
     Incarnation,
     JobId,
-    JobLayout,
     MemberRole,
-    OptimizerSpec,
     PartitionId,
-    PartitionLayout,
-    PushedRows,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
     Rank,
-    RankSource,
-    SourceKey,
     Term,
     Token,
-    UpdateMode,
-    VariableSpec,
     Version,
-    WorkerSource,
 )
-from shardyard.runtime.configuration import load, parse_job_settings
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard.transport.status import from_detail
-from shardyard.wire import convert, frames
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey, WorkerSource
+from shardyard.domain.pushes import PushedRows, PushHeader, PushKind, PushPart
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.storage import LocalStorage, Written
+from shardyard.transport.error_codes import from_detail
+from shardyard.wire import (
+    common_messages,
+    frames,
+    layout_messages,
+    lease_messages,
+    pull_messages,
+    push_messages,
+)
 from shardyard.wire.headers import HeaderReader
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.journal import FILE as JOURNAL_FILE
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.records import Record
-from shardyard_launcher.yard_state import STATE_FILE, read_state
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.replay import replay
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import aligned_empty
-from shardyard_ps_server.wal_files import SYNCED, LogRoot
-from shardyard_ps_server.wal_records import SEGMENT_HEADER_BYTES, Mark, decode_mark, encode_mark, record_header
-from shardyard_worker import table_files
-from shardyard_worker.agent_launch import read_error_file
+from shardyard_coordinator.service.journal import FILE as JOURNAL_FILE
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.work.feeds import FeedSpec
+from shardyard_launcher.yard.state_file import STATE_FILE, read_state
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import aligned_empty
+from shardyard_ps_server.wal.records import SEGMENT_HEADER_BYTES, Mark, decode_mark, encode_mark, record_header
+from shardyard_ps_server.wal.replay import replay
+from shardyard_ps_server.wal.segments import SYNCED, LogRoot
+from shardyard_worker.agent.launch import read_error_file
+from shardyard_worker.embedding import table_io
 
 GOLDEN: Final = Path(__file__).parents[1] / "golden"
 TWO: Final = (PartitionId(0), PartitionId(2))
@@ -136,56 +130,60 @@ def _messages(golden: dict[str, bytes]) -> Iterator[Decoder]:
     opening = server.OpenSourcesReply.FromString(golden["OpenSourcesReply"])
     ticket = server.PushHeader.FromString(golden["PushHeader.attach"]).attach
     doors: list[tuple[type[Any], list[Any], Callable[[Any], object]]] = [
-        (common.JobLayout, [layout], convert.layout_from_wire),
-        (common.OptimizerSpec, [layout.optimizer], convert.optimizer_from_wire),
-        (common.VariableSpec, list(layout.variables), convert.variable_from_wire),
-        (common.PartitionMap, [common.PartitionMap.FromString(golden["PartitionMap"])], convert.map_from_wire),
-        (common.PushName, [name], convert.name_from_wire),
-        (server.PullRequest, [server.PullRequest.FromString(golden["PullRequest"])], convert.pull_from_wire),
-        (server.PinRequest, [server.PinRequest(pin=bytes(16), number=3, lease_ms=100)], convert.pin_from_wire),
+        (common.JobLayout, [layout], layout_messages.layout_from_wire),
+        (common.OptimizerSpec, [layout.optimizer], layout_messages.optimizer_from_wire),
+        (common.VariableSpec, list(layout.variables), layout_messages.variable_from_wire),
+        (common.PartitionMap, [common.PartitionMap.FromString(golden["PartitionMap"])], layout_messages.map_from_wire),
+        (common.PushName, [name], common_messages.name_from_wire),
+        (server.PullRequest, [server.PullRequest.FromString(golden["PullRequest"])], pull_messages.pull_from_wire),
+        (server.PinRequest, [server.PinRequest(pin=bytes(16), number=3, lease_ms=100)], pull_messages.pin_from_wire),
         (
             server.PinReply,
             [server.PinReply(parts=[{"partition": 0}, {"partition": 1}]), server.PinReply(not_yet={"missing": [{}]})],
-            lambda message: convert.pinned_from_wire(message, TWO),
+            lambda message: pull_messages.pinned_from_wire(message, TWO),
         ),
-        (server.SharedMemory, [ticket], convert.ticket_from_wire),
+        (server.SharedMemory, [ticket], pull_messages.ticket_from_wire),
         (
             server.StaleRule,
             [server.StaleRule(divides_rate=True, compensation=2.0, decay=0.95)],
-            convert.stale_from_wire,
+            common_messages.stale_from_wire,
         ),
         (
             server.Bases,
             [server.PushHeader.FromString(golden["PushHeader.bases"]).bases],
-            lambda message: convert.bases_from_wire(message, len(TWO)),
+            lambda message: push_messages.bases_from_wire(message, len(TWO)),
         ),
         (
             server.PushReply,
             [server.PushReply.FromString(golden["PushReply"])],
-            lambda message: convert.results_from_wire(message, TWO),
+            lambda message: push_messages.results_from_wire(message, TWO),
         ),
-        (server.OpenSourcesReply, [opening], lambda message: convert.watermarks_from_wire(message.sources)),
+        (server.OpenSourcesReply, [opening], lambda message: lease_messages.watermarks_from_wire(message.sources)),
         (
             server.OpenSourcesRequest,
             [server.OpenSourcesRequest.FromString(golden["OpenSourcesRequest"])],
-            lambda message: convert.sources_from_wire(message.sources),
+            lambda message: lease_messages.sources_from_wire(message.sources),
         ),
-        (server.VerdictGiven, [server.VerdictGiven.FromString(golden["VerdictGiven"])], convert.given_from_wire),
-        (server.Clipping, [server.Clipping(norm=1.0, value=0.5)], convert.clipping_from_wire),
+        (server.VerdictGiven, [server.VerdictGiven.FromString(golden["VerdictGiven"])], push_messages.given_from_wire),
+        (server.Clipping, [server.Clipping(norm=1.0, value=0.5)], common_messages.clipping_from_wire),
         (server.RestoredPartition, [restored], entry_from_wire),
         (server.CheckpointFile, list(restored.files), file_from_wire),
         (coordinator.HandOver, [_handed()], handed_from_wire),
         (
             coordinator.LeaseDataReply,
             [coordinator.LeaseDataReply.FromString(golden["LeaseDataReply.lease"])],
-            lambda message: convert.data_lease_from_wire(message.lease),
+            lambda message: lease_messages.data_lease_from_wire(message.lease),
         ),
         (
             coordinator.JoinJobReply,
             [coordinator.JoinJobReply.FromString(golden["JoinJobReply"])],
-            lambda message: convert.rank_leases_from_wire(message.ranks),
+            lambda message: lease_messages.rank_leases_from_wire(message.ranks),
         ),
-        (coordinator.Stop, [coordinator.Stop(reason="enough", worker=9, settled=True, step=7)], convert.stop_from_wire),
+        (
+            coordinator.Stop,
+            [coordinator.Stop(reason="enough", worker=9, settled=True, step=7)],
+            lease_messages.stop_from_wire,
+        ),
         (common.ErrorDetail, [common.ErrorDetail.FromString(golden["ErrorDetail"])], from_detail),
     ]
     for kind, examples, door in doors:
@@ -222,9 +220,11 @@ def _frames(golden: dict[str, bytes]) -> Iterator[Decoder]:
         return reader.read(header)
 
     yield Decoder("frame", _of(golden, "PushFrame", "PullFrame"), frames.decode)
-    yield Decoder("push header", pushes, convert.push_from_header)
+    yield Decoder("push header", pushes, push_messages.push_from_header)
     yield Decoder("push header, not the first", pushes, read_stream)
-    yield Decoder("pull header", _of(golden, "PullHeader"), lambda header: convert.pulled_from_header(header, TWO, TWO))
+    yield Decoder(
+        "pull header", _of(golden, "PullHeader"), lambda header: push_messages.pulled_from_header(header, TWO, TWO)
+    )
 
 
 def _codes() -> Iterator[Decoder]:
@@ -332,11 +332,11 @@ def _checkpoints(folder: Path) -> Iterator[Decoder]:
     yield from _feedback_files(storage, folder)
     yield from _rows_files(storage, folder)
     exported = folder / "rows.safetensors"
-    table_files.write(exported, 3, lambda: iter([(np.arange(4), np.zeros((4, 3), np.float32))]))
+    table_io.write(exported, 3, lambda: iter([(np.arange(4), np.zeros((4, 3), np.float32))]))
 
     def read_rows(data: bytes) -> object:
         exported.write_bytes(data)
-        return table_files.read(exported)
+        return table_io.read(exported)
 
     yield Decoder("a table's file", (exported.read_bytes(),), read_rows)
 
@@ -345,7 +345,7 @@ def _rows_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
     """Of a table in a checkpoint, and a manifest that names them."""
     admission = AdmissionSettings(Admission.ESTIMATE, cells=256)
     layout = replace(LAYOUT, tables=(TableSettings("words", 2, "adam", admission=admission),))
-    place, n = rows_file.Place(layout, PartitionId(0), 0, base=True), np.arange(3)
+    place, n = rows_file.RowsFileKey(layout, PartitionId(0), 0, base=True), np.arange(3)
     rows, state = np.ones((2, 2), np.float32), np.ones((2, 4), np.float32)
     parts: tuple[rows_file.Part, ...] = (
         rows_file.Entries(n, rows, state, np.ones(3, np.int64), n),
@@ -373,7 +373,7 @@ def _rows_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
     yield Decoder(
         "settings of tables",
         (settings,),
-        lambda text: tables.from_documents(Node.parse(text, "it", at=0)),
+        lambda text: tables.from_documents(JsonNode.parse(text, "it", at=0)),
         _change_json,
     )
 
@@ -385,14 +385,14 @@ def _feedback_files(storage: LocalStorage, folder: Path) -> Iterator[Decoder]:
         f"residual.{spec.name}": np.zeros(spec.elements, spec.dtype.value),
         f"factor.{spec.name}@0": np.zeros((2, 1), np.float32),
     }
-    storage.write("worker", feedback_file.pieces("7", remembered))
+    storage.write("worker", residual_file.pieces("7", remembered))
     state = (folder / "worker").read_bytes()
     head = 8 + int.from_bytes(state[:8], "little")
 
     def read(data: bytes) -> object:
         (folder / "worker").write_bytes(data)
         expected = Written(len(data), hashlib.sha256(data).hexdigest())
-        return feedback_file.read(storage, "worker", expected, LAYOUT, "7")
+        return residual_file.read(storage, "worker", expected, LAYOUT, "7")
 
     assert read(state)
     yield Decoder("worker's file", (state,), read)
@@ -461,7 +461,7 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
     for sequence in range(3):
         name = PushName(SourceKey(WorkerSource(caller.incarnation)), Token(0), sequence, sequence)
         parts = (PushPart(PartitionId(0), 128),)
-        order, data = PushOrder(caller, owner, Generation(1), name, PushKind.GRADIENT, parts, 1.0, RATE), b""
+        order, data = PushHeader(caller, owner, Generation(1), name, PushKind.GRADIENT, parts, 1.0, RATE), b""
         if layout.tables:
             ids = bytes(encode_ids(mine[sequence : sequence + 1]))
             row = bytes(encode_rows(np.ones((1, 2), np.float32), RowCode.FLOAT32))
@@ -498,7 +498,7 @@ def _logs_of(folder: Path, layout: JobLayout, called: str) -> Iterator[Decoder]:
 
     _, head, payload = records[-1]
     assert sealed(head, payload) == written
-    assert bool(convert.push_from_header(head, recorded=True).expired) is bool(layout.tables)
+    assert bool(push_messages.push_from_header(head, recorded=True).expired) is bool(layout.tables)
     yield Decoder(f"{called}'s segment", (written,), read, _change_page, share=0.3)
     yield Decoder(f"a head in {called}", (head,), lambda head: read_sealed(head, payload), share=0.3)
     if layout.tables:

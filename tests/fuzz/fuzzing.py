@@ -29,8 +29,8 @@ from decoders import Decoder, decoders, feed
 from mutations import mutate_stream
 from worlds import AgentWorld, CoordinatorWorld, Sent, ServerWorld, World, call
 
-from shardyard.ground import limits
-from shardyard.ground.types import UpdateMode
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
 
 SEED: Final = 20_261_121
 MEMORY_BYTES_MAX: Final = 96 * limits.MIB

@@ -14,19 +14,21 @@ import numpy as np
 import pytest
 import zstandard
 
+from shardyard.wire import push_messages
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import decoders
 import fuzzing
 import mutations
 
-from shardyard.checkpoints import tensors
-from shardyard.checkpoints.storage import LocalStorage
 from shardyard.codecs import CodecSpec, decode, decode_ids, decode_rows, encode
-from shardyard.codecs.form import CodeId
-from shardyard.ground import limits
-from shardyard.ground.errors import LogDamaged, ShardyardError
-from shardyard.wire import convert, frames
+from shardyard.codecs.format.form import CodeId
+from shardyard.domain import limits
+from shardyard.domain.errors import LogDamaged, ShardyardError
+from shardyard.storage import tensors
+from shardyard.storage.storage import LocalStorage
+from shardyard.wire import frames
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
 INPUTS = 10_000
@@ -92,13 +94,13 @@ def claimed_frame(_: Path) -> object:
 
 
 def claimed_message(_: Path) -> object:
-    return convert.push_from_header(b"\x32" + mutations.varint(HUGE) + bytes(64))
+    return push_messages.push_from_header(b"\x32" + mutations.varint(HUGE) + bytes(64))
 
 
 def claimed_push(_: Path) -> object:
     header = server.PushHeader(kind=server.PUSH_KIND_GRADIENT, parts=[{"partition": 0, "payload_bytes": HUGE}])
     header.name.source.worker = 1
-    return convert.push_from_header(header.SerializeToString())
+    return push_messages.push_from_header(header.SerializeToString())
 
 
 def claimed_code(_: Path) -> object:

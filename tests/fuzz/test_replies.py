@@ -11,11 +11,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worlds import AgentWorld, CoordinatorWorld, ServerWorld, World
 
-from shardyard.ground.errors import Internal, ShardyardError
-from shardyard.ground.failpoints import armed
-from shardyard.ground.types import UpdateMode
-from shardyard.transport.peers import Context
-from shardyard.transport.serving import REPLY, serve
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import Internal, ShardyardError
+from shardyard.domain.failpoints import armed
+from shardyard.transport.dispatch import REPLY, serve
+from shardyard.transport.interfaces import Context
 
 WORLDS = {
     "server, asynchronous": lambda _: ServerWorld(UpdateMode.ASYNC),

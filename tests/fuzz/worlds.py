@@ -1,6 +1,6 @@
 """Roles with a job under way, and what may be said to them: one call of each method of each service, and streams.
 
-A world is called as a listener calls it (shardyard.transport.serving), without a network. What is refused must leave
+A world is called as a listener calls it (shardyard.transport.dispatch), without a network. What is refused must leave
 its state as it was; what it answers may change it, so it is made anew now and then.
 """
 
@@ -25,24 +25,25 @@ from coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
 from restoring import state_of
 
 from shardyard.checkpoints.manifest import partition_path
-from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, encode_rows
-from shardyard.ground.errors import Internal, ShardyardError
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.types import Incarnation, MemberRole, PartitionId, Term, UpdateMode
-from shardyard.transport.peers import AtOnce, Context, Service
-from shardyard.transport.serving import serve, serve_at_once
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.codecs.rows.row_values import RowCode, encode_rows
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import Internal, ShardyardError
+from shardyard.domain.ids import Incarnation, MemberRole, PartitionId, Term
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.transport.dispatch import serve, serve_at_once
+from shardyard.transport.interfaces import AtOnce, Context, Service
 from shardyard.wire.methods import Method
 from shardyard.wire.v1 import agent_pb2 as agent
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
-from shardyard_coordinator.journal import Journal
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
-from shardyard_worker.agent_launch import RunningLaunch
-from shardyard_worker.agent_service import AgentPlan, AgentService
+from shardyard_coordinator.service.journal import Journal
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.service.servicer import Servicer
+from shardyard_worker.agent.launch import RunningLaunch
+from shardyard_worker.agent.service import AgentPlan, AgentService
 
 Sent = tuple[bytes, ...]
 """The messages of one call: one, or those of a stream."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from shardyard.codecs import DeltaSender, apply, encode, parse_codec
-from shardyard.ground.compression import CodecSpec
+from shardyard.domain.compression import CodecSpec
 
 FILE = Path(__file__).with_name("codecs.json")
 KEY = 0x0123456789ABCDEF

@@ -12,26 +12,21 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.codecs import decode, encode, encode_feedback, parse_codec, topk
-from shardyard.ground.compression import sent_count
-from shardyard.ground.types import (
-    Block,
-    DType,
-    Generation,
-    Incarnation,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CompressionSettings
-from shardyard_coordinator.placement import Server, assign, plan
-from shardyard_worker import device, device_codecs
-from shardyard_worker.buckets import Buckets
-from shardyard_worker.device import Copies, CudaEngine, copies_for, tensor_of
-from shardyard_worker.device_feedback import DeviceFeedback
-from shardyard_worker.feedback import Feedback
+from shardyard.codecs import decode, encode, encode_feedback, parse_codec
+from shardyard.codecs.dense import topk
+from shardyard.config.settings import CompressionSettings
+from shardyard.domain.compression import sent_count
+from shardyard.domain.ids import Generation, Incarnation, PartitionId
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.placement.placement import Server, assign, plan
+from shardyard_worker.compression import device_codecs
+from shardyard_worker.compression.device_feedback import DeviceFeedback
+from shardyard_worker.compression.error_feedback import ErrorFeedback
+from shardyard_worker.exchange import device_copies
+from shardyard_worker.exchange.device_copies import CudaEngine, DeviceCopies, copies_for, tensor_of
+from shardyard_worker.exchange.flat_buffers import FlatBuffers
 
 pytestmark = pytest.mark.gpu
 
@@ -235,27 +230,27 @@ def test_buffers_are_pinned(connect: Callable[..., sy.Job]) -> None:
 # --- copies
 
 
-def made_buckets(copies: Copies) -> Buckets:
+def made_buckets(copies: DeviceCopies) -> FlatBuffers:
     layout = plan((VariableSpec("w", DType.FLOAT32, (1_000, 1_000)),), SGD, partitions=1, block_bytes=1 << 23)
     map_ = assign([part.payload_bytes for part in layout.partitions], [Server(SERVER, "h:1")], generation=Generation(1))
-    return Buckets(layout, map_, copies=copies)
+    return FlatBuffers(layout, map_, copies=copies)
 
 
 @pytest.fixture
-def copies(cuda: torch.device) -> Iterator[Copies]:
+def copies(cuda: torch.device) -> Iterator[DeviceCopies]:
     made = copies_for([torch.zeros(1, device=cuda)])
     assert made is not None
     yield made
     made.close()
 
 
-def sent(buckets: Buckets) -> torch.Tensor:
+def sent(buckets: FlatBuffers) -> torch.Tensor:
     view = buckets.view(0)
     assert view is not None
     return view
 
 
-def test_taking_and_bringing_wait_for_nothing(copies: Copies, cuda: torch.device) -> None:
+def test_taking_and_bringing_wait_for_nothing(copies: DeviceCopies, cuda: torch.device) -> None:
     buckets = made_buckets(copies)
     np.frombuffer(buckets.landing(SERVER), np.float32)[:1_000_000] = 5.0
     buckets.has_landed(SERVER)
@@ -294,7 +289,7 @@ CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 @pytest.mark.parametrize("late", [False, True], ids=["copied before", "copied after"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_gradient_is_pushed_as_it_is_when_it_is_pushed(
-    copies: Copies, cuda: torch.device, change: str, late: bool
+    copies: DeviceCopies, cuda: torch.device, change: str, late: bool
 ) -> None:
     buckets = made_buckets(copies)
     parameter = torch.nn.Parameter(torch.zeros(1_000, 1_000, device=cuda))
@@ -310,7 +305,7 @@ def test_gradient_is_pushed_as_it_is_when_it_is_pushed(
     assert torch.equal(sent(buckets), parameter.grad.cpu())
 
 
-def test_memory_of_a_gradient_is_not_used_anew_while_it_is_copied(copies: Copies, cuda: torch.device) -> None:
+def test_memory_of_a_gradient_is_not_used_anew_while_it_is_copied(copies: DeviceCopies, cuda: torch.device) -> None:
     buckets = made_buckets(copies)
     gradient = torch.full((1_000, 1_000), 3.0, device=cuda)
     copies._known(cuda).out.launch(lambda: torch.cuda._sleep(LONG_CYCLES))  # type: ignore[no-untyped-call]
@@ -332,7 +327,7 @@ def test_refused_pinning_leaves_no_error_behind(cuda: torch.device) -> None:
     assert torch.ones(3, device=cuda).sum().item() == 3
 
 
-def test_gradients_of_many_sizes_and_orders_are_copied(copies: Copies, cuda: torch.device) -> None:
+def test_gradients_of_many_sizes_and_orders_are_copied(copies: DeviceCopies, cuda: torch.device) -> None:
     buckets = made_buckets(copies)
     for gradient in (
         torch.randn(1_000, 1_000, device=cuda).t(),
@@ -357,7 +352,7 @@ dtypes = pytest.mark.parametrize("dtype", ["float32", "float64"])
 sizes = pytest.mark.parametrize("n", [1, 7, 1_000, 1_025, 262_144])
 
 
-def run(copies: Copies, cuda: torch.device, encoding: device_codecs.Encoding[Any]) -> Any:
+def run(copies: DeviceCopies, cuda: torch.device, encoding: device_codecs.Encoding[Any]) -> Any:
     with copies.beside([cuda]):
         (made,) = device_codecs.run([encoding], copies.to_host)
     return made
@@ -368,7 +363,7 @@ def run(copies: Copies, cuda: torch.device, encoding: device_codecs.Encoding[Any
 @pytest.mark.parametrize("scale", [1.0, 1e-35, 1e38])
 @pytest.mark.parametrize("text", ["none", "bf16", "fp16", "qsgd", "qsgd:1", "qsgd:127:16", "randomk:0.05:unbiased"])
 def test_same_bytes_without_feedback(
-    copies: Copies, cuda: torch.device, text: str, scale: float, n: int, dtype: str
+    copies: DeviceCopies, cuda: torch.device, text: str, scale: float, n: int, dtype: str
 ) -> None:
     values, codec = gradients(n, dtype) * np.asarray(scale, dtype), parse_codec(text)
     made = run(copies, cuda, device_codecs.encode(codec, torch.from_numpy(values).to(cuda), KEY))
@@ -378,7 +373,7 @@ def test_same_bytes_without_feedback(
 @dtypes
 @sizes
 @pytest.mark.parametrize("text", ["int8", "int8:16", "onebit", "onebit:16", "randomk:0.05"])
-def test_same_bytes_with_feedback(copies: Copies, cuda: torch.device, text: str, n: int, dtype: str) -> None:
+def test_same_bytes_with_feedback(copies: DeviceCopies, cuda: torch.device, text: str, n: int, dtype: str) -> None:
     values, before, codec = gradients(n, dtype), gradients(n, dtype, 1), parse_codec(text)
     after = np.empty_like(values)
     expected = encode_feedback(codec, values, before, after, KEY)
@@ -394,7 +389,7 @@ def test_same_bytes_with_feedback(copies: Copies, cuda: torch.device, text: str,
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("density", [0.001, 0.25])
 def test_same_largest(
-    copies: Copies, cuda: torch.device, density: float, momentum: float, values_as: str, n: int, dtype: str
+    copies: DeviceCopies, cuda: torch.device, density: float, momentum: float, values_as: str, n: int, dtype: str
 ) -> None:
     g, u, v = (gradients(n, dtype, seed) for seed in range(3))
     host_u = u if momentum else u[:0]
@@ -423,7 +418,7 @@ def test_feedback_on_the_device_is_the_hosts(cuda: torch.device, rules: str, pre
     settings = CompressionSettings(push=rules)
     copies = copies_for([torch.zeros(1, device=cuda)])
     assert copies is not None
-    host = Feedback(settings, layout, seed=3, worker=1)
+    host = ErrorFeedback(settings, layout, seed=3, worker=1)
     there = DeviceFeedback(settings, layout, seed=3, worker=1, devices=[cuda, cuda], copies=copies)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -463,7 +458,7 @@ def test_feedback_on_the_device_is_the_hosts(cuda: torch.device, rules: str, pre
         copies.close()
 
 
-def test_deterministic_algorithms_may_be_asked_for(copies: Copies, cuda: torch.device) -> None:
+def test_deterministic_algorithms_may_be_asked_for(copies: DeviceCopies, cuda: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         values = torch.from_numpy(gradients(10_000, "float32")).to(cuda)
@@ -480,7 +475,7 @@ def test_deterministic_algorithms_may_be_asked_for(copies: Copies, cuda: torch.d
         torch.use_deterministic_algorithms(False)
 
 
-def test_early_copies_are_for_gradients_of_some_size(copies: Copies, cuda: torch.device) -> None:
+def test_early_copies_are_for_gradients_of_some_size(copies: DeviceCopies, cuda: torch.device) -> None:
     buckets = made_buckets(copies)
-    assert device.EARLY_BYTES_MIN <= 4_000_000
+    assert device_copies.EARLY_BYTES_MIN <= 4_000_000
     assert buckets.take(0, torch.zeros(1_000, 1_000, device=cuda)) is not None

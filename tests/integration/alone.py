@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 import shardyard as sy
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
 
 SYNC = {"job.consistency.mode": "sync", "job.consistency.logical_ranks": 1}
 SYNC_2 = SYNC | {"job.consistency.logical_ranks": 2}

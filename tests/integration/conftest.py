@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard_worker import gradients
+from shardyard_worker.training import grad_hooks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from alone import Connect
@@ -39,7 +39,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def connect(alone: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     """Jobs in this process; all are left at the end. Gradients of small models take the way of large ones."""
-    monkeypatch.setattr(gradients, "WATCHED_BYTES_MIN", 0)
+    monkeypatch.setattr(grad_hooks, "WATCHED_BYTES_MIN", 0)
     jobs: list[sy.Job] = []
 
     def start(**settings: Any) -> sy.Job:

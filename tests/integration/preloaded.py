@@ -64,12 +64,12 @@ class Preloaded:
         return Forked(self, self._fork(arguments, environment, stream.fileno(), session=session))
 
     def as_subprocess(self) -> SimpleNamespace:
-        """For the module `subprocess` of shardyard_launcher.role_process: roles that end with the process that starts
-        them are forked."""
+        """For the module `subprocess` of shardyard_launcher.yard.role_process: roles that end with the process that
+        starts them are forked."""
 
         def start(command: list[str], *, stdin: int, stdout: IO[bytes], env: Mapping[str, str], **rest: Any) -> Forked:
             assert (rest["stderr"], rest["start_new_session"], stdin) == (subprocess.STDOUT, True, subprocess.DEVNULL)
-            assert command[1:5] == ["-u", "-P", "-m", "shardyard_launcher.command_line"]
+            assert command[1:5] == ["-u", "-P", "-m", "shardyard_launcher.cli"]
             return self.start_into(stdout, command[2:], env, session=True)
 
         return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
@@ -185,18 +185,20 @@ def serve(requests: socket.socket) -> dict[str, Any]:
 def load() -> None:
     """All that a process of a yard imports and warms, but for the command line, which is run as a program."""
     for name in (
-        "shardyard_coordinator.process",
-        "shardyard_launcher.roles",
-        "shardyard_ps_server.process",
-        "shardyard_worker.agent_process",
-        "shardyard_worker.bootstrap",
-        "shardyard_worker.job",
+        "shardyard_coordinator.service.process",
+        "shardyard_launcher.commands.roles",
+        "shardyard_ps_server.service.process",
+        "shardyard_worker.agent.process",
+        "shardyard_worker.agent.bootstrap",
+        "shardyard_worker.job.job",
         "torch._dynamo",  # the first optimizer of torch imports it, for two seconds
     ):
         importlib.import_module(name)
-    from shardyard.codecs import finiteness, warm_decoders
-    from shardyard.ground import failpoints
-    from shardyard_ps_server import optimizers, partition_tables
+    from shardyard.codecs import warm_decoders
+    from shardyard.codecs.format import finiteness
+    from shardyard.domain import failpoints
+    from shardyard_ps_server.rows import partition_tables
+    from shardyard_ps_server.values import optimizers
 
     optimizers.warm(("float32", "float64"))
     warm_decoders()

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from alone import status
 
 import shardyard as sy
-from shardyard.runtime import configuration
+from shardyard.config import configuration
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import following
-from shardyard_worker import job as worker
-from shardyard_worker.following import Run
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
+from shardyard_worker.reader import evaluator
+from shardyard_worker.reader.evaluator import Run
 
 DEADLINE_S = 30.0
 GIVEN = {"yard.servers": 2, "job.partitions": 4, "job.block_bytes": 64, "log.level": "error"}
@@ -42,7 +42,7 @@ class Yard:
         return job
 
     def follow(self, name: str = "") -> Run:
-        run = following.follow(self._inside, name=name, network=self.network)
+        run = evaluator.follow(self._inside, name=name, network=self.network)
         self._closing.append(run.close)
         return run
 

@@ -9,11 +9,12 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from shardyard.ground import optimizers
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import OptimizerSpec, UpdateMode
-from shardyard.wire import convert
-from shardyard.wire.tables import table_to_wire
+from shardyard.domain import optimizers
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.wire import common_messages, layout_messages
+from shardyard.wire.table_messages import table_to_wire
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 
@@ -31,7 +32,7 @@ def layout(*, tables: bool = False) -> common.JobLayout:
     table = TableSettings("t", DIM, "sgd", GROUPS[0], rows_max=1 << 12)
     return common.JobLayout(
         variables=[{"name": "w", "dtype": common.DTYPE_FLOAT32, "shape": [20], "kind": common.VARIABLE_KIND_PARAMETER}],
-        optimizer=convert.optimizer_to_wire(OptimizerSpec("sgd", GROUPS)),
+        optimizer=layout_messages.optimizer_to_wire(OptimizerSpec("sgd", GROUPS)),
         partitions=[
             {"partition": 0, "payload_bytes": 64, "blocks": [{"length": 16}]},
             {"partition": 1, "payload_bytes": 64, "blocks": [{"offset": 16, "length": 4}]},
@@ -50,7 +51,7 @@ def header(sequence: int = 0, kind: int = wire.PUSH_KIND_GRADIENT, **more: Any) 
         kind=kind,
         parts=[{"partition": 0, "payload_bytes": 64}, {"partition": 1, "payload_bytes": 64}],
         weight=8.0,
-        groups=convert.groups_to_wire(GROUPS) if kind == wire.PUSH_KIND_GRADIENT else [],
+        groups=layout_messages.groups_to_wire(GROUPS) if kind == wire.PUSH_KIND_GRADIENT else [],
         **more,
     )
 
@@ -66,7 +67,7 @@ def creation(mode: UpdateMode = UpdateMode.ASYNC, *, tables: bool = False) -> wi
         generation=1,
         layout=layout(tables=tables),
         partitions=[0, 1],
-        mode=convert.mode_to_wire(mode),
+        mode=common_messages.mode_to_wire(mode),
         logical_ranks=1 if mode is UpdateMode.SYNC else 0,
         server=SERVER,
     )

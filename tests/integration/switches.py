@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 from yards import ROLE, Probes, RoleYard, finish, wait_for_any
 
 import shardyard as sy
-from shardyard.ground.types import UpdateMode
-from shardyard.runtime import configuration
+from shardyard.config import configuration
+from shardyard.domain.consistency import UpdateMode
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 SAMPLES = 160
 DATA = TensorDataset(torch.arange(SAMPLES))

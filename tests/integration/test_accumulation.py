@@ -15,12 +15,12 @@ from torch.utils.data import TensorDataset
 from yards import Probes, RoleYard, finish
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.orders import order
-from shardyard.ground.units import Units
+from shardyard.domain import errors
+from shardyard.domain.orders import order
+from shardyard.domain.units import EpochPlan
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker import feeds
-from shardyard_worker.line import Line
+from shardyard_worker.data import feeds
+from shardyard_worker.exchange.server_stream import ServerStream
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -153,7 +153,7 @@ def test_nothing_is_accumulated_less_than_once(connect: Connect) -> None:
 def expected_counts(mode: str) -> list[float]:
     if mode == "async":
         return [2.0] * 203
-    units = Units(203, 4, 2, drop_last=False, accumulate=3)
+    units = EpochPlan(203, 4, 2, drop_last=False, accumulate=3)
     expected = [0.0] * 203
     for epoch, index in itertools.product(range(2), range(units.per_epoch)):
         chosen = order(seed=0, feed=0, epoch=epoch, samples=203, shuffle=True).tolist()
@@ -257,13 +257,13 @@ def test_each_accumulated_batch_has_seeds_of_its_own(connect: Connect) -> None:
 def sent_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of what is sent ahead of a push, as it is sent."""
     sent: list[int] = []
-    send_ahead = Line.send_ahead
+    send_ahead = ServerStream.send_ahead
 
-    def counting(line: Line, at: int, piece: memoryview) -> None:
+    def counting(line: ServerStream, at: int, piece: memoryview) -> None:
         sent.append(len(piece))
         send_ahead(line, at, piece)
 
-    monkeypatch.setattr(Line, "send_ahead", counting)
+    monkeypatch.setattr(ServerStream, "send_ahead", counting)
     return sent
 
 

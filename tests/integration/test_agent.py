@@ -17,16 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardyard.ground import errors
-from shardyard.runtime.settings import Settings
-from shardyard.transport.channel import GrpcNetwork, GrpcPeer
-from shardyard.transport.listener import Listener
-from shardyard.transport.peers import Context, Service
+from shardyard.config.settings import Settings
+from shardyard.domain import errors
+from shardyard.transport.grpc_client import GrpcNetwork, GrpcPeer
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as wire
 from shardyard.wire.v1 import coordinator_pb2 as coordinator_wire
-from shardyard_worker import agent_process
-from shardyard_worker.agent_service import AgentPlan, AgentService
+from shardyard_worker.agent import process as agent_process
+from shardyard_worker.agent.service import AgentPlan, AgentService
 
 DEADLINE_S = 30.0
 
@@ -68,7 +68,7 @@ class Bench:
             incarnation=lambda: 42,
             report_exit=lambda pid, code: self.exits.append((pid, code)),
         )
-        self.listener = Listener("127.0.0.1:0", [self.service.service], threads=8)
+        self.listener = GrpcServer("127.0.0.1:0", [self.service.service], threads=8)
         self.listener.start()
         self.peer: GrpcPeer = GrpcNetwork().connect(self.listener.address, name="agent")
 
@@ -434,8 +434,8 @@ def test_killed_agent_leaves_no_training_process(tmp_path: Path) -> None:
 KILLED_AGENT = """
 import sys
 from shardyard.wire.v1 import agent_pb2 as wire
-from shardyard_worker.agent import ProcessOutput
-from shardyard_worker.agent_service import AgentPlan, AgentService
+from shardyard_worker.agent.supervision import ProcessOutput
+from shardyard_worker.agent.service import AgentPlan, AgentService
 service = AgentService(AgentPlan("127.0.0.1:9", 2), incarnation=lambda: 1, report_exit=lambda pid, code: None)
 launch = service.launch(wire.LaunchRequest(script=sys.argv[1], working_directory="/"))
 wanted = 0
@@ -463,7 +463,7 @@ class FakeCoordinator:
         service.on(methods.HEARTBEAT, self._heartbeat)
         service.on(methods.REPORT_EXIT, self._report)
         service.on(methods.LEAVE, self._leave)
-        self.listener = Listener("127.0.0.1:0", [service], threads=8)
+        self.listener = GrpcServer("127.0.0.1:0", [service], threads=8)
         self.listener.start()
 
     def _register(self, request: coordinator_wire.RegisterRequest, context: Context) -> coordinator_wire.RegisterReply:

@@ -17,17 +17,17 @@ from torch.utils.data import TensorDataset
 from yards import Probes, RoleYard, Script, computed, finish
 
 import shardyard as sy
-from shardyard.ground.failpoints import EXIT_CODE
-from shardyard.runtime import configuration
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.config import configuration
+from shardyard.domain.failpoints import EXIT_CODE
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator.step_ledger import StepLedger
-from shardyard_coordinator.step_times import StepTimes
-from shardyard_launcher import audit_command
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
-from shardyard_worker.decisions import Decisions
+from shardyard_coordinator.work.step_ledger import StepLedger
+from shardyard_coordinator.work.step_times import StepTimes
+from shardyard_launcher.commands import audit
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.consistency.decisions import Decisions
+from shardyard_worker.job import job as worker
 
 DEADLINE_S = 90.0
 RANKS = 3
@@ -188,7 +188,7 @@ def begin(yard: RoleYard, probes: Probes, computed: int = 2, **settings: Any) ->
 def verdicts_of(yard: RoleYard, job: str) -> Verdicts:
     """Who was left out in each step, as the audit has it."""
     found: Verdicts = {}
-    for entry in audit_command.ask(GrpcNetwork(), yard.address, job):
+    for entry in audit.ask(GrpcNetwork(), yard.address, job):
         if entry["event"] == "steps_decided":
             (left_out,) = entry["left_out"]
             assert entry["first"] not in found

@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.runtime import configuration
+from shardyard.config import configuration
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 

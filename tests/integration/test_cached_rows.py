@@ -31,9 +31,9 @@ from torch.utils.data import TensorDataset
 from yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.failpoints import armed
-from shardyard_worker import rows_ahead
+from shardyard.domain import errors
+from shardyard.domain.failpoints import armed
+from shardyard_worker.rows import row_prefetch
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -143,7 +143,7 @@ def test_what_came_ahead_in_part_is_completed_from_what_is_kept(
     connect: Connect, look_ups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no more is asked for than lacks: the rest would not fit."""
-    monkeypatch.setattr(rows_ahead, "ROWS_ALONG_BYTES_MAX", 200)
+    monkeypatch.setattr(row_prefetch, "ROWS_ALONG_BYTES_MAX", 200)
     job = connect(settings=NEVER | LACKING | {"worker.cached_rows_steps": 100})
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))

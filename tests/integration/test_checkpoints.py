@@ -13,9 +13,9 @@ from yards import Probes, RoleYard, Script, finish
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.failpoints import EXIT_CODE
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.domain.failpoints import EXIT_CODE
+from shardyard.storage.storage import open_storage
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
@@ -24,7 +24,7 @@ SELDOM = {"job__checkpoint__every_s": 0}
 
 
 def shardyard(*arguments: str) -> Script:
-    return Script(["-P", "-m", "shardyard_launcher.command_line", *arguments], {})
+    return Script(["-P", "-m", "shardyard_launcher.cli", *arguments], {})
 
 
 def sources(yard: RoleYard) -> int:

@@ -18,20 +18,16 @@ from torch.utils.data import TensorDataset
 from yards import Probes, RoleYard, Script, computed, finish
 
 import shardyard as sy
-from shardyard.ground.types import (
-    PushKind,
-    PushOrder,
-    Rank,
-    StepVerdict,
-)
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_ps_server.store import Store
-from shardyard_worker import job as worker
-from shardyard_worker.line import Line
-from shardyard_worker.router import Shipment, Wish
-from shardyard_worker.strategies import SyncStrategy
-from shardyard_worker.training import Sending
+from shardyard.config import configuration
+from shardyard.domain.ids import Rank
+from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.hosting.store import Store
+from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.exchange.server_group import PullSpec, PushRequest
+from shardyard_worker.exchange.server_stream import ServerStream
+from shardyard_worker.job import job as worker
+from shardyard_worker.training.trainer import StepInput
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -185,14 +181,14 @@ def test_verdict_whose_workers_are_gone_is_brought_by_the_next(brought_to: int) 
         assert training is not None
         assert isinstance(strategy, SyncStrategy)
         router = training.router
-        sending = Sending([torch.ones(8)] * 4, 1.0, first._settings_now())
+        sending = StepInput([torch.ones(8)] * 4, 1.0, first._settings_now())
         router.push(training.ship(strategy.name_of(Rank(0)), sending))
-        assert len(router.pull(Wish(1, exactly=True)).missing) == 4
-        verdict = router._verdict_for(Wish(1, exactly=True))
+        assert len(router.pull(PullSpec(1, exactly=True)).missing) == 4
+        verdict = router._verdict_for(PullSpec(1, exactly=True))
         assert verdict == StepVerdict(0, 32.0)
         lines = router._all[:brought_to]
 
-        def bring(line: Line) -> tuple[PushOrder, tuple[()]] | None:
+        def bring(line: ServerStream) -> tuple[PushHeader, tuple[()]] | None:
             return (
                 (replace(router._order(line.server, PushKind.NOTHING), verdict=verdict), ()) if line in lines else None
             )
@@ -255,15 +251,15 @@ def test_promise_7_who_waits_for_a_verdict_says_whose_square_norms_are_missing(c
     assert training is not None
     assert isinstance(strategy, SyncStrategy)
     router = training.router
-    sending = Sending([torch.ones(16)] * 4, 1.0, job._settings_now())
+    sending = StepInput([torch.ones(16)] * 4, 1.0, job._settings_now())
     for rank in range(2):  # the other server has heard of none
         shipment = training.ship(strategy.name_of(Rank(rank)), sending)
 
-        def to_one(line: Line, shipment: Shipment = shipment) -> Any:
+        def to_one(line: ServerStream, shipment: PushRequest = shipment) -> Any:
             return router._shipped(shipment, None, line) if line is router._all[0] else None
 
         router._exchange(to_one, lambda: "a push", pushes=True)
-    (one, other), answer = router._owned, router.pull(Wish(1, exactly=True))
+    (one, other), answer = router._owned, router.pull(PullSpec(1, exactly=True))
     lacking = f"step 0: the square norms of partitions {', '.join(map(str, router._owned[other]))} (server {other})"
     expected = dict.fromkeys(router._owned[one], lacking)
     expected |= dict.fromkeys(router._owned[other], "logical rank 0, 1 of step 0")

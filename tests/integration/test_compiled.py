@@ -16,7 +16,7 @@ from yards import Probes, running_yard
 
 import shardyard as sy
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.storage import open_storage
+from shardyard.storage.storage import open_storage
 
 DATA = TensorDataset(
     torch.randn(48, 6, generator=torch.Generator().manual_seed(1)),

@@ -12,8 +12,9 @@ import torch
 from alone import SYNC, SYNC_2, Connect
 
 import shardyard as sy
-from shardyard_worker import device, training
-from shardyard_worker.device_feedback import DeviceFeedback
+from shardyard_worker.compression.device_feedback import DeviceFeedback
+from shardyard_worker.exchange import device_copies
+from shardyard_worker.training import trainer
 
 
 class LateLane:
@@ -68,9 +69,9 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     LateEngine.pinned.clear()
 
     def choose(chosen: bool) -> None:
-        find = (lambda where: LateEngine()) if chosen else device.engine_of
-        monkeypatch.setattr(training, "copies_for", lambda parameters: device.copies_for(parameters, find))
-        monkeypatch.setattr(device, "EARLY_BYTES_MIN", 0)
+        find = (lambda where: LateEngine()) if chosen else device_copies.engine_of
+        monkeypatch.setattr(trainer, "copies_for", lambda parameters: device_copies.copies_for(parameters, find))
+        monkeypatch.setattr(device_copies, "EARLY_BYTES_MIN", 0)
 
     return choose
 

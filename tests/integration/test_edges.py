@@ -13,16 +13,17 @@ import pytest
 import torch
 from alone import SYNC_2, Counted, status
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import PullResult, PushKind, PushName, PushOrder
-from shardyard.runtime import configuration
-from shardyard.runtime.settings import Settings
+from shardyard.config import configuration
+from shardyard.config.settings import Settings
+from shardyard.domain import errors, limits
+from shardyard.domain.push_names import PushName
+from shardyard.domain.pushes import ExchangeReply, PushHeader, PushKind
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_ps_server.store import Store
-from shardyard_worker import job as worker
-from shardyard_worker.line import Line
-from shardyard_worker.router import Shipment
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.hosting.store import Store
+from shardyard_worker.exchange.server_group import PushRequest
+from shardyard_worker.exchange.server_stream import ServerStream
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -94,7 +95,7 @@ def _push_to_one_server(job: worker.Job, name: PushName) -> None:
     server = next(iter(everyone))
     router._lines = {server: everyone[server]}
     try:
-        router.push(Shipment(name, PushKind.EMPTY, 0.0))
+        router.push(PushRequest(name, PushKind.EMPTY, 0.0))
     finally:
         router._lines = everyone
 
@@ -133,10 +134,10 @@ def test_who_stands_by_never_sees_a_mixture_of_steps(monkeypatch: pytest.MonkeyP
         ):
             names = ("a", "b", "c", "d")
             training.register({name: torch.zeros(64) for name in names}, lr=1.0)
-            take, first, lock = Line._take, threading.Event(), threading.Lock()
+            take, first, lock = ServerStream._take, threading.Event(), threading.Lock()
             turns: list[int] = []
 
-            def late(line: Line, order: PushOrder, deadline_ms: int) -> PullResult:
+            def late(line: ServerStream, order: PushHeader, deadline_ms: int) -> ExchangeReply:
                 if order.pull is None or line in training._training.router._lines.values():  # type: ignore[union-attr]
                     return take(line, order, deadline_ms)
                 with lock:
@@ -152,7 +153,7 @@ def test_who_stands_by_never_sees_a_mixture_of_steps(monkeypatch: pytest.MonkeyP
                         training.push({name: torch.ones(64) for name in names})
                 return take(line, order, deadline_ms)
 
-            monkeypatch.setattr(Line, "_take", late)
+            monkeypatch.setattr(ServerStream, "_take", late)
             by.register({name: torch.zeros(64) for name in names}, lr=1.0)
             assert len(turns) >= 4
             assert len({float(value[0]) for value in by.pull().values()}) == 1, by.pull()

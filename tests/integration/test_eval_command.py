@@ -12,8 +12,8 @@ import torch
 from yards import ROLE, SCRIPTS, RoleYard, Script
 
 from shardyard.checkpoints.best import BestFolder, BestManifest
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.types import JobId
+from shardyard.domain.ids import JobId
+from shardyard.storage.storage import open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 
 import shardyard as sy
 from shardyard.checkpoints.best import BestFolder
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground import errors, limits
+from shardyard.domain import errors, limits
+from shardyard.storage.storage import open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker import held_version, snapshots
-from shardyard_worker.following import Snapshot
+from shardyard_worker.reader import pinned_version, snapshots
+from shardyard_worker.reader.evaluator import Snapshot
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -228,7 +228,7 @@ def test_evaluator_waits_for_the_job_to_begin() -> None:
 
 
 def test_dead_evaluators_pins_go_with_their_lease_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_version, "LEASE_MS", 300)
+    monkeypatch.setattr(pinned_version, "LEASE_MS", 300)
     with yard(**SYNC) as there:
         counting = Counting(there.connect())
         counting.begin()
@@ -241,7 +241,7 @@ def test_dead_evaluators_pins_go_with_their_lease_and_training_goes_on(monkeypat
                 raise KeyboardInterrupt
 
             monkeypatch.setattr(snapshots.Snapshots, "_pull", die)
-            monkeypatch.setattr(held_version.HeldVersion, "release", lambda *_: None)
+            monkeypatch.setattr(pinned_version.PinnedVersion, "release", lambda *_: None)
             with pytest.raises(KeyboardInterrupt):
                 next(run.snapshots(every_s=0))
             assert died.is_set()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from yards import Probes, computed, finish, running_yard
 
-from shardyard.runtime import configuration
-from shardyard_launcher.cluster import LocalCluster
-from shardyard_ps_server.process import serve
+from shardyard.config import configuration
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from shardyard_ps_server.service.process import serve
 
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__workers_expected": 2}
 GRACE_MS = 4_000

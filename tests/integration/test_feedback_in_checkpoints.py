@@ -18,7 +18,7 @@ from yards import ROLE, Probes, RoleYard, Script, finish
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
-from shardyard.checkpoints.storage import open_storage
+from shardyard.storage.storage import open_storage
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 

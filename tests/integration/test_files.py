@@ -10,10 +10,10 @@ from alone import Counted
 from yards import Script
 
 import shardyard as sy
-from shardyard.ground.errors import FeedConflict
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard.domain.errors import FeedConflict
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 ROOT = Path(__file__).parents[2]
 

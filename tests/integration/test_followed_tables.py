@@ -20,14 +20,15 @@ from yards import Probes, RoleYard
 
 import shardyard as sy
 from shardyard.checkpoints.best import BestFolder
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground import errors
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.types import PartitionId, UpdateMode
-from shardyard_ps_server import partition as partitions
-from shardyard_worker import held_version
-from shardyard_worker.held_version import HeldVersion
-from shardyard_worker.snapshots import Snapshots
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.storage.storage import open_storage
+from shardyard_ps_server.partition import partition as partitions
+from shardyard_worker.reader import pinned_version
+from shardyard_worker.reader.pinned_version import PinnedVersion
+from shardyard_worker.reader.snapshots import Snapshots
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -196,13 +197,13 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]
 
 @contextmanager
 def reading(
-    before: Callable[[HeldVersion, PartitionId], None], found: list[weakref.ref[np.ndarray]] | None = None
+    before: Callable[[PinnedVersion, PartitionId], None], found: list[weakref.ref[np.ndarray]] | None = None
 ) -> Iterator[list[PartitionId]]:
     """Calls it when a partition is about to be read; which were. `found`: the rows."""
     asked: list[PartitionId] = []
-    real = HeldVersion.read_rows
+    real = PinnedVersion.read_rows
 
-    def read(self: HeldVersion, table: int, dim: int, partition: PartitionId) -> Pieces:
+    def read(self: PinnedVersion, table: int, dim: int, partition: PartitionId) -> Pieces:
         before(self, partition)
         asked.append(partition)
         pieces = real(self, table, dim, partition)
@@ -211,7 +212,7 @@ def reading(
         return pieces
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeldVersion, "read_rows", read)
+        patch.setattr(PinnedVersion, "read_rows", read)
         yield asked
 
 
@@ -224,7 +225,7 @@ def test_an_export_of_the_version_reads_a_partition_at_a_time(
     """A table may be larger than the machine that evaluates it."""
     with yard(**mode) as there, training(there) as trained, torch.no_grad():
 
-        def train(_held: HeldVersion, _partition: PartitionId) -> None:
+        def train(_held: PinnedVersion, _partition: PartitionId) -> None:
             before = trained.job.step
             eventually(lambda: trained.job.step > before + 2)
 
@@ -253,7 +254,7 @@ def test_an_export_whose_version_is_lost_has_partitions_of_newer_ones_or_is_not_
         trained, model = Training(there.connect()), Model()
         trained.step()
 
-        def lose(held: HeldVersion, partition: PartitionId) -> None:
+        def lose(held: PinnedVersion, partition: PartitionId) -> None:
             if asked == [0, 1] and partition == 2:
                 trained.step()
                 held._lose(errors.ServerUnavailable("a server is lost"))
@@ -307,7 +308,7 @@ def test_the_best_is_written_with_the_rows_of_a_partition_in_memory(tmp_path: Pa
     living: list[weakref.ref[np.ndarray]] = []
     with yard(**mode) as there, training(there) as trained, torch.no_grad():
 
-        def check(_held: HeldVersion, _partition: PartitionId) -> None:
+        def check(_held: PinnedVersion, _partition: PartitionId) -> None:
             before = trained.job.step
             eventually(lambda: trained.job.step > before + 2)
             assert sum(each() is not None for each in living) <= 1
@@ -489,8 +490,8 @@ def test_where_versions_are_nobodys_a_newer_one_is_read(monkeypatch: pytest.Monk
 
 
 def test_leases_are_renewed_for_as_long_as_a_snapshot_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_version, "LEASE_MS", 400)
-    monkeypatch.setattr(held_version, "RENEW_MS", 50)
+    monkeypatch.setattr(pinned_version, "LEASE_MS", 400)
+    monkeypatch.setattr(pinned_version, "RENEW_MS", 50)
     with yard(**SYNC) as there, training(there), torch.no_grad():
         model = Model()
         for snapshot in there.follow().snapshots(model, every_s=0):
@@ -502,8 +503,8 @@ def test_leases_are_renewed_for_as_long_as_a_snapshot_is_evaluated(monkeypatch: 
 
 def slow_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer to come than a lease lasts."""
-    monkeypatch.setattr(held_version, "LEASE_MS", 1_000)
-    monkeypatch.setattr(held_version, "RENEW_MS", 100)
+    monkeypatch.setattr(pinned_version, "LEASE_MS", 1_000)
+    monkeypatch.setattr(pinned_version, "RENEW_MS", 100)
     real = Snapshots._pull
 
     def slow(self: Snapshots, *given: Any) -> None:
@@ -524,8 +525,8 @@ def test_leases_are_renewed_while_the_values_of_a_snapshot_come(monkeypatch: pyt
 
 def test_a_lease_that_has_run_out_is_not_mistaken_for_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pin that is asked for again, when it is gone, is one of another version."""
-    monkeypatch.setattr(held_version, "LEASE_MS", 100)
-    monkeypatch.setattr(held_version, "RENEW_MS", 3_600_000)
+    monkeypatch.setattr(pinned_version, "LEASE_MS", 100)
+    monkeypatch.setattr(pinned_version, "RENEW_MS", 3_600_000)
     with yard() as there, training(there), torch.no_grad():
         model, run = Model(), there.follow()
         for _snapshot in run.snapshots(model, every_s=0):

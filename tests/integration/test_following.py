@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from yards import SCRIPTS, Script, running_yard
 
 import shardyard as sy
-from shardyard.ground import errors
+from shardyard.domain import errors
 
 DATA = TensorDataset(torch.randn(24, 2))
 

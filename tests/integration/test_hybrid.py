@@ -18,11 +18,11 @@ from torch.utils.data import TensorDataset
 from yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.failpoints import armed
-from shardyard_ps_server.partition import Partition
-from shardyard_worker.hybrid import HybridStrategy
-from shardyard_worker.router import Router
+from shardyard.domain import errors
+from shardyard.domain.failpoints import armed
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_worker.consistency.hybrid import HybridStrategy
+from shardyard_worker.exchange.server_group import ServerGroup
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -36,13 +36,13 @@ STEPS = 9
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """For each call to the servers for rows alone, who has made it."""
     seen: list[threading.Thread] = []
-    look_up = Router.look_up
+    look_up = ServerGroup.look_up
 
-    def counted(router: Router, *given: Any) -> None:
+    def counted(router: ServerGroup, *given: Any) -> None:
         seen.append(threading.current_thread())
         look_up(router, *given)
 
-    monkeypatch.setattr(Router, "look_up", counted)
+    monkeypatch.setattr(ServerGroup, "look_up", counted)
     return seen
 
 
@@ -166,16 +166,16 @@ def test_a_look_up_ahead_that_fails_is_made_by_the_forward(connect: Connect, mon
     job = connect(settings=NEVER | HYBRID | {DEPTH: 1})
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
-    look_up = Router.look_up
+    look_up = ServerGroup.look_up
     failed = threading.Event()
 
-    def fails_elsewhere(router: Router, *given: Any) -> None:
+    def fails_elsewhere(router: ServerGroup, *given: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             failed.set()
             raise errors.ServerUnavailable("there is no answer")
         look_up(router, *given)
 
-    monkeypatch.setattr(Router, "look_up", fails_elsewhere)
+    monkeypatch.setattr(ServerGroup, "look_up", fails_elsewhere)
     ids = torch.tensor([5])
     for step, each in enumerate(job.look_ahead([ids] * STEPS, lambda ids: {model: ids})):
         assert int(adds_one(model, optimizer, each)[0]) == step

@@ -20,12 +20,12 @@ from alone import SYNC, SYNC_2, Connect, Counted, status
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.runtime import configuration
+from shardyard.config import configuration
+from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import gradients
-from shardyard_worker import job as worker
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
+from shardyard_worker.training import grad_hooks as gradients
 
 pytestmark = pytest.mark.usefixtures("alone")
 

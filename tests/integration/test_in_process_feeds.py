@@ -13,10 +13,10 @@ import torch
 from alone import SYNC, SYNC_2, Connect, Counted, status
 from torch.utils.data import TensorDataset
 
-from shardyard.ground import errors
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -18,16 +18,16 @@ import torch
 from alone import SYNC, SYNC_2, Connect, Counted
 from yards import Probes, Script, finish, running_yard
 
-from shardyard.ground import errors
-from shardyard.ground.failpoints import armed
-from shardyard.runtime import configuration
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard.domain.failpoints import armed
 from shardyard.wire import methods
-from shardyard_launcher.cluster import LocalCluster
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
-from shardyard_worker.interrupts import Interrupts
-from shardyard_worker.line import Line
-from shardyard_worker.router import Router
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.exchange.server_stream import ServerStream
+from shardyard_worker.job import job as worker
+from shardyard_worker.session.interrupts import Interrupts
 
 SOON_S = 5.0
 
@@ -232,15 +232,15 @@ def test_answers_that_nobody_waited_for_are_not_those_to_the_next_question(
     job = connect()
     names = [f"v{index}" for index in range(4)]
     job.register({name: torch.zeros(16) for name in names}, lr=1.0)
-    real, given_up = Line.finish, []
+    real, given_up = ServerStream.finish, []
 
-    def finish(line: Line, *given: Any, **named: Any) -> Any:
+    def finish(line: ServerStream, *given: Any, **named: Any) -> Any:
         if not given_up:
             given_up.append(line.server)
             raise KeyboardInterrupt
         return real(line, *given, **named)
 
-    monkeypatch.setattr(Line, "finish", finish)
+    monkeypatch.setattr(ServerStream, "finish", finish)
     with pytest.raises(KeyboardInterrupt):
         job.pull()
     for count in range(1, 4):
@@ -258,7 +258,7 @@ def test_push_of_which_nobody_knows_whether_it_has_arrived_is_not_followed_by_an
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(Router, "push_pull", twice_interrupted)
+        broken.setattr(ServerGroup, "push_pull", twice_interrupted)
         with pytest.raises(KeyboardInterrupt):
             job.push({"w": torch.ones(4)})
     with pytest.raises(errors.InvalidRequest, match="nobody knows"):

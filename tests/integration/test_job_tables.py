@@ -21,16 +21,16 @@ from torch.utils.data import TensorDataset
 from yards import Probes, RoleYard, finish
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.failpoints import armed
-from shardyard.ground.limits import ROWS_IN_FLIGHT_MAX
-from shardyard.ground.types import PartitionId
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import coded_rows
-from shardyard_worker import job as worker
-from shardyard_worker.distinct import distinct
-from shardyard_worker.router import Router
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.job import job as worker
+from shardyard_worker.rows import row_codec
+from shardyard_worker.rows.dedup import unique_ids
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -422,7 +422,7 @@ def test_ids_that_nobody_has_pushed_read_the_same_for_all_workers(yard: Yard) ->
 
 
 def test_look_ups_that_are_large_are_asked_for_in_pieces(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_rows.questions, "__defaults__", (1_000,))
+    monkeypatch.setattr(row_codec.questions, "__defaults__", (1_000,))
     alone = trained_alone(3)
     job = connect(settings=NEVER)
     model = Model()
@@ -430,7 +430,7 @@ def test_look_ups_that_are_large_are_asked_for_in_pieces(connect: Connect, monke
     train(model, [optimizer], 3)
     ids = torch.arange(-40, 40) * 0x1_0000_0001
     assert torch.equal(model.author(ids), alone.author(ids))
-    assert len(coded_rows.questions([(0, distinct(ids.numpy()), DIM)], [0])) > 1
+    assert len(row_codec.questions([(0, unique_ids(ids.numpy()), DIM)], [0])) > 1
 
 
 def test_evaluation_reads_the_newest_rows_and_makes_none(connect: Connect) -> None:
@@ -451,7 +451,7 @@ def test_evaluation_reads_the_newest_rows_and_makes_none(connect: Connect) -> No
 
 
 def test_rows_that_were_loaded_before_are_the_first(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded_rows, "PUSH_BYTES_EACH", 600)
+    monkeypatch.setattr(row_codec, "PUSH_BYTES_EACH", 600)
     job = connect(settings=NEVER)
     model = Model()
     weights = torch.arange(400.0).reshape(100, DIM)
@@ -494,9 +494,9 @@ def test_an_export_has_the_rows_of_one_partition_at_a_time(
     model, optimizer = job.prepare(model, dense(model))
     train(model, [optimizer], 4)
     words = model.words.table
-    read, asked, rows_read = Router.read_rows, [], []
+    read, asked, rows_read = ServerGroup.read_rows, [], []
 
-    def reading(self: Router, table: int, dim: int, partition: PartitionId) -> list[tuple[np.ndarray, np.ndarray]]:
+    def reading(self: ServerGroup, table: int, dim: int, partition: PartitionId) -> list[tuple[np.ndarray, np.ndarray]]:
         assert sum(each() is not None for each in rows_read) <= 1  # what is written now
         found = read(self, table, dim, partition)
         asked.append(partition)
@@ -504,7 +504,7 @@ def test_an_export_has_the_rows_of_one_partition_at_a_time(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Router, "read_rows", reading)
+        patch.setattr(ServerGroup, "read_rows", reading)
         words.export(tmp_path / name)
     assert asked == [0, 1, 2, 3]
     again = sy.tables.Table(2)

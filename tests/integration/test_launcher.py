@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from shardyard.ground.errors import CoordinatorUnavailable
-from shardyard.transport.channel import GrpcNetwork
-from shardyard_launcher.role_process import RoleProcess
-from shardyard_launcher.status_view import ask
-from shardyard_launcher.yard_state import read_state
+from shardyard.domain.errors import CoordinatorUnavailable
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard_launcher.commands.status import ask
+from shardyard_launcher.yard.role_process import RoleProcess
+from shardyard_launcher.yard.state_file import read_state
 
 DEADLINE_S = 60.0
 STOP_WITHIN_S = 10.0
@@ -61,7 +61,7 @@ class Shell:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "shardyard_launcher.command_line", *arguments],
+            [sys.executable, "-m", "shardyard_launcher.cli", *arguments],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -102,7 +102,7 @@ class Shell:
     def pids_of(self, role: str) -> list[int]:
         """Of the processes that run this role."""
         lines = ((process.pid, process.cmdline()) for process in self.processes())
-        return [pid for pid, line in lines if "shardyard_launcher.command_line" in line and role in line]
+        return [pid for pid, line in lines if "shardyard_launcher.cli" in line and role in line]
 
     def pid_of(self, role: str) -> int:
         return self.pids_of(role)[0]

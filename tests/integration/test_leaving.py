@@ -29,17 +29,17 @@ from yards import ROLE, Probes, RoleYard, Script, finish
 import shardyard as sy
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, left_name
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground import errors
-from shardyard.ground.types import Incarnation
-from shardyard.runtime import configuration
-from shardyard.runtime.settings import Settings
+from shardyard.config import configuration
+from shardyard.config.settings import Settings
+from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
+from shardyard.storage.storage import open_storage
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import handovers
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
-from shardyard_worker.remembrance import Remembrance
+from shardyard_coordinator.storage import residual_handover
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.compression.residual_state import ResidualCheckpointer
+from shardyard_worker.job import job as worker
 
 sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 
@@ -143,12 +143,12 @@ def takes_up(job: sy.Job) -> None:
 @contextmanager
 def deaf_to_what_is_handed_over() -> Iterator[None]:
     """Workers take up nothing, as if they had died while they read."""
-    shipped = Remembrance._add
-    Remembrance._add = lambda self, handed: None  # type: ignore[method-assign]
+    shipped = ResidualCheckpointer._add
+    ResidualCheckpointer._add = lambda self, handed: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Remembrance._add = shipped  # type: ignore[method-assign]
+        ResidualCheckpointer._add = shipped  # type: ignore[method-assign]
 
 
 # ---- in one process
@@ -195,10 +195,10 @@ def test_late_joiner_takes_up_what_the_only_worker_had_not_sent(yards: Callable[
 def test_promise_1_what_a_heartbeat_names_while_it_is_taken_up_is_taken_up_once(
     yards: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shipped = Remembrance._read
+    shipped = ResidualCheckpointer._read
     readers: list[str] = []
 
-    def read(self: Remembrance, handed: wire.HandOver) -> Any:
+    def read(self: ResidualCheckpointer, handed: wire.HandOver) -> Any:
         readers.append(threading.current_thread().name)
         time.sleep(20 * HEARTBEAT_MS / 1000)
         return shipped(self, handed)
@@ -208,7 +208,7 @@ def test_promise_1_what_a_heartbeat_names_while_it_is_taken_up_is_taken_up_once(
     yard.train(first, 5)
     no_checkpoint_is_under_way(yard)
     first.close()
-    monkeypatch.setattr(Remembrance, "_read", read)
+    monkeypatch.setattr(ResidualCheckpointer, "_read", read)
     late = yard.connect()
     yard.train(late, 1)
     assert np.array_equal(has(late), sum_of(late))
@@ -250,7 +250,7 @@ def test_next_one_takes_it_up_where_the_first_goes_before_it_has(
 def test_checkpoint_has_what_nobody_has_taken_up_yet_and_a_job_that_goes_back_gives_it_again(
     yards: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handovers, "HOLD_MS", 0)
+    monkeypatch.setattr(residual_handover, "HOLD_MS", 0)
     yard = yards()
     first, second = yard.connect(), yard.connect()
     yard.train(first, 5)

@@ -16,16 +16,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from yards import Probes, RoleYard, finish
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.orders import order
-from shardyard.ground.units import Units
-from shardyard.runtime import configuration
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard.domain.orders import order
+from shardyard.domain.units import EpochPlan
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher import status_view
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
-from shardyard_worker.randomness import seed_everything
+from shardyard_launcher.commands import status as status_view
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.data.seeding import seed_everything
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -92,7 +92,7 @@ def alone_with_torch(
     sgd = torch.optim.SGD(outer_parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
     inner = [make(model) for _ in range(count)]
     schedules = [torch.optim.lr_scheduler.StepLR(each, 4, gamma=0.8) for each in inner]
-    units = Units(SAMPLES, BATCH, count, drop_last=False, accumulate=accumulate, local_steps=steps)
+    units = EpochPlan(SAMPLES, BATCH, count, drop_last=False, accumulate=accumulate, local_steps=steps)
     x, y = data().tensors
     taken = 0
     for round_ in range(units.per_epoch * epochs):
@@ -217,7 +217,7 @@ def test_a_rank_weighs_as_much_as_its_samples(connect: Connect, samples: int) ->
 
 
 def expected_counts(samples: int, *, count: int, steps: int, epochs: int, batch: int = 4) -> list[float]:
-    units = Units(samples, batch, count, drop_last=False, local_steps=steps)
+    units = EpochPlan(samples, batch, count, drop_last=False, local_steps=steps)
     expected = [0.0] * samples
     for epoch in range(epochs):
         chosen = order(seed=0, feed=0, epoch=epoch, samples=samples, shuffle=True).tolist()

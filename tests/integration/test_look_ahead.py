@@ -22,16 +22,17 @@ from torch.utils.data import Dataset, TensorDataset
 from yards import RoleYard, assert_each_sample_counts_once_in_its_row
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.failpoints import armed
-from shardyard.runtime import configuration
-from shardyard.transport import same_host
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_ps_server import exchanges
-from shardyard_worker import job as worker
-from shardyard_worker import rows_ahead, rows_room
-from shardyard_worker.router import Router
-from shardyard_worker.rows_room import RowsRoom
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard.domain.failpoints import armed
+from shardyard.transport import shared_memory
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.service import exchange_stream
+from shardyard_worker.exchange import shm_rows
+from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.exchange.shm_rows import ShmRows
+from shardyard_worker.job import job as worker
+from shardyard_worker.rows import row_prefetch
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -110,13 +111,13 @@ def assert_rows(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def look_ups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For each call to the servers for rows alone, how many."""
     seen: list[int] = []
-    look_up = Router.look_up
+    look_up = ServerGroup.look_up
 
-    def counted(router: Router, asked: Any, into: Any) -> None:
+    def counted(router: ServerGroup, asked: Any, into: Any) -> None:
         seen.append(sum(rows.shape[0] for rows in into))
         look_up(router, asked, into)
 
-    monkeypatch.setattr(Router, "look_up", counted)
+    monkeypatch.setattr(ServerGroup, "look_up", counted)
     return seen
 
 
@@ -205,7 +206,7 @@ def test_a_forward_that_asks_for_other_ids_than_announced_gets_their_rows(connec
 def test_more_rows_than_come_at_a_time_are_looked_up(
     connect: Connect, look_ups: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_ahead, "ROWS_ALONG_BYTES_MAX", 200)
+    monkeypatch.setattr(row_prefetch, "ROWS_ALONG_BYTES_MAX", 200)
     job = connect(settings=NEVER)
     model = Model()
     model, optimizer = job.prepare(model, optimizer_of(model))
@@ -235,33 +236,33 @@ def test_a_push_whose_answer_is_lost_brings_the_rows_all_the_same(connect: Conne
 
 
 @pytest.fixture
-def rooms(monkeypatch: pytest.MonkeyPatch) -> list[RowsRoom]:
+def rooms(monkeypatch: pytest.MonkeyPatch) -> list[ShmRows]:
     """Those that were made."""
-    made: list[RowsRoom] = []
-    make = RowsRoom.__init__
+    made: list[ShmRows] = []
+    make = ShmRows.__init__
 
-    def counted(room: RowsRoom) -> None:
+    def counted(room: ShmRows) -> None:
         make(room)
         made.append(room)
 
-    monkeypatch.setattr(RowsRoom, "__init__", counted)
+    monkeypatch.setattr(ShmRows, "__init__", counted)
     return made
 
 
 @pytest.mark.parametrize("room_bytes", [1 << 20, 256, 64])
 def test_rows_pass_through_shared_memory_as_far_as_they_fit(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[RowsRoom], room_bytes: int
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[ShmRows], room_bytes: int
 ) -> None:
-    monkeypatch.setattr(rows_room, "ROWS_ROOM_BYTES", room_bytes)
-    monkeypatch.setattr(rows_room, "_WANTED_AT", room_bytes)
+    monkeypatch.setattr(shm_rows, "ROWS_ROOM_BYTES", room_bytes)
+    monkeypatch.setattr(shm_rows, "_WANTED_AT", room_bytes)
     taken: list[int] = []
-    take = RowsRoom.take
+    take = ShmRows.take
 
-    def counted(room: RowsRoom, places: Sequence[memoryview]) -> None:
+    def counted(room: ShmRows, places: Sequence[memoryview]) -> None:
         taken.append(sum(map(len, places)))
         take(room, places)
 
-    monkeypatch.setattr(RowsRoom, "take", counted)
+    monkeypatch.setattr(ShmRows, "take", counted)
     job = connect(settings=NEVER | {"yard.servers": 1})
     model = Model()
     model, optimizer = job.prepare(model, optimizer_of(model))
@@ -271,13 +272,13 @@ def test_rows_pass_through_shared_memory_as_far_as_they_fit(
         optimizer.step()
     assert len(rooms) == 1
     with pytest.raises(errors.NotShareable):
-        same_host.attach(rooms[0].ticket())
+        shared_memory.attach(rooms[0].ticket())
     assert len(taken) == (STEPS - 1 if room_bytes > 256 else sum(each <= room_bytes for each in taken))
     assert bool(taken) is (room_bytes > 64)
     assert_rows(model.state_dict(), trained_alone())
 
 
-def test_a_room_is_not_used_again_after_its_stream_broke_off(connect: Connect, rooms: list[RowsRoom]) -> None:
+def test_a_room_is_not_used_again_after_its_stream_broke_off(connect: Connect, rooms: list[ShmRows]) -> None:
     """Its server may still write there."""
     job = connect(settings=NEVER | {"yard.servers": 1})
     model = Model()
@@ -300,12 +301,12 @@ def test_a_room_is_not_used_again_after_its_stream_broke_off(connect: Connect, r
 
 
 def test_where_rows_cannot_be_shared_they_travel(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[RowsRoom]
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, rooms: list[ShmRows]
 ) -> None:
     def refuse(*_given: Any, **_more: Any) -> None:
         raise errors.NotShareable("for the test")
 
-    monkeypatch.setattr(exchanges, "attach", refuse)
+    monkeypatch.setattr(exchange_stream, "attach", refuse)
     job = connect(settings=NEVER | {"yard.servers": 1})
     model = Model()
     model, optimizer = job.prepare(model, optimizer_of(model))

@@ -17,22 +17,22 @@ import grpc
 import pytest
 from shop import CALLER, GRADIENT, JOB, ORDERS, SERVER, TERM, VALUES, WORKER, header, layout, stock, wish
 
-from shardyard.ground import errors
-from shardyard.ground.limits import FRAME_BYTES_MAX, PROTOCOL, PUSH_BYTES_MAX
-from shardyard.ground.types import Incarnation, Term
+from shardyard.config.settings import MembershipSettings
+from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation, Term
+from shardyard.domain.limits import FRAME_BYTES_MAX, PROTOCOL, PUSH_BYTES_MAX
 from shardyard.runtime.clock import SystemClock
-from shardyard.runtime.settings import MembershipSettings
-from shardyard.transport.channel import GrpcNetwork
-from shardyard.transport.listener import Listener
-from shardyard.transport.status import DETAIL_KEY
+from shardyard.transport.error_codes import DETAIL_KEY
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import coordinator_pb2_grpc, parameter_server_pb2_grpc
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.shell import Coordinator
-from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.service import Coordinator
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.service.servicer import Servicer
 
 DEADLINE_S = 10.0
 
@@ -70,7 +70,7 @@ def shop() -> Iterator[Shop]:
     yard = Coordinator(network=GrpcNetwork(), journal=journal, clock=SystemClock(), membership=MembershipSettings())
     yard.start()
     # one thread, made before the first test, so that each test finds the threads that it leaves
-    listener = Listener("127.0.0.1:0", [Servicer(store).service(), yard.service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], threads=1)
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = parameter_server_pb2_grpc.ParameterServerStub(channel)

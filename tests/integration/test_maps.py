@@ -13,15 +13,17 @@ from alone import SYNC_2, Connect, Counted
 
 import shardyard as sy
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.ground.types import Caller, Generation, Incarnation, PartitionMap, PartitionOwner, UpdateMode, Version
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_ps_server.checkpoints import SaveOrder
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_worker import gradients
-from shardyard_worker import job as worker
-from shardyard_worker.feeds import SyncFeed
+from shardyard.config import configuration
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import Caller, Generation, Incarnation, Version
+from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_worker.data.feeds import SyncFeed
+from shardyard_worker.job import job as worker
+from shardyard_worker.training import grad_hooks
 
 SAMPLES, BATCH = 96, 4
 WAYS: dict[str, dict[str, object]] = {
@@ -57,7 +59,7 @@ class Yard:
         self._number += 1
         for server in self._yard._servers:
             incarnation = server.store.incarnation
-            order = SaveOrder(self._number, step, 0, 0)
+            order = SaveRequest(self._number, step, 0, 0)
             caller = Caller(self._job.id)
             for saved in server.store.save(caller, incarnation, self._map.generation, order, str(self._folder)):
                 version = Version(2, saved.version.number)
@@ -101,7 +103,7 @@ def yard_of(folder: Path, settings: dict[str, object]) -> Iterator[tuple[Yard, s
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
-    monkeypatch.setattr(gradients, "WATCHED_BYTES_MIN", 0)
+    monkeypatch.setattr(grad_hooks, "WATCHED_BYTES_MIN", 0)
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -16,12 +16,12 @@ from alone import SYNC, SYNC_2, Connect, Counted, status
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.runtime import configuration
+from shardyard.config import configuration
+from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher import quarantine_command
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard_launcher.commands import quarantine
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -266,8 +266,8 @@ def train_with(counted: Counted, poison: set[int], *, batch_size: int = 4, epoch
 
 
 def listed(job: sy.Job) -> list[dict[str, object]]:
-    ((name, reply),) = quarantine_command.ask(job._session.network, COORDINATOR, None)
-    return quarantine_command.described(name, reply)
+    ((name, reply),) = quarantine.ask(job._session.network, COORDINATOR, None)
+    return quarantine.described(name, reply)
 
 
 @pytest.mark.parametrize("window", [0, 1])

@@ -16,8 +16,8 @@ import pytest
 import torch
 from yards import running_yard
 
-from shardyard.runtime import configuration
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard_worker.job import job as worker
 
 NODE = Path(__file__).parent / "node"
 PROTOS = Path(__file__).parents[2] / "protos"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard_worker.job import Job
-from shardyard_worker.router import Router
+from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.job.job import Job
 
 STEPS = 6
 Change = Callable[[torch.nn.Sequential, int], None]
@@ -82,7 +82,7 @@ def test_gradients_do_travel_before_the_step() -> None:
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(4, 64)).sum().backward()
-            router: Router = job._training.router
+            router: ServerGroup = job._training.router
             router._ahead.drain()
             sent.append(sum(len(each.sums) for each in router._ahead._sent.values()))
             optimizer.step()

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from yards import SCRIPTS, Script, running_yard
 
-from shardyard.ground.orders import order
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.domain.orders import order
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher import quarantine_command, status_view
-from shardyard_launcher.cluster import LocalCluster
+from shardyard_launcher.commands import quarantine
+from shardyard_launcher.commands import status as status_view
+from shardyard_launcher.yard.local_cluster import LocalCluster
 
 SAMPLES, BATCH, POISON = 99, 4, 41
 DEADLINE_S = 110.0
@@ -77,8 +78,8 @@ class Crew:
 
 
 def listed(yard: LocalCluster) -> list[dict[str, Any]]:
-    ((name, reply),) = quarantine_command.ask(GrpcNetwork(), yard.coordinator, None)
-    return quarantine_command.described(name, reply)
+    ((name, reply),) = quarantine.ask(GrpcNetwork(), yard.coordinator, None)
+    return quarantine.described(name, reply)
 
 
 def status(yard: LocalCluster) -> wire.JobStatus:

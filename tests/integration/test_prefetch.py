@@ -19,13 +19,13 @@ from test_maps import train as train_model
 from test_maps import yard_of
 from torch import nn
 
-from shardyard.ground import errors
+from shardyard.domain import errors
 from shardyard.transport.in_process import InProcessStream
 from shardyard.wire.frames import Frame
-from shardyard_ps_server import exchanges
-from shardyard_worker.arrivals import Arrival
-from shardyard_worker.job import Job
-from shardyard_worker.line import Line
+from shardyard_ps_server.service import exchange_stream
+from shardyard_worker.exchange.partial_reply import PartialReply
+from shardyard_worker.exchange.server_stream import ServerStream
+from shardyard_worker.job.job import Job
 
 STEPS = 5
 WAIT_S = 10
@@ -38,7 +38,7 @@ class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.opened.set()
-        self.late: list[Arrival] = []
+        self.late: list[PartialReply] = []
         self.slow: int | None = None
         self.in_vain = False
         self._changed = threading.Condition()
@@ -54,13 +54,13 @@ class Gate:
         self.opened.clear()
         self.late.clear()
 
-    def held(self) -> Arrival:
+    def held(self) -> PartialReply:
         """What waits at the gate, once something does."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.late, WAIT_S)
             return self.late[-1]
 
-    def pass_through(self, arrival: Arrival, server: int) -> None:
+    def pass_through(self, arrival: PartialReply, server: int) -> None:
         if self.slow not in (None, server):
             return
         with self._changed:
@@ -73,21 +73,21 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Every run of bytes is a frame of its own, and comes after a moment."""
     found = Gate()
-    receive = Line._receive
+    receive = ServerStream._receive
 
-    def held(self: Line, stream: object, arrival: Arrival, deadline_ms: int) -> None:
+    def held(self: ServerStream, stream: object, arrival: PartialReply, deadline_ms: int) -> None:
         found.pass_through(arrival, self.server)
         receive(self, stream, arrival, deadline_ms)  # type: ignore[arg-type]
 
-    add = Arrival.add
+    add = PartialReply.add
 
-    def slowly(self: Arrival, frame: Frame) -> None:
+    def slowly(self: PartialReply, frame: Frame) -> None:
         threading.Event().wait(0.0005)
         add(self, frame)
 
-    monkeypatch.setattr(exchanges, "FRAME_BYTES", 0)
-    monkeypatch.setattr(Line, "_receive", held)
-    monkeypatch.setattr(Arrival, "add", slowly)
+    monkeypatch.setattr(exchange_stream, "FRAME_BYTES", 0)
+    monkeypatch.setattr(ServerStream, "_receive", held)
+    monkeypatch.setattr(PartialReply, "add", slowly)
     yield found
     found.opened.set()
     assert not found.in_vain, "nobody went on without these values"

@@ -16,17 +16,17 @@ import torch
 from alone import SYNC, Connect
 from yards import Probes, finish, running_yard
 
-from shardyard.ground import limits
-from shardyard.ground.errors import NotShareable
-from shardyard.runtime import configuration
-from shardyard.runtime.settings import Settings
-from shardyard.transport.same_host import Shared
+from shardyard.config import configuration
+from shardyard.config.settings import Settings
+from shardyard.domain import limits
+from shardyard.domain.errors import NotShareable
+from shardyard.transport.shared_memory import SharedMemory
 from shardyard.wire import methods
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_ps_server import regions
-from shardyard_worker import buckets
-from shardyard_worker import job as worker
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.values import shm_regions
+from shardyard_worker.exchange import flat_buffers
+from shardyard_worker.job import job as worker
 
 SYNC_RUN = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2, "job__workers_expected": 1}
 
@@ -284,12 +284,12 @@ def test_more_workers_than_streams_train_all_the_same(
 def test_one_side_that_cannot_share_makes_both_use_streams(
     connect: Connect, which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Forbidden(Shared):
+    class Forbidden(SharedMemory):
         def __init__(self, *_: object, **__: object) -> None:
             self._fd = -1
             raise NotShareable("a container forbids it")
 
-    monkeypatch.setattr(regions if which == "server" else buckets, "Shared", Forbidden)
+    monkeypatch.setattr(shm_regions if which == "server" else flat_buffers, "Shared", Forbidden)
     job, model, optimizer = prepared(connect, **WAYS["views"])
     for number in range(3):
         step(model, optimizer, number)

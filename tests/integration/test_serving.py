@@ -19,12 +19,12 @@ from test_followed_tables import IDS, MODES, Model, Training, partitions_of, slo
 from yards import Probes, RoleYard
 
 import shardyard as sy
-from shardyard.ground import errors
-from shardyard.ground.types import Version
-from shardyard_ps_server import partition as partitions
-from shardyard_ps_server.store import Store
-from shardyard_worker import held_version
-from shardyard_worker.serving import Answer, Served, ServedVersion
+from shardyard.domain import errors
+from shardyard.domain.ids import Version
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition import partition as partitions
+from shardyard_worker.reader import pinned_version
+from shardyard_worker.reader.serving import ServedModel, ServedRows, ServedVersion
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -34,7 +34,7 @@ CACHES = pytest.mark.parametrize("cached_rows", [0, 7, 1_000])
 
 
 @contextmanager
-def served_by(there: Any, model: torch.nn.Module | None = None, **given: Any) -> Iterator[Served]:
+def served_by(there: Any, model: torch.nn.Module | None = None, **given: Any) -> Iterator[ServedModel]:
     with there.follow() as run, run.serve(model, **({"staleness_ms": 100, "wait_ms": 20_000} | given)) as served:
         yield served
 
@@ -44,7 +44,7 @@ def of_versions(versions: tuple[Version, ...]) -> torch.Tensor:
     return torch.tensor([-float(version.number) for version in versions])[partitions_of()]
 
 
-def ask_on(served: Served, holds: Callable[[Answer], bool]) -> None:
+def ask_on(served: ServedModel, holds: Callable[[ServedRows], bool]) -> None:
     """Until it is refused."""
     while True:
         assert holds(served.look_up(BOTH))
@@ -303,7 +303,7 @@ def test_the_last_version_is_served_when_the_job_has_ended(mode: dict[str, objec
             assert served.counts.versions == taken
 
 
-def is_last(served: Served) -> bool:
+def is_last(served: ServedModel) -> bool:
     with served.version() as version:
         return version.is_last
 
@@ -341,8 +341,8 @@ def test_requests_that_wait_are_told_when_it_is_closed() -> None:
 
 
 def test_leases_of_a_version_are_renewed_while_it_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_version, "LEASE_MS", 400)
-    monkeypatch.setattr(held_version, "RENEW_MS", 50)
+    monkeypatch.setattr(pinned_version, "LEASE_MS", 400)
+    monkeypatch.setattr(pinned_version, "RENEW_MS", 50)
     with yard() as there, training(there), served_by(there, staleness_ms=3_600_000) as served:
         with served.version() as version:
             expected = of_versions(version.versions)[:, None]

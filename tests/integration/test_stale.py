@@ -14,11 +14,11 @@ import torch
 from yards import running_yard
 
 import shardyard as sy
-from shardyard.runtime import configuration
-from shardyard.transport.channel import GrpcNetwork
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_launcher.status_view import ask, to_json
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard_launcher.commands.status import ask, to_json
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 

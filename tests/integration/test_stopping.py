@@ -20,12 +20,12 @@ from yards import ROLE, Probes, finish, running_yard
 
 import shardyard as sy
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground import errors
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.domain import errors
+from shardyard.storage.storage import open_storage
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.cluster import LocalCluster
+from shardyard_launcher.yard.local_cluster import LocalCluster
 
 SYNC_3 = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 3, "job__workers_expected": 3}
 DATA = TensorDataset(torch.arange(40.0).reshape(-1, 1), torch.arange(40.0).reshape(-1, 1) * 2)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from switches import ASYNC, BOUNDED, DATA, DEADLINE_S, SAMPLES, Counting, errors_of, until, until_told, yard
 
-from shardyard.ground import errors
+from shardyard.domain import errors
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker import job as worker
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -26,8 +26,8 @@ from switches import (
     yard,
 )
 
-from shardyard.ground import errors
-from shardyard.ground.types import UpdateMode
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
 
 pytestmark = pytest.mark.usefixtures("alone")
 

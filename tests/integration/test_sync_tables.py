@@ -16,14 +16,14 @@ from alone import SYNC, SYNC_2, Connect
 from torch.utils.data import TensorDataset
 
 import shardyard as sy
-from shardyard.ground.types import PushKind
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_ps_server.former_rows import FormerRows
-from shardyard_ps_server.partition import Partition
-from shardyard_worker import job as worker
-from shardyard_worker.router import Router, Wish
-from shardyard_worker.strategies import SyncStrategy
+from shardyard.config import configuration
+from shardyard.domain.pushes import PushKind
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.exchange.server_group import PullSpec, ServerGroup
+from shardyard_worker.job import job as worker
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -232,14 +232,14 @@ def test_rows_of_the_next_step_come_with_its_version(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], ranks: int
 ) -> None:
     look_ups = 0
-    look_up = Router.look_up
+    look_up = ServerGroup.look_up
 
-    def counted(router: Router, *of: Any) -> None:
+    def counted(router: ServerGroup, *of: Any) -> None:
         nonlocal look_ups
         look_ups += 1
         look_up(router, *of)
 
-    monkeypatch.setattr(Router, "look_up", counted)
+    monkeypatch.setattr(ServerGroup, "look_up", counted)
     job = connect(settings=NEVER | SYNC | {"job.consistency.logical_ranks": ranks} | given)
     optimizer = sy.tables.SGD(lr=1.0)
     model = sy.Embedding(1, optimizer=optimizer, initial=sy.tables.zeros())
@@ -276,14 +276,14 @@ class _DiesError(Exception):
 def test_rule_b3_a_rank_is_computed_again_from_rows_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker reaches one of two servers with the last rank of a step, which takes the step, and dies."""
     put_back: Counter[bool] = Counter()
-    real = FormerRows.put_back
+    real = PreviousRows.put_back
 
-    def watched(self: FormerRows, table: int, ids: np.ndarray, out: np.ndarray) -> None:
+    def watched(self: PreviousRows, table: int, ids: np.ndarray, out: np.ndarray) -> None:
         before = out.copy()
         real(self, table, ids, out)
         put_back[bool((before != out).any())] += 1
 
-    monkeypatch.setattr(FormerRows, "put_back", watched)
+    monkeypatch.setattr(PreviousRows, "put_back", watched)
     left = threading.Event()
 
     def work(job: sy.Job, _: int) -> dict[str, bytes] | None:
@@ -324,7 +324,7 @@ def reach_one_server(job: sy.Job, at: int) -> None:
         shipment = training.ship(strategy.name_of(rank), weighted)
         assert shipment.kind is PushKind.GRADIENT
         while True:
-            missing = router.pull(Wish(strategy.step + 1, exactly=True, wait_ms=10)).missing
+            missing = router.pull(PullSpec(strategy.step + 1, exactly=True, wait_ms=10)).missing
             if {each.waiting_for for each in missing} == {f"logical rank {rank} of step {strategy.step}"}:
                 break
         router.abandon_pull()

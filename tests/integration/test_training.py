@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from yards import Probes, Script, finish, running_yard
 
-from shardyard_launcher.cluster import LocalCluster
+from shardyard_launcher.yard.local_cluster import LocalCluster
 
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 3}
 

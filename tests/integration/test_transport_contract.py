@@ -14,14 +14,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shardyard.ground import errors
-from shardyard.ground.limits import FRAME_BYTES, MESSAGE_BYTES_MAX
-from shardyard.transport import channel
-from shardyard.transport import listener as listener_module
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.domain import errors
+from shardyard.domain.limits import FRAME_BYTES, MESSAGE_BYTES_MAX
+from shardyard.transport import grpc_client as channel
+from shardyard.transport import grpc_server as listener_module
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer, split_address
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.listener import Listener, split_address
-from shardyard.transport.peers import Context, Network, Peer, Service, Stream, request_id
+from shardyard.transport.interfaces import Context, Network, Peer, Service, Stream, request_id
 from shardyard.wire import frames, methods
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import agent_pb2 as agent
@@ -154,7 +154,7 @@ def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     if request.param.startswith("grpc"):
         network: Network = GrpcNetwork()
         echo = Echo(network)
-        listener = Listener("127.0.0.1:0", echo.services(), threads=8)
+        listener = GrpcServer("127.0.0.1:0", echo.services(), threads=8)
         listener.start()
         echo.address, leave = listener.address, listener.stop
     else:
@@ -482,7 +482,7 @@ def test_answer_that_is_no_message_is_malformed(make: str) -> None:
     lying.on(wrong, lambda request, _: None)
     listener = None
     if make == "grpc":
-        listener = Listener("127.0.0.1:0", [lying], threads=2)
+        listener = GrpcServer("127.0.0.1:0", [lying], threads=2)
         listener.start()
         peer: Peer = GrpcNetwork().connect(listener.address, name="liar")
     else:
@@ -516,22 +516,22 @@ def echo() -> Echo:
 
 
 @pytest.fixture
-def listener(echo: Echo) -> Iterator[Listener]:
-    found = Listener("127.0.0.1:0", echo.services(), threads=4)
+def listener(echo: Echo) -> Iterator[GrpcServer]:
+    found = GrpcServer("127.0.0.1:0", echo.services(), threads=4)
     yield found
     found.stop()
 
 
-def test_two_listeners_do_not_share_a_port(listener: Listener) -> None:
+def test_two_listeners_do_not_share_a_port(listener: GrpcServer) -> None:
     listener.start()
     with pytest.raises(errors.AddressInUse, match=str(listener.port)):
-        Listener(listener.address, [])
+        GrpcServer(listener.address, [])
 
 
 def test_address_of_another_machine_is_no_taken_port() -> None:
     # 192.0.2.0/24 belongs to nobody (RFC 5737)
     with pytest.raises(errors.ConfigurationError, match=r"192\.0\.2\.1"):
-        Listener("192.0.2.1:0", [])
+        GrpcServer("192.0.2.1:0", [])
 
 
 @pytest.mark.parametrize(
@@ -547,7 +547,7 @@ def test_addresses_are_split() -> None:
     assert split_address("[::1]:0") == ("[::1]", 0)
 
 
-def test_health_serves_when_ready(listener: Listener) -> None:
+def test_health_serves_when_ready(listener: GrpcServer) -> None:
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -565,7 +565,7 @@ def test_health_serves_when_ready(listener: Listener) -> None:
             assert [status(name) for name in names] == [expected] * 3
 
 
-def test_health_says_not_serving_before_anybody_is_ready(listener: Listener) -> None:
+def test_health_says_not_serving_before_anybody_is_ready(listener: GrpcServer) -> None:
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -573,7 +573,7 @@ def test_health_says_not_serving_before_anybody_is_ready(listener: Listener) -> 
     assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_reflection_lists_the_services(listener: Listener) -> None:
+def test_reflection_lists_the_services(listener: GrpcServer) -> None:
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -587,7 +587,7 @@ def test_reflection_lists_the_services(listener: Listener) -> None:
     assert file.file_descriptor_response.file_descriptor_proto
 
 
-def test_message_beyond_the_limit_is_too_large_and_the_server_stays_up(listener: Listener) -> None:
+def test_message_beyond_the_limit_is_too_large_and_the_server_stays_up(listener: GrpcServer) -> None:
     listener.start()
     request = coordinator.JoinJobRequest(name="x" * MESSAGE_BYTES_MAX)
     peer = GrpcNetwork().connect(listener.address, name="echo")
@@ -617,7 +617,7 @@ def test_deadline_is_kept() -> None:
         return coordinator.StatusReply()
 
     slow.on(methods.STATUS, status)
-    listener = Listener("127.0.0.1:0", [slow], threads=2)
+    listener = GrpcServer("127.0.0.1:0", [slow], threads=2)
     listener.start()
     peer = GrpcNetwork().connect(listener.address, name="slow")
     try:
@@ -654,7 +654,7 @@ def test_what_is_not_answered_at_once_is_answered_as_ever(offering: Stage) -> No
     stream.cancel()
 
 
-def test_answers_at_once_stand_between_others_in_order_and_wake_nobody(listener: Listener, echo: Echo) -> None:
+def test_answers_at_once_stand_between_others_in_order_and_wake_nobody(listener: GrpcServer, echo: Echo) -> None:
     echo.offers = True
     listener.start()
     peer = GrpcNetwork().connect(listener.address, name="echo")
@@ -671,7 +671,7 @@ def test_answers_at_once_stand_between_others_in_order_and_wake_nobody(listener:
     peer.close()
 
 
-def test_peer_that_goes_after_an_answer_at_once_leaves_nothing(listener: Listener, echo: Echo) -> None:
+def test_peer_that_goes_after_an_answer_at_once_leaves_nothing(listener: GrpcServer, echo: Echo) -> None:
     echo.offers = True
     listener.start()
     for _ in range(3):
@@ -696,7 +696,7 @@ def hanging(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(channel, "TRIED", False)
         monkeypatch.setattr(listener_module, "TRIED", False)
     echo = Echo(GrpcNetwork())
-    found = Listener("127.0.0.1:0", echo.services(), threads=4)
+    found = GrpcServer("127.0.0.1:0", echo.services(), threads=4)
     found.start()
     peer = GrpcNetwork().connect(found.address, name="echo", unavailable=errors.CoordinatorUnavailable)
     yield Stage(echo, peer, found.stop)
@@ -808,7 +808,7 @@ def test_idle_streams_of_peers_that_are_gone_keep_no_thread(hanging: Stage) -> N
     )
 
 
-def test_nobody_listening_is_the_class_that_was_asked_for(listener: Listener) -> None:
+def test_nobody_listening_is_the_class_that_was_asked_for(listener: GrpcServer) -> None:
     address = listener.address
     listener.start()
     listener.stop()
@@ -818,7 +818,7 @@ def test_nobody_listening_is_the_class_that_was_asked_for(listener: Listener) ->
     peer.close()
 
 
-def test_clock_that_is_set_back_keeps_nobody_waiting(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_that_is_set_back_keeps_nobody_waiting(listener: GrpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
     address = listener.address
     listener.stop()
     peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
@@ -832,12 +832,12 @@ def test_clock_that_is_set_back_keeps_nobody_waiting(listener: Listener, monkeyp
     peer.close()
 
 
-def test_listener_that_never_started_gives_its_port_back(listener: Listener) -> None:
+def test_listener_that_never_started_gives_its_port_back(listener: GrpcServer) -> None:
     listener.stop()
-    Listener(listener.address, []).stop()
+    GrpcServer(listener.address, []).stop()
 
 
-def test_frames_over_the_socket_are_those_of_a_generated_client(listener: Listener) -> None:
+def test_frames_over_the_socket_are_those_of_a_generated_client(listener: GrpcServer) -> None:
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
         call = channel.stream_stream(methods.PUSH_PULL.path)

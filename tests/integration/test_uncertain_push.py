@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardyard.ground import errors
-from shardyard.runtime import configuration
-from shardyard_launcher.local import COORDINATOR, LocalYard
-from shardyard_worker import job as worker
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.job import job as worker
 
 
 def test_promise_1_the_name_of_a_push_that_failed_half_way_is_not_used_again(alone: None) -> None:

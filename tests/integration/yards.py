@@ -16,13 +16,13 @@ from unittest import mock
 
 from preloaded import Forked, Preloaded
 
-from shardyard.ground import errors
-from shardyard.runtime import configuration
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher import role_process
-from shardyard_launcher.cluster import LocalCluster
+from shardyard_launcher.yard import role_process
+from shardyard_launcher.yard.local_cluster import LocalCluster
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LOOK_AGAIN_S = 0.5
@@ -156,7 +156,7 @@ def finish(script: Script, out: Path) -> dict[str, Any]:
     return result
 
 
-ROLE = ("-P", "-m", "shardyard_launcher.command_line")
+ROLE = ("-P", "-m", "shardyard_launcher.cli")
 
 
 class RoleYard:

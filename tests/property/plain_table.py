@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.splitmix_loops import drawn, mixed
-from shardyard.ground.table_settings import Admission, TableSettings
+from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard.domain.tables.splitmix_loops import drawn, mixed
+from shardyard.domain.tables.table_settings import Admission, TableSettings
 
 F = np.float32
 Row = np.ndarray
@@ -129,7 +129,7 @@ def word_of(number: int, key: int) -> np.uint64:
 
 
 def update(settings: TableSettings, row: Row, g: Row, step: int) -> None:
-    """In place, with the operations of torch.optim's single-tensor functions (shardyard_ps_server.kernels)."""
+    """In place, with the operations of torch.optim's single-tensor functions (shardyard_ps_server.values.kernels)."""
     dim, kind, group = settings.dim, settings.optimizer, settings.group
     w, state = row[:dim], row[dim:]
     sign = F(-1) if group[-1] else F(1)

@@ -12,22 +12,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.optimizers import WHOLE_VARIABLES, make_group
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PushPart,
-    VariableKind,
-    VariableSpec,
-    aligned_bytes,
-)
-from shardyard_ps_server import optimizers
-from shardyard_ps_server.blocks import Blocks, Contribution
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
+from shardyard.domain.optimizers import WHOLE_VARIABLES, OptimizerSpec, make_group
+from shardyard.domain.pushes import PushPart
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_ps_server.partition.dense_state import Contribution, DenseState
+from shardyard_ps_server.values import optimizers
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 Values = Mapping[int, np.ndarray]
 """By the variable's index; a variable without a gradient is not there."""
@@ -102,7 +94,7 @@ def _sum(having: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
 
 
 class Cut:
-    """The same job under Blocks, cut into the given pieces (variable, offset, length) by partition."""
+    """The same job under DenseState, cut into the given pieces (variable, offset, length) by partition."""
 
     def __init__(
         self, variables: Sequence[VariableSpec], spec: OptimizerSpec, pieces: Sequence[Sequence[tuple[int, int, int]]]
@@ -110,7 +102,7 @@ class Cut:
         self.variables = variables
         partitions = [_lay_out(number, held, variables) for number, held in enumerate(pieces)]
         layout = JobLayout(tuple(variables), spec, tuple(partitions))
-        self.parts = [(part, Blocks(layout, part)) for part in partitions]
+        self.parts = [(part, DenseState(layout, part)) for part in partitions]
         self.values = [aligned_empty(part.payload_bytes) for part, _ in self.parts]
         self.groups = spec.groups
 
@@ -142,7 +134,7 @@ class Cut:
         return payload[block.position : block.position + block.length * spec.dtype.item_bytes].view(spec.dtype.value)
 
     def _contribution(
-        self, part: PartitionLayout, blocks: Blocks, values: Values, weight: float, rng: random.Random
+        self, part: PartitionLayout, blocks: DenseState, values: Values, weight: float, rng: random.Random
     ) -> Contribution:
         absent = tuple(index for index, block in enumerate(part.blocks) if block.variable not in values)
         full = np.frombuffer(rng.randbytes(part.payload_bytes), np.uint8).copy()  # filling is rubbish

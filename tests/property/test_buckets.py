@@ -12,21 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import DTypeMismatch, ShapeMismatch, UnsupportedModel
-from shardyard.ground.limits import BLOCK_ALIGN_BYTES
-from shardyard.ground.types import (
-    DType,
-    Generation,
-    Incarnation,
-    JobLayout,
-    OptimizerSpec,
-    PartitionMap,
-    VariableKind,
-    VariableSpec,
-)
+from shardyard.domain.errors import DTypeMismatch, ShapeMismatch, UnsupportedModel
+from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.layout.layouts import JobLayout, PartitionMap
+from shardyard.domain.limits import BLOCK_ALIGN_BYTES
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.wire import frames
-from shardyard_coordinator.placement import Server, assign, plan
-from shardyard_worker.buckets import TORCH_DTYPES, Buckets
+from shardyard_coordinator.placement.placement import Server, assign, plan
+from shardyard_worker.exchange.flat_buffers import TORCH_DTYPES, FlatBuffers
 
 torch.set_num_threads(1)
 
@@ -91,7 +85,7 @@ def as_sent(pieces: Sequence[memoryview]) -> bytes:
     return bytes(into)
 
 
-def read_payload(case: Case, server: Incarnation, buckets: Buckets) -> dict[int, np.ndarray[Any, Any]]:
+def read_payload(case: Case, server: Incarnation, buckets: FlatBuffers) -> dict[int, np.ndarray[Any, Any]]:
     """What a server reads from a push, by the layout alone: variable to values, NaN or -1 where nothing was sent."""
     parts, pieces = buckets.parts(server, case.absent)
     payload, at = as_sent(pieces), 0
@@ -118,7 +112,7 @@ def read_payload(case: Case, server: Incarnation, buckets: Buckets) -> dict[int,
 
 @given(cases())
 def test_servers_read_exactly_what_is_present(case: Case) -> None:
-    buckets = Buckets(case.layout, case.map)
+    buckets = FlatBuffers(case.layout, case.map)
     buckets.fill([torch.full_like(tensor, 99) for tensor in tensors_of(case, first=0)])
     tensors = tensors_of(case, first=1)
     buckets.fill([None if index in case.absent else tensor for index, tensor in enumerate(tensors)])
@@ -136,7 +130,7 @@ def test_servers_read_exactly_what_is_present(case: Case) -> None:
 
 @given(cases())
 def test_a_push_lists_every_partition_of_the_server(case: Case) -> None:
-    buckets = Buckets(case.layout, case.map)
+    buckets = FlatBuffers(case.layout, case.map)
     for server, owners in case.map.by_server().items():
         expected = [owner.partition for owner in owners]
         assert [part.partition for part in buckets.parts(server, case.absent)[0]] == expected
@@ -146,7 +140,7 @@ def test_a_push_lists_every_partition_of_the_server(case: Case) -> None:
 
 @given(cases())
 def test_values_come_back_as_they_were_sent(case: Case) -> None:
-    buckets = Buckets(case.layout, case.map)
+    buckets = FlatBuffers(case.layout, case.map)
     sent = tensors_of(case, first=1)
     buckets.fill(sent)
     for server in buckets.servers:
@@ -168,7 +162,7 @@ def test_values_come_back_as_they_were_sent(case: Case) -> None:
 
 @given(cases())
 def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case) -> None:
-    buckets = Buckets(case.layout, case.map)
+    buckets = FlatBuffers(case.layout, case.map)
     buckets.fill(tensors_of(case, first=1))
     for server in buckets.servers:
         buckets.landing(server)[:] = as_sent(buckets.parts(server, frozenset())[1])
@@ -196,6 +190,6 @@ def test_the_current_version_outlives_a_landing_that_is_not_complete(case: Case)
 )
 def test_a_tensor_that_does_not_fit_is_refused_by_name(tensor: Any, error: type[Exception]) -> None:
     layout = plan([VariableSpec("fc.weight", DType.FLOAT32, (3,))], SGD, partitions=1, block_bytes=64)
-    buckets = Buckets(layout, assign([64], [Server(Incarnation(1), "host:1")], generation=Generation(1)))
+    buckets = FlatBuffers(layout, assign([64], [Server(Incarnation(1), "host:1")], generation=Generation(1)))
     with pytest.raises(error, match=r"fc\.weight"):
         buckets.fill([tensor])

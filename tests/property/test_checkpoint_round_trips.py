@@ -14,35 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.checkpoints import layout as layouts
-from shardyard.checkpoints import partition_file, tensors
-from shardyard.checkpoints.documents import Node, canonical
+from shardyard.checkpoints import partition_file
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile, decode, encode
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.checkpoints.storage import RemoteStorage
-from shardyard.ground.errors import CheckpointDamaged
-from shardyard.ground.limits import LOGICAL_RANKS_MAX, SEQUENCE_MAX
-from shardyard.ground.optimizers import KINDS, WHOLE_VARIABLES, make_group
-from shardyard.ground.types import (
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    Rank,
-    RankSource,
-    SourceKey,
-    SourceMark,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
-from shardyard_coordinator.placement import plan, whole_block_bytes
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import CheckpointDamaged
+from shardyard.domain.ids import Incarnation, JobId, PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.limits import LOGICAL_RANKS_MAX, SEQUENCE_MAX
+from shardyard.domain.optimizers import KINDS, WHOLE_VARIABLES, OptimizerSpec, make_group
+from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey, SourceMark, WorkerSource
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.storage import tensors
+from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.storage import RemoteStorage
+from shardyard_coordinator.placement.placement import plan, whole_block_bytes
 
 NUMBERS = st.integers(0, SEQUENCE_MAX)
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -121,7 +108,7 @@ def bits(state: PartitionState) -> list[object]:
 @given(jobs())
 def test_layout_comes_back_as_it_was(layout: JobLayout) -> None:
     text = canonical(layouts.to_document(layout))
-    found = layouts.from_document(Node.parse(text, "it", at=0))
+    found = layouts.from_document(JsonNode.parse(text, "it", at=0))
     assert found == layout
     assert canonical(layouts.to_document(found)) == text
 

@@ -12,38 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    Clipping,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    aligned_bytes,
-)
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import aligned_empty
-from shardyard_worker.clipping import Clipper
-from shardyard_worker.verdicts import Verdicts
+from shardyard.domain.consistency import Clipping, UpdateMode
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import aligned_empty
+from shardyard_worker.exchange.norm_sums import NormSums
+from shardyard_worker.training.clipping import Clipper
 
 JOB, GENERATION = JobId(1), Generation(1)
 TORCH = {
@@ -163,9 +144,9 @@ class Servers:
         for store in self.stores:
             store.close()
 
-    def _order(self, index: int, **more: object) -> PushOrder:
+    def _order(self, index: int, **more: object) -> PushHeader:
         name = PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)
-        order = PushOrder(self.caller, Incarnation(index + 1), GENERATION, name, PushKind.NOTHING, (), 0.0, ())
+        order = PushHeader(self.caller, Incarnation(index + 1), GENERATION, name, PushKind.NOTHING, (), 0.0, ())
         return dataclasses.replace(order, **more)  # type: ignore[arg-type]
 
     def push(self, step: int, rank: int, index: int) -> None:
@@ -197,10 +178,10 @@ class Servers:
             self.push(step, rank, index)
         if not self.work.clipping.norm:
             return None
-        verdicts = Verdicts(len(self.work.layout.partitions))
+        verdicts = NormSums(len(self.work.layout.partitions))
         for index in self.rng.sample(range(len(self.stores)), len(self.stores)):
             store, incarnation = self.stores[index], Incarnation(index + 1)
-            wish = PullWish(self.caller, incarnation, GENERATION, tuple(self.owned[index]), step + 1, exactly=True)
+            wish = PullHeader(self.caller, incarnation, GENERATION, tuple(self.owned[index]), step + 1, exactly=True)
             result, held = store.hold(store.admit_pull(wish), wish)
             held.release()
             assert verdicts.on(step) is None or not self.owned[index]  # nobody has it before all have told

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shardyard.ground.types import Incarnation, Pace, Stride
-from shardyard_ps_server.clocks import UNHEARD, Clocks
+from shardyard.domain.consistency import SspPhase, SspReport
+from shardyard.domain.ids import Incarnation
+from shardyard_ps_server.hosting.clocks import UNHEARD, SspClocks
 
 PLACES = st.integers(1, 4)
 
@@ -20,19 +21,19 @@ class Histories(RuleBasedStateMachine):
 
     @initialize(bound=st.integers(0, 3))
     def begin(self, bound: int) -> None:
-        self.clocks = Clocks(bound)
+        self.clocks = SspClocks(bound)
         self.bound = bound
         self.at: dict[Incarnation, int] = {}
         self.turns: dict[Incarnation, int] = {}
         self.waits: set[Incarnation] = set()
         self.deaths: dict[int, int] = {}
-        self.said: list[tuple[Incarnation, Pace]] = []
+        self.said: list[tuple[Incarnation, SspReport]] = []
 
     def at_place(self, place: int) -> Incarnation:
         return Incarnation(place + 10 * self.deaths.get(place, 0))
 
-    def say(self, worker: Incarnation, stride: Stride, clock: int) -> int:
-        pace = Pace(stride, self.turns.get(worker, 0), clock)
+    def say(self, worker: Incarnation, stride: SspPhase, clock: int) -> int:
+        pace = SspReport(stride, self.turns.get(worker, 0), clock)
         self.said.append((worker, pace))
         return self.clocks.hear(worker, pace)
 
@@ -41,7 +42,7 @@ class Histories(RuleBasedStateMachine):
         worker = self.at_place(place)
         if worker not in self.at:
             others = list(self.at.values())
-            clock = self.say(worker, Stride.JOINS, 0)
+            clock = self.say(worker, SspPhase.JOINS, 0)
             assert clock == min(others, default=0)
             self.at[worker] = clock
             self.look(place)
@@ -51,7 +52,7 @@ class Histories(RuleBasedStateMachine):
         worker = self.at_place(place)
         if worker in self.at and worker not in self.waits:
             self.at[worker] += 1
-            self.say(worker, Stride.STEPS, self.at[worker])
+            self.say(worker, SspPhase.STEPS, self.at[worker])
             self.look(place)
 
     @rule(place=PLACES)
@@ -62,7 +63,7 @@ class Histories(RuleBasedStateMachine):
             return
         others = [clock for other, clock in self.at.items() if other != worker]
         lacks = max((self.at[worker] - clock for clock in others), default=0)
-        found = self.clocks.behind(worker, Pace(Stride.STEPS, self.turns.get(worker, 0), self.at[worker]))
+        found = self.clocks.behind(worker, SspReport(SspPhase.STEPS, self.turns.get(worker, 0), self.at[worker]))
         assert (found is not None) == (lacks > self.bound)
         if found is None:
             self.waits.discard(worker)
@@ -74,7 +75,7 @@ class Histories(RuleBasedStateMachine):
     def rest(self, place: int) -> None:
         worker = self.at_place(place)
         if worker in self.at and worker not in self.waits:
-            self.say(worker, Stride.RESTS, 0)
+            self.say(worker, SspPhase.RESTS, 0)
             self.turns[worker] = self.turns.get(worker, 0) + 1
             del self.at[worker]
 
@@ -99,7 +100,7 @@ class Histories(RuleBasedStateMachine):
     def nobody_waits_for_ever(self) -> None:
         if hasattr(self, "at") and self.at:
             slowest = min(self.at, key=lambda worker: self.at[worker])
-            assert self.clocks.behind(slowest, Pace(Stride.STEPS, 0, self.at[slowest])) is None
+            assert self.clocks.behind(slowest, SspReport(SspPhase.STEPS, 0, self.at[slowest])) is None
 
     @invariant()
     def most_is_within_the_bound(self) -> None:
@@ -113,12 +114,12 @@ TestHistories.settings = settings(max_examples=150, stateful_step_count=40, dead
 ONE, TWO, THREE = Incarnation(1), Incarnation(2), Incarnation(3)
 
 
-def steps(clock: int, ahead: int = 0) -> Pace:
-    return Pace(Stride.STEPS, 0, clock, ahead)
+def steps(clock: int, ahead: int = 0) -> SspReport:
+    return SspReport(SspPhase.STEPS, 0, clock, ahead)
 
 
 def test_who_is_expected_and_has_not_been_heard_is_waited_for() -> None:
-    clocks = Clocks(3)
+    clocks = SspClocks(3)
     clocks.expect([ONE, TWO])
     clocks.hear(ONE, steps(20))
     assert clocks.behind(ONE, steps(20)) == (TWO, UNHEARD)
@@ -130,7 +131,7 @@ def test_who_is_expected_and_has_not_been_heard_is_waited_for() -> None:
 
 
 def test_who_is_not_expected_any_more_is_not_waited_for_and_who_was_heard_is() -> None:
-    clocks = Clocks(0)
+    clocks = SspClocks(0)
     clocks.expect([ONE, TWO])
     clocks.hear(ONE, steps(5))
     clocks.expect([THREE])
@@ -140,24 +141,24 @@ def test_who_is_not_expected_any_more_is_not_waited_for_and_who_was_heard_is() -
 
 
 def test_who_joins_beside_the_unheard_counts_from_the_slowest_that_was_heard() -> None:
-    clocks = Clocks(1)
+    clocks = SspClocks(1)
     clocks.expect([ONE, TWO])
     clocks.hear(ONE, steps(9))
-    assert clocks.hear(THREE, Pace(Stride.JOINS, 0, 4)) == 9
-    assert clocks.hear(THREE, Pace(Stride.JOINS, 0, 4)) == 9, "asked again"
+    assert clocks.hear(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9
+    assert clocks.hear(THREE, SspReport(SspPhase.JOINS, 0, 4)) == 9, "asked again"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_values_that_are_used_later_wait_for_more(ahead: int) -> None:
-    clocks = Clocks(3)
+    clocks = SspClocks(3)
     clocks.hear(ONE, steps(10))
     clocks.hear(TWO, steps(12))
     assert (clocks.behind(TWO, steps(12, ahead)) is None) == (2 + ahead <= 3)
 
 
 def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> None:
-    clocks = Clocks(2)
-    joins = Pace(Stride.JOINS)
+    clocks = SspClocks(2)
+    joins = SspReport(SspPhase.JOINS)
     assert [clocks.hear(ONE, joins), clocks.hear(TWO, joins)] == [0, 0]
     clocks.hear(TWO, steps(2))
     assert clocks.hear(ONE, joins) == 0, "a second copy of what it said"
@@ -165,7 +166,7 @@ def test_who_has_joined_and_is_heard_to_join_again_stands_where_it_stood() -> No
 
 
 def test_without_a_bound_nobody_is_behind_and_no_clock_is_kept_for_the_next_one() -> None:
-    clocks = Clocks(1)
+    clocks = SspClocks(1)
     clocks.hear(ONE, steps(2))
     clocks.go_by(None)
     clocks.expect([THREE])

@@ -22,10 +22,10 @@ from shardyard.codecs import (
     first_factor,
     parse_codec,
 )
-from shardyard.codecs.form import CodeId, varint
-from shardyard.codecs.powersgd import Grid
-from shardyard.ground.compression import sent_count
-from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.codecs.dense.powersgd import Grid
+from shardyard.codecs.format.form import CodeId, varint
+from shardyard.domain.compression import sent_count
+from shardyard.domain.errors import MalformedPayload, TooLarge
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "codecs.json").read_text())
 VECTORS = [bytes.fromhex(vector["code"]) for vector in GOLDEN.values()]

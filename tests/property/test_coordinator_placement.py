@@ -5,18 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground.limits import BLOCK_ALIGN_BYTES
-from shardyard.ground.types import (
-    DType,
-    Generation,
-    Incarnation,
-    JobLayout,
-    OptimizerSpec,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard.wire import convert
-from shardyard_coordinator.placement import Server, assign, fitting_block_bytes, plan
+from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.limits import BLOCK_ALIGN_BYTES
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.wire import layout_messages
+from shardyard_coordinator.placement.placement import Server, assign, fitting_block_bytes, plan
 
 SGD = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
 
@@ -61,7 +56,7 @@ def test_layout_passes_the_check_at_the_door(
     specs: tuple[VariableSpec, ...], partitions: int, block_bytes: int
 ) -> None:
     layout = plan(specs, SGD, partitions=partitions, block_bytes=block_bytes)
-    assert convert.layout_from_wire(convert.layout_to_wire(layout)) == layout
+    assert layout_messages.layout_from_wire(layout_messages.layout_to_wire(layout)) == layout
 
 
 @given(variables, st.integers(1, 9), block_sizes)

@@ -14,38 +14,29 @@ import numpy.typing as npt
 import pytest
 
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, SequenceGap, StaleToken, TooLarge
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import CheckpointDamaged, InvalidRequest, SequenceGap, StaleToken, TooLarge
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import (
     DataShardSource,
     DoneDataShards,
-    DType,
-    Incarnation,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
     PushName,
-    Rank,
     RankSource,
     Source,
     SourceKey,
     SourceMark,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-    Version,
     WorkerSource,
 )
-from shardyard_ps_server import cuts as module
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.cuts import Cut, StateCut
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.versions import aligned_empty
+from shardyard.domain.pushes import Outcome
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_ps_server.partition import cuts as module
+from shardyard_ps_server.partition.cuts import Cut, StateCut
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import aligned_empty
 
 KINDS: dict[str, dict[str, float]] = {
     "sgd": {},

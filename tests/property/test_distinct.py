@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.row_ids import partition_of
-from shardyard_worker.distinct import Numbers, distinct
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard_worker.rows.dedup import IdNumbering, unique_ids
 
 IDS = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-5, 5), st.integers(0, 300).map(lambda i: i << 40))
 
@@ -16,7 +16,7 @@ IDS = st.one_of(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-5, 5), st.i
 @given(st.lists(IDS, max_size=300), st.integers(1, 9))
 def test_distinct_ids_are_those_of_a_set_by_partition_and_ascending(batch: list[int], partitions: int) -> None:
     ids = np.array(batch, np.int64)
-    found = distinct(ids, partitions)
+    found = unique_ids(ids, partitions)
     owners = partition_of(ids, partitions).tolist()
     assert found.ids.tolist() == [id_ for _, id_ in sorted(set(zip(owners, batch, strict=True)))]
     assert found.ids[found.places].tolist() == batch
@@ -29,7 +29,7 @@ def test_distinct_ids_are_those_of_a_set_by_partition_and_ascending(batch: list[
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(IDS, max_size=60)), max_size=8))
 def test_numbers_are_those_of_a_dictionary(steps: list[tuple[bool, list[int]]]) -> None:
-    numbers, plain = Numbers(), {}
+    numbers, plain = IdNumbering(), {}
     for add, batch in steps:
         ids = np.array(batch, np.int64)
         if add:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard_worker.embedding import Embedding, EmbeddingBag, EmbeddingCollection
-from shardyard_worker.row_updates import SGD
-from shardyard_worker.table import Table
-from shardyard_worker.table_optimizer import Optimizer
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard_worker.embedding.local_optimizer import Optimizer
+from shardyard_worker.embedding.modules import Embedding, EmbeddingBag, EmbeddingCollection
+from shardyard_worker.embedding.row_rules import SGD
+from shardyard_worker.embedding.table import Table
 
 IDS = np.unique(np.random.default_rng(0).integers(-(1 << 63), (1 << 63) - 1, 30))
 """Row number i of torch's embedding is that of IDS[i] in ours."""

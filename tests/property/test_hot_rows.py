@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.row_ids import partition_of
-from shardyard_worker import hot_rows
-from shardyard_worker.distinct import Distinct
-from shardyard_worker.hot_rows import HotRows
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard_worker.rows import frequency_cache
+from shardyard_worker.rows.dedup import UniqueIds
+from shardyard_worker.rows.frequency_cache import FrequencyCache
 
 DIMS = (1, 3)
 IDS = st.lists(st.one_of(st.integers(-5, 12), st.integers(-(2**63), 2**63 - 1)), max_size=12, unique=True)
@@ -36,7 +36,7 @@ def rows_of(table: int, version: int, ids: np.ndarray) -> np.ndarray:
 def test_a_cache_gives_what_a_dictionary_of_its_version_has_and_the_next_begins_with_the_hottest(
     versions: list[list[tuple[int, list[int]]]], rows_max: int
 ) -> None:
-    hot, plain, asks = HotRows(rows_max), [dict[int, int](), dict[int, int]()], [Counter[int](), Counter[int]()]
+    hot, plain, asks = FrequencyCache(rows_max), [dict[int, int](), dict[int, int]()], [Counter[int](), Counter[int]()]
     for version, asked in enumerate(versions):
         for table, chosen in asked:
             ids = np.array(chosen, np.int64)
@@ -65,24 +65,24 @@ def test_a_cache_gives_what_a_dictionary_of_its_version_has_and_the_next_begins_
         for each, _ in hottest:
             owners = partition_of(each.found.ids, 3)
             assert (np.diff(owners) >= 0).all()
-        hot = HotRows(rows_max)
+        hot = FrequencyCache(rows_max)
         hot.begin(hottest, [rows_of(each.table, version + 1, each.found.ids) for each, _ in hottest])
 
 
 def test_rows_are_taken_while_the_hottest_are_sought(monkeypatch: pytest.MonkeyPatch) -> None:
     """That goes through all of a table, and a request waits for nobody."""
-    hot, ids = HotRows(100), np.arange(50, dtype=np.int64)
+    hot, ids = FrequencyCache(100), np.arange(50, dtype=np.int64)
     hot.put(0, ids, rows_of(0, 1, ids))
     hot.take(0, ids, np.empty((50, 1), np.float32))
-    real, taken = hot_rows.distinct, []
+    real, taken = frequency_cache.distinct, []
 
-    def meanwhile(*given: Any) -> Distinct:
+    def meanwhile(*given: Any) -> UniqueIds:
         request = threading.Thread(target=lambda: taken.append(hot.take(0, ids, np.empty((50, 1), np.float32))))
         request.start()
         request.join(2)
         return real(*given)
 
-    monkeypatch.setattr(hot_rows, "distinct", meanwhile)
+    monkeypatch.setattr(frequency_cache, "distinct", meanwhile)
     ((asked, _),) = hot.hottest(3)
     assert sorted(asked.found.ids) == ids.tolist()
     assert taken == [(None, 0)]

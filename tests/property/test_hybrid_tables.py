@@ -1,6 +1,6 @@
-"""Rows of hybrid steps in whole numbers: whoever contributes what, in any order and as often as it likes, whenever
-checkpoints are taken, and however often all goes back to one, each rank's rows of each step count once, and the step's
-mean is that of all ranks."""
+"""PushedTableRows of hybrid steps in whole numbers: whoever contributes what, in any order and as often as it likes,
+whenever checkpoints are taken, and however often all goes back to one, each rank's rows of each step count once, and
+the step's mean is that of all ranks."""
 
 from __future__ import annotations
 
@@ -13,42 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.ground.errors import NotReady, SequenceGap
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
-)
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.checkpoints import SaveOrder
-from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.partition import Asked, Partition
-from shardyard_ps_server.partition_tables import Rows
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import aligned_empty
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import NotReady, SequenceGap
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import Outcome
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.ledger import Ledger
+from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import PushedTableRows
+from shardyard_ps_server.values.versions import aligned_empty
 
 HERE, JOB = Incarnation(3), JobId(1)
 RATE = make_group("sgd", {"lr": 1.0})
@@ -101,7 +85,7 @@ class Run:
         mine = (partition_of(IDS, len(PARTS)) == partition.id) & (by_id != 0)
         payload = aligned_empty(64)
         payload.view(np.float32)[:] = rank + step
-        rows = (Rows(0, IDS[mine], by_id[mine].astype(np.float32)[:, None]),) if mine.any() else ()
+        rows = (PushedTableRows(0, IDS[mine], by_id[mine].astype(np.float32)[:, None]),) if mine.any() else ()
         groups = (RATE,) if rows else ()
         work = Contribution(1.0, (RATE,), payload, (True,), rows=rows, table_groups=groups)
         name = PushName(SourceKey(RankSource(Rank(rank))), Token(self.life), step, step)
@@ -117,7 +101,7 @@ class Run:
             return
         (step,) = versions
         self.saved += 1
-        order = SaveOrder(self.saved, step, 0, 0)
+        order = SaveRequest(self.saved, step, 0, 0)
         caller = Caller(JOB, term=Term(1))
         saved = self.store.save(caller, HERE, Generation(self.life), order, self.folder)
         entries = tuple(
@@ -160,7 +144,7 @@ class Run:
         for partition in self.partitions:
             mine = partition_of(IDS, len(PARTS)) == partition.id
             out = np.empty((int(mine.sum()), 1), np.float32)
-            partition.look_up([Asked(0, IDS[mine], out)])
+            partition.look_up([RowsToRead(0, IDS[mine], out)])
             found[mine] = out
         return [float(value) for value in found[:, 0]]
 
@@ -170,7 +154,7 @@ class Run:
 
 
 def played(seed: int, ranks: int) -> tuple[list[float], list[float]]:
-    """Rows as they are in the end, and as they are to be."""
+    """PushedTableRows as they are in the end, and as they are to be."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(seed, ranks, folder)
         try:

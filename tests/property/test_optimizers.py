@@ -10,8 +10,8 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.optimizers import KINDS, WHOLE_VARIABLES, make_group
-from shardyard_ps_server import optimizers
+from shardyard.domain.optimizers import KINDS, WHOLE_VARIABLES, make_group
+from shardyard_ps_server.values import optimizers
 
 Run = tuple[npt.NDArray[np.floating], list[npt.NDArray[np.floating]]]
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import row_key
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.row_values import row_key
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
-from shardyard_worker.own_entries import Lives
-from shardyard_worker.own_rows import OwnRows
-from shardyard_worker.row_updates import update
+from shardyard_worker.embedding.local_entries import LifetimeRules
+from shardyard_worker.embedding.local_rows import LocalRows
+from shardyard_worker.embedding.row_rules import update
 
 DIM = 3
 LR = 0.25
@@ -54,7 +54,7 @@ class Pair:
         group = make_group("sgd", {"lr": LR})
         self.expiry = expiry
         self.theirs = Table(TableSettings("t", DIM, "sgd", group, 3, initial, 1 << 12, admission, expiry))
-        self.own = OwnRows(DIM, initial, row_key(3, "t"), Lives(admission, expiry))
+        self.own = LocalRows(DIM, initial, row_key(3, "t"), LifetimeRules(admission, expiry))
         self.step = self.now_ms = 0
 
     def do(self, what: str, seed: int, given_ids: list[int]) -> None:
@@ -147,8 +147,8 @@ def test_rows_of_a_process_are_those_of_a_server(
 
 
 def test_what_is_kept_with_rows_goes_and_moves_with_them() -> None:
-    lives = Lives(expiry=ExpirySettings(age_steps=2))
-    own = OwnRows(1, InitialValues(InitialKind.ZEROS), 0, lives)
+    lives = LifetimeRules(expiry=ExpirySettings(age_steps=2))
+    own = LocalRows(1, InitialValues(InitialKind.ZEROS), 0, lives)
 
     def change(
         rows: torch.Tensor, gradients: torch.Tensor, state: dict[str, torch.Tensor], fresh: torch.Tensor

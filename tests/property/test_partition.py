@@ -8,32 +8,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import NotReady, SequenceGap
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DataShardSource,
-    DType,
-    JobLayout,
-    Missing,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PushName,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
-)
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.versions import aligned_empty
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import NotReady, SequenceGap
+from shardyard.domain.ids import PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import NotReadyPart
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey
+from shardyard.domain.pushes import Outcome
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import aligned_empty
 
 ELEMENTS = 32
 PARTITION = PartitionId(0)
@@ -63,7 +50,7 @@ def _push(partition: Partition, source: Source, sequence: int, contribution: Con
 
 def _newest(partition: Partition) -> tuple[Version, bytes]:
     found = partition.hold(0, False, 0.0)
-    assert not isinstance(found, Missing)
+    assert not isinstance(found, NotReadyPart)
     bits = found[1].tobytes()
     partition.release(found[1])
     return found[0], bits

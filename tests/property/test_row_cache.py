@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import TableSettings
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table
-from shardyard_worker.hot_rows import INDEX_BYTES
-from shardyard_worker.row_cache import CacheRules, Descent, RowCache
+from shardyard_worker.rows.frequency_cache import INDEX_BYTES
+from shardyard_worker.rows.row_cache import CacheRules, RowCache, SgdRule
 
 DIM, TABLES = 2, 2
 ROW_BYTES = 4 * DIM + INDEX_BYTES
@@ -56,7 +56,7 @@ def test_a_row_is_young_enough_and_has_all_that_this_worker_has_pushed(
     servers, step, expected_hits = Servers(), 0, 0
     read: dict[Row, tuple[int, float, float]] = {}
     """When a row was read last, and what it was then, of what it would be now where changes are known."""
-    descent = Descent(1.0, 0.0) if known else None
+    descent = SgdRule(1.0, 0.0) if known else None
     for what, table, chosen in does:
         ids = np.array(chosen, np.int64)
         if what == "read":
@@ -185,4 +185,4 @@ def test_a_change_that_is_known_has_the_bits_of_the_servers(decay: float) -> Non
     table.push(ids, gradients, 1, group=group)
     there = np.empty((50, 7), np.float32)
     table.look_up(ids, there)
-    assert Descent(0.37, decay).change(rows, gradients).tobytes() == there.tobytes()
+    assert SgdRule(0.37, decay).change(rows, gradients).tobytes() == there.tobytes()

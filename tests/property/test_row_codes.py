@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.codecs import RowCode, decode_ids, decode_rows, encode_ids, encode_rows
-from shardyard.codecs.form import varint
-from shardyard.codecs.ids import decode_runs, encode_runs
-from shardyard.codecs.rows import decode_raw_runs
-from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_routes import first_stray
+from shardyard.codecs.format.form import varint
+from shardyard.codecs.rows.row_ids import decode_runs, encode_runs
+from shardyard.codecs.rows.row_values import decode_raw_runs
+from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_routing import first_stray
 
 IDS_MAX = 10_000
 ANY_IDS = st.one_of(

@@ -12,34 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.ground.errors import TooLarge
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DType,
-    Incarnation,
-    JobLayout,
-    Missing,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PushName,
-    SourceKey,
-    StaleRule,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-    Version,
-    WorkerSource,
-    aligned_bytes,
-)
-from shardyard_ps_server import kernels, partition, versions
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.stale import Base, Tally
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard.domain.consistency import StaleRule, UpdateMode
+from shardyard.domain.errors import TooLarge
+from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import NotReadyPart
+from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_ps_server.partition import partition
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.staleness import Base, Tally
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values import kernels, versions
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 bounded = settings(max_examples=60, deadline=None)
 
@@ -75,7 +62,7 @@ class Yard:
 
     def pull(self, worker: int) -> None:
         found = self.partition.hold(0, False, 0.0)
-        assert not isinstance(found, Missing)
+        assert not isinstance(found, NotReadyPart)
         version, buffer = found
         self.partition.keep(Incarnation(1 + worker), version, buffer)
         self.partition.release(buffer)
@@ -107,7 +94,7 @@ class Yard:
     @property
     def values(self) -> list[Array]:
         found = self.partition.hold(0, False, 0.0)
-        assert not isinstance(found, Missing)
+        assert not isinstance(found, NotReadyPart)
         copies = [self._view(found[1], block).copy() for block in self.part.blocks]
         self.partition.release(found[1])
         return copies

@@ -1,6 +1,6 @@
-"""Rows of synchronous steps against a dictionary: whoever contributes what, in any order, late, twice or not at all,
-cut into partitions in any way, rows have the bits of one process that computes the ranks one after the other; and a
-look-up sees the version that it names, or is told that there is none."""
+"""PushedTableRows of synchronous steps against a dictionary: whoever contributes what, in any order, late, twice or not
+at all, cut into partitions in any way, rows have the bits of one process that computes the ranks one after the other;
+and a look-up sees the version that it names, or is told that there is none."""
 
 from __future__ import annotations
 
@@ -21,34 +21,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 from plain_table import PlainTable
 from test_tables import RULES
 
-from shardyard.ground.errors import NotFound, NotReady, SequenceGap
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_optimizers import make_group as make_row_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, TableSettings
-from shardyard.ground.types import (
-    NO_CLIPPING,
-    Clipping,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    StepVerdict,
-    Token,
-    UpdateMode,
-)
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.gate import scale_of
-from shardyard_ps_server.partition import Asked, Partition
-from shardyard_ps_server.partition_tables import Rows
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.versions import aligned_empty
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, UpdateMode
+from shardyard.domain.errors import NotFound, NotReady, SequenceGap
+from shardyard.domain.ids import PartitionId, Rank, Token
+from shardyard.domain.layout.layouts import JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import Outcome, StepVerdict
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_optimizers import make_group as make_row_group
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, TableSettings
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.step_gate import scale_of
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import PushedTableRows
+from shardyard_ps_server.values.versions import aligned_empty
 
 F = np.float32
 SGD = (make_group("sgd", {"lr": 1.0}),)
@@ -171,7 +160,7 @@ class Partitions:
         for table, (ids, values) in enumerate(work.rows):
             mine = partition_of(ids, self.job.partitions) == partition.id
             if mine.any():
-                rows.append(Rows(table, ids[mine], values[mine]))
+                rows.append(PushedTableRows(table, ids[mine], values[mine]))
         groups = tuple(table.group for table in self.job.tables) if rows else ()
         return Contribution(float(work.samples), SGD, aligned_empty(0), (), rows=tuple(rows), table_groups=groups)
 
@@ -197,7 +186,7 @@ class Partitions:
         ids = np.arange(IDS, dtype=np.int64)
         ids = ids[partition_of(ids, self.job.partitions) == partition.id]
         asked = [
-            Asked(table, ids, np.full((ids.size, settings_.dim), np.nan, F))
+            RowsToRead(table, ids, np.full((ids.size, settings_.dim), np.nan, F))
             for table, settings_ in enumerate(self.job.tables)
         ]
         partition.look_up(asked, number)

@@ -21,20 +21,22 @@ from plain_table import PlainTable
 from test_tables import IDS, RULES, SMALL_TIER, bound, contents, expected
 
 from shardyard.checkpoints import tables as documents
-from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.manifest import TableEntry
-from shardyard.checkpoints.storage import Buffer, RemoteStorage, Written
 from shardyard.checkpoints.table_state import TableState
-from shardyard.ground.errors import StorageUnavailable
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import Incarnation, JobLayout, OptimizerSpec, PartitionId, PartitionLayout
-from shardyard_ps_server import table_saver
-from shardyard_ps_server.table_saver import TableSaver
-from shardyard_ps_server.table_states import cut_tables, read_tables
-from shardyard_ps_server.tables import cold, cuts, expiry, stripes, tier
-from shardyard_ps_server.tables.budget import Budget
+from shardyard.domain.errors import StorageUnavailable
+from shardyard.domain.ids import Incarnation, PartitionId
+from shardyard.domain.layout.layouts import JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.storage import Buffer, RemoteStorage, Written
+from shardyard_ps_server.checkpoint import table_saver
+from shardyard_ps_server.checkpoint.table_saver import TableSaver
+from shardyard_ps_server.rows.table_states import cut_tables, read_tables
+from shardyard_ps_server.tables import cold_file, cuts, disk_tier, expiry, stripes
+from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.table import Table
 
 PARTITION = PartitionId(0)
@@ -52,9 +54,9 @@ def _small() -> Iterator[None]:
             patch.setattr(module, "HOMES_PER_STEP", 5)
         patch.setattr(cuts, "_STEP_ENTRIES", 7)
         patch.setattr(cuts, "CHUNK_ENTRIES", 11)
-        patch.setattr(cold, "PIECE_BYTES_LEAST", 1_000)
+        patch.setattr(cold_file, "PIECE_BYTES_LEAST", 1_000)
         for name, value in SMALL_TIER.items():
-            patch.setattr(tier, name, value)
+            patch.setattr(disk_tier, name, value)
         patch.setattr(table_saver, "FILE_BYTES", 1_000)
         patch.setattr(table_saver, "CHAIN_SHARE", 2.0)
         patch.setattr(table_saver, "CHAIN_CUTS_MAX", 6)
@@ -270,6 +272,6 @@ def test_what_is_read_back_is_the_table_that_was_cut(
 @given(table_settings())
 def test_settings_come_back_as_they_were(given_settings: TableSettings) -> None:
     text = canonical([documents.to_document(given_settings)])
-    (found,) = documents.from_documents(Node.parse(text, "it", at=0))
+    (found,) = documents.from_documents(JsonNode.parse(text, "it", at=0))
     assert found == given_settings
     assert canonical([documents.to_document(found)]) == text

@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from plain_table import Entry, PlainTable
 
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard_ps_server.tables import cold, cuts, expiry, stripes, tier
-from shardyard_ps_server.tables.budget import Budget
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard_ps_server.tables import cold_file, cuts, disk_tier, expiry, stripes
 from shardyard_ps_server.tables.cuts import Chunk
+from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.table import Table
 
 EDGES = [0, 1, -1, 2**63 - 1, -(2**63)]
@@ -134,9 +134,9 @@ def _small() -> Iterator[None]:
         patch.setattr(expiry, "HOMES_PER_SWEEP", 5)
         patch.setattr(cuts, "_STEP_ENTRIES", 7)
         patch.setattr(cuts, "CHUNK_ENTRIES", 11)
-        patch.setattr(cold, "PIECE_BYTES_LEAST", 1_000)
+        patch.setattr(cold_file, "PIECE_BYTES_LEAST", 1_000)
         for name, value in SMALL_TIER.items():
-            patch.setattr(tier, name, value)
+            patch.setattr(disk_tier, name, value)
         yield
 
 
@@ -169,7 +169,7 @@ class Pair:
         self.settings, self.budget = given_settings, budget
         self.table, self.plain = Table(given_settings, budget), PlainTable(given_settings)
         self.step = self.now_ms = 0
-        self.cut: cuts.Cut | None = None
+        self.cut: cuts.TableCut | None = None
         self.chunks: list[Chunk] = []
         self.then: dict[int, tuple[bytes | None, int, int]] = {}
         self.restored: Table | None = None

@@ -16,61 +16,63 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardyard.checkpoints.convert import handed_from_wire
-from shardyard.ground import limits, optimizers
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, TooLarge
-from shardyard.ground.types import (
-    NO_NAME,
+from shardyard.domain import limits, optimizers
+from shardyard.domain.consistency import Clipping, Stop
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import (
     Block,
-    Caller,
-    Clipping,
-    DataLease,
-    DataShardSource,
-    DType,
-    Gathered,
-    Generation,
-    Incarnation,
-    JobId,
     JobLayout,
-    Missing,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
     PartitionLayout,
     PartitionMap,
     PartitionOwner,
-    PartResult,
-    PinWish,
-    Place,
+    aligned_bytes,
+)
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.pulls import (
+    NotReadyPart,
+    PinRequest,
     PulledPart,
-    PullResult,
-    PullWish,
-    PushKind,
+    PullHeader,
+    RequestedRows,
+    ShmHandle,
+    ShmLocation,
+)
+from shardyard.domain.push_names import (
+    NO_NAME,
+    DataLease,
+    DataShardSource,
     PushName,
-    PushOrder,
-    PushPart,
-    Rank,
     RankLease,
     RankSource,
     SourceKey,
-    StepVerdict,
-    Stop,
-    Term,
-    Ticket,
-    Token,
-    VariableKind,
-    VariableSpec,
-    Version,
-    WantedRows,
     Watermark,
     WorkerSource,
-    aligned_bytes,
 )
-from shardyard.wire import convert, frames
+from shardyard.domain.pushes import (
+    ExchangeReply,
+    GatheredPart,
+    Outcome,
+    PartResult,
+    PushHeader,
+    PushKind,
+    PushPart,
+    StepVerdict,
+)
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.wire import (
+    common_messages,
+    frames,
+    layout_messages,
+    lease_messages,
+    pull_messages,
+    push_messages,
+)
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
-from shardyard_coordinator import door
+from shardyard_coordinator.service import door
 
 bounded = settings(max_examples=100, deadline=None)
 
@@ -91,7 +93,7 @@ names = st.builds(lambda key, token, span: PushName(key, Token(token), *span), k
 partition_numbers = u32.map(PartitionId)
 partition_lists = st.lists(partition_numbers, max_size=4, unique=True).map(tuple)
 wishes = st.builds(
-    PullWish,
+    PullHeader,
     callers,
     u64.map(Incarnation),
     u64.map(Generation),
@@ -104,7 +106,7 @@ wishes = st.builds(
 )
 random_names = st.binary(min_size=limits.RANDOM_NAME_BYTES, max_size=limits.RANDOM_NAME_BYTES)
 pinned_wishes = st.builds(
-    lambda caller, server, generation, partitions, order, pin: PullWish(
+    lambda caller, server, generation, partitions, order, pin: PullHeader(
         caller, server, generation, partitions, 0, False, order=order, pin=pin
     ),
     callers,
@@ -115,7 +117,7 @@ pinned_wishes = st.builds(
     random_names,
 )
 pins = st.builds(
-    PinWish,
+    PinRequest,
     callers,
     u64.map(Incarnation),
     u64.map(Generation),
@@ -124,7 +126,7 @@ pins = st.builds(
     st.integers(1, limits.PIN_LEASE_MS_MAX),
     st.integers(0, limits.PULL_WAIT_MS_MAX),
 )
-missing = st.builds(Missing, partition_numbers, versions, u64, texts)
+missing = st.builds(NotReadyPart, partition_numbers, versions, u64, texts)
 pinned = st.tuples(
     st.lists(st.builds(PulledPart, partition_numbers, versions), max_size=4).map(tuple), st.just(())
 ) | st.tuples(st.just(()), st.lists(missing, min_size=1, max_size=4).map(tuple))
@@ -138,7 +140,7 @@ push_parts = st.builds(
 part_lists = st.lists(push_parts, max_size=4, unique_by=lambda part: part.partition).map(tuple)
 groups = st.lists(st.lists(finite, max_size=6).map(tuple), max_size=3).map(tuple)
 tickets = st.builds(
-    Ticket,
+    ShmHandle,
     u32,
     u32,
     st.integers(0, limits.SHARED_BYTES_MAX),
@@ -155,15 +157,15 @@ verdicts = st.builds(
 
 
 @st.composite
-def wanted_rows(draw: st.DrawFn, table: int, pulled: tuple[PartitionId, ...]) -> WantedRows:
+def wanted_rows(draw: st.DrawFn, table: int, pulled: tuple[PartitionId, ...]) -> RequestedRows:
     chosen = draw(st.lists(st.sampled_from(pulled), min_size=1, unique=True))
     rows = st.lists(st.integers(1, limits.LOOK_UP_IDS_MAX), min_size=len(chosen), max_size=len(chosen))
     codes = st.lists(u64, min_size=len(chosen), max_size=len(chosen))
-    return WantedRows(table, tuple(chosen), tuple(draw(rows)), tuple(draw(codes)))
+    return RequestedRows(table, tuple(chosen), tuple(draw(rows)), tuple(draw(codes)))
 
 
 @st.composite
-def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
+def orders(draw: st.DrawFn, *, by: PushHeader | None = None) -> PushHeader:
     """`by`: who speaks, as in that order; its parts and partitions come again, or others that are not none."""
     caller, server, generation = draw(callers), Incarnation(draw(u64)), Generation(draw(u64))
     parts, wished = draw(part_lists), draw(st.none() | wishes)
@@ -181,11 +183,11 @@ def orders(draw: st.DrawFn, *, by: PushOrder | None = None) -> PushOrder:
     if kind is PushKind.EMPTY:
         parts = tuple(PushPart(part.partition, 0, part.absent_blocks) for part in parts)
     has_bases = kind is PushKind.GRADIENT and draw(st.booleans())
-    wanted: tuple[WantedRows, ...] = ()
+    wanted: tuple[RequestedRows, ...] = ()
     if wished is not None and wished.partitions and not wished.order:
         numbers = draw(st.lists(st.integers(0, limits.TABLES_MAX - 1), max_size=2, unique=True))
         wanted = tuple(draw(wanted_rows(number, wished.partitions)) for number in numbers)
-    return PushOrder(
+    return PushHeader(
         caller=caller,
         server=server,
         generation=generation,
@@ -224,7 +226,7 @@ def alike_results(draw: st.DrawFn) -> tuple[PartResult, ...]:
 
 
 @st.composite
-def pull_results(draw: st.DrawFn) -> PullResult:
+def pull_results(draw: st.DrawFn) -> ExchangeReply:
     parts = tuple(
         PulledPart(partition, draw(few_versions | versions))
         for partition in draw(st.lists(partition_numbers, max_size=12, unique=True))
@@ -232,23 +234,23 @@ def pull_results(draw: st.DrawFn) -> PullResult:
     told = [part.partition for part in parts if draw(st.booleans())]
     missing = ()
     if not parts:
-        missing = tuple(draw(st.lists(st.builds(Missing, partition_numbers, versions, u64, texts), max_size=3)))
-    return PullResult(
+        missing = tuple(draw(st.lists(st.builds(NotReadyPart, partition_numbers, versions, u64, texts), max_size=3)))
+    return ExchangeReply(
         parts=parts,
         missing=missing,
         push=draw(alike_results()),
         attached=draw(st.booleans()),
         not_attached=draw(texts),
         regions=tuple(draw(st.lists(tickets, max_size=2))),
-        places=tuple(draw(st.lists(st.builds(Place, u32, u64), max_size=3))),
+        places=tuple(draw(st.lists(st.builds(ShmLocation, u32, u64), max_size=3))),
         code_bytes=tuple(draw(st.lists(u32, max_size=3))),
-        gathered=tuple(Gathered(each, draw(st.integers(0, limits.SEQUENCE_MAX)), draw(sums)) for each in told),
+        gathered=tuple(GatheredPart(each, draw(st.integers(0, limits.SEQUENCE_MAX)), draw(sums)) for each in told),
     )
 
 
-def answer_there_and_back(result: PullResult) -> PullResult:
-    return convert.pulled_from_header(
-        convert.pulled_to_header(result),
+def answer_there_and_back(result: ExchangeReply) -> ExchangeReply:
+    return push_messages.pulled_from_header(
+        push_messages.pulled_to_header(result),
         [part.partition for part in result.parts],
         [part.partition for part in result.push],
     )
@@ -418,49 +420,53 @@ def test_lying_stream_never_writes_beyond_its_room(
 
 
 PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
-    ("caller", callers, lambda v: convert.caller_from_wire(convert.caller_to_wire(v))),
-    ("source", sources, lambda v: convert.source_from_wire(convert.source_to_wire(v))),
-    ("name", names, lambda v: convert.name_from_wire(convert.name_to_wire(v))),
-    ("version", versions, lambda v: convert.version_from_wire(convert.version_to_wire(v))),
-    ("map", maps, lambda v: convert.map_from_wire(convert.map_to_wire(v))),
-    ("optimizer", optimizer_specs(), lambda v: convert.optimizer_from_wire(convert.optimizer_to_wire(v))),
+    ("caller", callers, lambda v: common_messages.caller_from_wire(common_messages.caller_to_wire(v))),
+    ("source", sources, lambda v: common_messages.source_from_wire(common_messages.source_to_wire(v))),
+    ("name", names, lambda v: common_messages.name_from_wire(common_messages.name_to_wire(v))),
+    ("version", versions, lambda v: common_messages.version_from_wire(common_messages.version_to_wire(v))),
+    ("map", maps, lambda v: layout_messages.map_from_wire(layout_messages.map_to_wire(v))),
+    (
+        "optimizer",
+        optimizer_specs(),
+        lambda v: layout_messages.optimizer_from_wire(layout_messages.optimizer_to_wire(v)),
+    ),
     (
         "variables",
         variable_lists(2),
-        lambda v: convert.variables_from_wire([convert.variable_to_wire(s) for s in v], 2),
+        lambda v: layout_messages.variables_from_wire([layout_messages.variable_to_wire(s) for s in v], 2),
     ),
-    ("groups", groups, lambda v: convert.groups_from_wire(convert.groups_to_wire(v))),
-    ("layout", layouts(), lambda v: convert.layout_from_wire(convert.layout_to_wire(v))),
-    ("push", orders(), lambda v: convert.push_from_header(convert.push_to_wire(v).SerializeToString())),
-    ("pull", wishes | pinned_wishes, lambda v: convert.pull_from_wire(convert.pull_to_wire(v))),
-    ("pin", pins, lambda v: convert.pin_from_wire(convert.pin_to_wire(v))),
+    ("groups", groups, lambda v: layout_messages.groups_from_wire(layout_messages.groups_to_wire(v))),
+    ("layout", layouts(), lambda v: layout_messages.layout_from_wire(layout_messages.layout_to_wire(v))),
+    ("push", orders(), lambda v: push_messages.push_from_header(push_messages.push_to_wire(v).SerializeToString())),
+    ("pull", wishes | pinned_wishes, lambda v: pull_messages.pull_from_wire(pull_messages.pull_to_wire(v))),
+    ("pin", pins, lambda v: pull_messages.pin_from_wire(pull_messages.pin_to_wire(v))),
     (
         "pinned",
         pinned,
-        lambda v: convert.pinned_from_wire(convert.pinned_to_wire(*v), [part.partition for part in v[0]]),
+        lambda v: pull_messages.pinned_from_wire(pull_messages.pinned_to_wire(*v), [part.partition for part in v[0]]),
     ),
     (
         "results",
         st.lists(results, max_size=4).map(tuple) | alike_results(),
-        lambda v: convert.results_from_wire(convert.results_to_wire(v), [result.partition for result in v]),
+        lambda v: push_messages.results_from_wire(push_messages.results_to_wire(v), [result.partition for result in v]),
     ),
     ("pulled", pull_results(), answer_there_and_back),
-    ("verdict", verdicts, lambda v: convert.verdict_from_wire(convert.verdict_to_wire(v))),
+    ("verdict", verdicts, lambda v: push_messages.verdict_from_wire(push_messages.verdict_to_wire(v))),
     (
         "verdict that was given",
         st.tuples(verdicts, partition_lists),
-        lambda v: convert.given_from_wire(convert.given_to_wire(*v)),
+        lambda v: push_messages.given_from_wire(push_messages.given_to_wire(*v)),
     ),
     (
         "clipping",
         st.builds(Clipping, finite, finite),
-        lambda v: convert.clipping_from_wire(convert.clipping_to_wire(v)),
+        lambda v: common_messages.clipping_from_wire(common_messages.clipping_to_wire(v)),
     ),
-    ("ticket", tickets, lambda v: convert.ticket_from_wire(convert.ticket_to_wire(v))),
+    ("ticket", tickets, lambda v: pull_messages.ticket_from_wire(pull_messages.ticket_to_wire(v))),
     (
         "sources",
         st.lists(st.tuples(keys, u64.map(Token)), max_size=4).map(tuple),
-        lambda v: convert.sources_from_wire(convert.sources_to_wire(v)),
+        lambda v: lease_messages.sources_from_wire(lease_messages.sources_to_wire(v)),
     ),
     (
         "watermarks",
@@ -468,17 +474,17 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
             st.tuples(keys, st.lists(st.builds(Watermark, partition_numbers, u64, versions), max_size=3).map(tuple)),
             max_size=3,
         ).map(tuple),
-        lambda v: convert.watermarks_from_wire(convert.watermarks_to_wire(v)),
+        lambda v: lease_messages.watermarks_from_wire(lease_messages.watermarks_to_wire(v)),
     ),
     (
         "rank leases",
         st.lists(st.builds(RankLease, u32.map(Rank), u64.map(Token)), max_size=4).map(tuple),
-        lambda v: convert.rank_leases_from_wire(convert.rank_leases_to_wire(v)),
+        lambda v: lease_messages.rank_leases_from_wire(lease_messages.rank_leases_to_wire(v)),
     ),
     (
         "data lease",
         st.builds(DataLease, st.builds(DataShardSource, u32, u32, u32), u64.map(Token), u64, u64),
-        lambda v: convert.data_lease_from_wire(convert.data_lease_to_wire(v)),
+        lambda v: lease_messages.data_lease_from_wire(lease_messages.data_lease_to_wire(v)),
     ),
     (
         "stop",
@@ -489,7 +495,7 @@ PAIRS: list[tuple[str, st.SearchStrategy[Any], Callable[[Any], Any]]] = [
             st.booleans(),
             st.integers(0, limits.SEQUENCE_MAX),
         ),
-        lambda v: convert.stop_from_wire(convert.stop_to_wire(v)),
+        lambda v: lease_messages.stop_from_wire(lease_messages.stop_to_wire(v)),
     ),
 ]
 
@@ -509,16 +515,16 @@ def test_value_comes_back_from_the_wire_as_it_was(
 @bounded
 @given(st.data())
 def test_exchanges_of_a_stream_come_back_though_they_leave_out_what_is_as_before(data: st.DataObject) -> None:
-    theirs: PushOrder | None = None
+    theirs: PushHeader | None = None
     ours = data.draw(orders())
-    before: PushOrder | None = None
+    before: PushHeader | None = None
     for _ in range(4):
-        message = convert.push_to_wire(ours, before)
+        message = push_messages.push_to_wire(ours, before)
         assert message.again or before is None or (before.parts and not ours.parts)
         assert message.HasField("caller") == (not message.again)
         if before is not None and ours.kind is not PushKind.NOTHING and ours.parts == before.parts:
             assert not message.parts
-        theirs = convert.push_from_header(message.SerializeToString(), theirs)
+        theirs = push_messages.push_from_header(message.SerializeToString(), theirs)
         expected = ours if ours.kind is not PushKind.NOTHING else dataclasses.replace(ours, parts=theirs.parts)
         assert theirs == expected
         before, ours = ours, data.draw(orders(by=theirs))
@@ -526,14 +532,14 @@ def test_exchanges_of_a_stream_come_back_though_they_leave_out_what_is_as_before
 
 @bounded
 @given(orders(), orders())
-def test_what_another_says_is_never_left_out(first: PushOrder, second: PushOrder) -> None:
-    message = convert.push_to_wire(second, first)
+def test_what_another_says_is_never_left_out(first: PushHeader, second: PushHeader) -> None:
+    message = push_messages.push_to_wire(second, first)
     same = (first.caller, first.server, first.generation) == (second.caller, second.server, second.generation)
     emptied = second.kind is not PushKind.NOTHING and not second.parts and bool(first.parts)
     if first.pull is not None and second.pull is not None:
         emptied |= bool(first.pull.partitions) and not second.pull.partitions
     assert message.again == (same and not emptied), "a list that was not empty cannot be left out as empty"
-    found = convert.push_from_header(message.SerializeToString(), first)
+    found = push_messages.push_from_header(message.SerializeToString(), first)
     if second.kind is PushKind.NOTHING:
         found = dataclasses.replace(found, parts=second.parts)
     assert found == second
@@ -542,7 +548,7 @@ def test_what_another_says_is_never_left_out(first: PushOrder, second: PushOrder
 @bounded
 @given(alike_results())
 def test_answers_that_are_alike_stand_once(found: tuple[PartResult, ...]) -> None:
-    said = convert.results_to_wire(found).parts
+    said = push_messages.results_to_wire(found).parts
     runs = [list(run) for _, run in itertools.groupby(found, key=lambda r: (r.outcome, r.next, r.version))]
     assert [(part.partition, part.alike) for part in said] == [(run[0].partition, len(run) - 1) for run in runs]
 
@@ -552,16 +558,16 @@ def test_answers_that_are_alike_stand_once(found: tuple[PartResult, ...]) -> Non
 def test_answer_about_other_partitions_than_were_asked_for_is_malformed(
     found: tuple[PartResult, ...], data: st.DataObject
 ) -> None:
-    message = convert.results_to_wire(found)
+    message = push_messages.results_to_wire(found)
     asked = [result.partition for result in found]
     other = data.draw(st.permutations(asked) | st.lists(partition_numbers, max_size=12, unique=True))
     firsts = list(itertools.accumulate((part.alike + 1 for part in message.parts), initial=0))[:-1]
     told = len(other) == len(asked) and all(other[at] == asked[at] for at in firsts)
     if told:
-        assert [result.partition for result in convert.results_from_wire(message, other)] == list(other)
+        assert [result.partition for result in push_messages.results_from_wire(message, other)] == list(other)
         return
     with pytest.raises(MalformedPayload):
-        convert.results_from_wire(message, other)
+        push_messages.results_from_wire(message, other)
 
 
 # ---- arbitrary bytes at the door
@@ -571,34 +577,34 @@ def test_answer_about_other_partitions_than_were_asked_for_is_malformed(
 @given(st.binary(max_size=120))
 def test_arbitrary_bytes_as_a_header_are_an_order_or_a_typed_error(header: bytes) -> None:
     try:
-        order = convert.push_from_header(header)
+        order = push_messages.push_from_header(header)
     except (MalformedPayload, TooLarge, InvalidRequest):
         pass
     else:
         assert math.isfinite(order.weight)
         assert order.payload_bytes <= limits.PUSH_BYTES_MAX
     with contextlib.suppress(MalformedPayload, TooLarge, InvalidRequest):
-        convert.pulled_from_header(header, (PartitionId(0), PartitionId(1)))
+        push_messages.pulled_from_header(header, (PartitionId(0), PartitionId(1)))
 
 
 DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
-    (common.JobLayout, convert.layout_from_wire),
-    (common.PartitionMap, convert.map_from_wire),
-    (common.OptimizerSpec, convert.optimizer_from_wire),
-    (common.VariableSpec, convert.variable_from_wire),
-    (common.PushName, convert.name_from_wire),
-    (server.PullRequest, convert.pull_from_wire),
-    (server.PinRequest, convert.pin_from_wire),
-    (server.PinReply, lambda message: convert.pinned_from_wire(message, (PartitionId(0), PartitionId(1)))),
-    (server.PushReply, lambda message: convert.results_from_wire(message, (PartitionId(0), PartitionId(1)))),
-    (server.SharedMemory, convert.ticket_from_wire),
-    (coordinator.DataLease, convert.data_lease_from_wire),
+    (common.JobLayout, layout_messages.layout_from_wire),
+    (common.PartitionMap, layout_messages.map_from_wire),
+    (common.OptimizerSpec, layout_messages.optimizer_from_wire),
+    (common.VariableSpec, layout_messages.variable_from_wire),
+    (common.PushName, common_messages.name_from_wire),
+    (server.PullRequest, pull_messages.pull_from_wire),
+    (server.PinRequest, pull_messages.pin_from_wire),
+    (server.PinReply, lambda message: pull_messages.pinned_from_wire(message, (PartitionId(0), PartitionId(1)))),
+    (server.PushReply, lambda message: push_messages.results_from_wire(message, (PartitionId(0), PartitionId(1)))),
+    (server.SharedMemory, pull_messages.ticket_from_wire),
+    (coordinator.DataLease, lease_messages.data_lease_from_wire),
     (coordinator.HandOver, handed_from_wire),
     (coordinator.HandOverFeedbackRequest, door.hand_over_asked),
     (coordinator.LeaveRequest, door.left),
     (coordinator.FollowJobRequest, door.reader_heard),
     (coordinator.ReportEvaluationRequest, lambda message: door.evaluation_reported(message, 0)),
-    (coordinator.Stop, convert.stop_from_wire),
+    (coordinator.Stop, lease_messages.stop_from_wire),
 ]
 
 

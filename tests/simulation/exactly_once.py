@@ -23,38 +23,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardyard.ground.errors import NotFound, Refused, ShardyardError
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DataShardSource,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    aligned_bytes,
-)
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import NotFound, Refused, ShardyardError
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
+from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
 FAULTY_TICKS = 500
@@ -70,7 +50,7 @@ class Violation(AssertionError):
 @dataclass(frozen=True)
 class Message:
     server: int
-    order: PushOrder
+    order: PushHeader
     payload: Bytes
 
 
@@ -171,7 +151,7 @@ class Yard:
         found: dict[PartitionId, np.ndarray] = {}
         for server, store in enumerate(self.stores):
             owned = tuple(self.owned[server])
-            wish = PullWish(self.caller(worker), incarnation_of(server), self.generation, owned, number, exactly=True)
+            wish = PullHeader(self.caller(worker), incarnation_of(server), self.generation, owned, number, exactly=True)
             result, held = store.hold(store.admit_pull(wish), wish)
             if result.missing:
                 return None
@@ -207,7 +187,7 @@ class Yard:
             gradient = work.gradients[partition]
             payload[at : at + gradient.nbytes] = gradient.view(np.uint8)
             at += sizes[partition]
-        order = PushOrder(
+        order = PushHeader(
             self.caller(worker),
             incarnation_of(server),
             self.generation,

@@ -14,17 +14,17 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel
 
-from shardyard.ground.errors import ShardyardError
-from shardyard.ground.types import Incarnation, Term
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.attendance import LATE_MS
-from shardyard_coordinator.deployment import Stage
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.progress import Progress
-from shardyard_coordinator.readers import Readers
+from shardyard.domain.errors import ShardyardError
+from shardyard.domain.ids import Incarnation, Term
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.flows.deployment import Stage
+from shardyard_coordinator.flows.readers import Readers
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.progress import Progress
+from shardyard_coordinator.members.roster import LATE_MS
 from shardyard_coordinator.records import NOT_RECORDED, Record
-from shardyard_coordinator.step_ledger import StepLedger
-from shardyard_coordinator.step_times import StepTimes
+from shardyard_coordinator.work.step_ledger import StepLedger
+from shardyard_coordinator.work.step_times import StepTimes
 
 DUE_AGAIN = {Stage.CREATING: Stage.UNCREATED, Stage.OPENING: Stage.COMMITTED}
 _WAIT = re.compile(r" (waits|has waited) for .* s( so far|: the wait is over)$")
@@ -168,4 +168,4 @@ def _plain(outcome: list[effects.Effect] | ShardyardError) -> object:
     if isinstance(outcome, ShardyardError):
         return type(outcome), outcome.what
     # since when something is waited for is not recorded, and so neither is what is said of it
-    return repr([each for each in outcome if not (isinstance(each, effects.Tell) and _WAIT.search(each.text))])
+    return repr([each for each in outcome if not (isinstance(each, effects.LogMessage) and _WAIT.search(each.text))])

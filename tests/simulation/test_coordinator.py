@@ -15,28 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import ShardyardError, StaleIncarnation, StaleToken
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    MemberRole,
-    OptimizerSpec,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
-from shardyard_coordinator.progress import Report
+from shardyard.config.settings import ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
+from shardyard.domain.errors import ShardyardError, StaleIncarnation, StaleToken
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, DataShardSource
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -245,7 +235,7 @@ class Yard:
             assert process.incarnation in self.books.gone
             process.dead = True
             return
-        assert isinstance(answer, effects.Standing)
+        assert isinstance(answer, effects.HeartbeatReply)
         assert answer.job_state is effects.JobState.RUNNING, answer
         for lease in answer.ranks:
             assert self.books.owners[lease.rank] == (process.incarnation, lease.token)

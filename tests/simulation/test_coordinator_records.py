@@ -11,38 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import ShardyardError
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DType,
-    Durability,
-    Generation,
-    Halt,
-    Incarnation,
-    JobId,
-    LeasedSource,
-    MemberRole,
-    OptimizerSpec,
-    Rank,
-    RankSource,
-    Term,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-    WorkerSource,
-)
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.deployment import Stage
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.membership import Registration
-from shardyard_coordinator.origins import Origin
-from shardyard_coordinator.placement import plan
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, Durability, SwitchPoint, UpdateMode
+from shardyard.domain.errors import ShardyardError
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Rank, Term, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, LeasedSource, RankSource, WorkerSource
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.flows.deployment import Stage
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.placement.placement import plan
+from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.work.feeds import FeedSpec
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -198,7 +181,7 @@ class Fuzz:
         """A person switches a job, servers have taken that, or have not, workers go over."""
         modes = (None, ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED, ConsistencyMode.BOUNDED, ConsistencyMode.SYNC)
         name, bound = self.switching.choice(("a", "a", "s", "")), self.switching.choice((None, None, 0, 3))
-        self.handle(events.SwitchAsked(name, self.switching.choice(modes), bound))
+        self.handle(events.SwitchRequested(name, self.switching.choice(modes), bound))
         if self.orders and self.switching.random() < 0.7:
             order = self.orders.pop(self.switching.randrange(len(self.orders)))
             told = events.ServersPaced(order.job, order.map.generation, order.consistency.number)
@@ -315,15 +298,15 @@ class Fuzz:
         ]
         step = max(0, sum(decided) + self.random.choice((0, 0, 0, 0, -1, 1)))
         ranks = tuple(rank for rank in (Rank(0), Rank(1), Rank(2), Rank(3)) if self.random.random() < 0.6)
-        self.handle(events.StepToldOf(caller, step, ranks[:2]))
-        self.handle(events.StepToldOf(caller, step, ranks[2:] or ranks))
-        self.handle(events.MakeUpAsked(caller, feed, step))
+        self.handle(events.StepReported(caller, step, ranks[:2]))
+        self.handle(events.StepReported(caller, step, ranks[2:] or ranks))
+        self.handle(events.MakeupRequested(caller, feed, step))
 
     def _stop(self, worker: Incarnation) -> None:
         """Told by a worker, or a person."""
         caller = self.random.choice((Caller(self.jobs[worker], worker), None))
         name = "" if caller else self.random.choice([*SETTINGS, "none", ""])
-        self.handle(events.StopAsked(caller, name, self.random.choice(("", "loss is n\u00e4n"))))
+        self.handle(events.StopRequested(caller, name, self.random.choice(("", "loss is n\u00e4n"))))
 
     def _be_careful(self, worker: Incarnation) -> None:
         """Announces work at which others have died, and dies of it, or not."""
@@ -366,7 +349,7 @@ def test_machines_from_records_are_equal_and_go_on_alike(seed: int) -> None:
 
 @pytest.mark.long
 def test_the_events_by_chance_write_records_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardyard_coordinator.machine.JOBS_ENDED_MAX", 2)
+    monkeypatch.setattr("shardyard_coordinator.machine.machine.JOBS_ENDED_MAX", 2)
     written: set[str] = set()
     for seed in range(12):
         fuzz = Fuzz(seed)
@@ -387,7 +370,7 @@ LOGS = JobSettings(
     durability=Durability.WAL,
     checkpoint=CheckpointSettings(url="/own", every_s=1, keep=2),
 )
-ORDER = Origin(
+ORDER = RestorePoint(
     "w",
     "/other",
     7,
@@ -510,7 +493,9 @@ class Beginning:
         deployed = self.machines.machine.jobs[-1].deployment
         generation = deployed.generation or Generation(1)
         committed = self.handle(events.VariablesCommitted(self.caller, generation))
-        through = (isinstance(placed, effects.Placed) and not placed.initializer) or committed == effects.Done()
+        through = (
+            isinstance(placed, effects.VariablesPlaced) and not placed.initializer
+        ) or committed == effects.Acknowledged()
         if through:
             keeping = self.machines.machine.jobs[-1].keeping
             assert keeping.book.committed is not None
@@ -567,7 +552,7 @@ class Crossing(Beginning):
 
     def __init__(self, seed: int) -> None:
         self.stands = self.reached = 0
-        self.halt: Halt | None = None
+        self.halt: SwitchPoint | None = None
         self.left = Generation(0)
         self.told: set[str] = set()
         if seed >= BACK:
@@ -586,7 +571,7 @@ class Crossing(Beginning):
         if chance < 0.04:
             modes = (ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED, ConsistencyMode.SYNC)
             modes = modes if self.is_synchronous else modes[1:] + modes[2:] * 4
-            self.handle(events.SwitchAsked("w", self.random.choice(modes), None))
+            self.handle(events.SwitchRequested("w", self.random.choice(modes), None))
         elif chance < 0.30 and job.deployment.stage is Stage.OPEN and self.is_synchronous:
             self.handle(events.FeedOpened(self.caller, 0, FEEDS[1]))
             self._take_a_step()
@@ -603,7 +588,7 @@ class Crossing(Beginning):
             standing = self.handle(
                 events.HeartbeatReceived(self.worker, Report(self.stands, halted=halted, switches=number))
             )
-            assert isinstance(standing, effects.Standing)
+            assert isinstance(standing, effects.HeartbeatReply)
             self.halt = standing.halt
         else:
             super().step()
@@ -612,7 +597,7 @@ class Crossing(Beginning):
         placed = self.handle(events.VariablesRegistered(self.caller, VARIABLES, SGD))
         generation = self.machines.machine.jobs[-1].deployment.generation or Generation(1)
         self.handle(events.VariablesCommitted(self.caller, generation))
-        if isinstance(placed, effects.Placed):
+        if isinstance(placed, effects.VariablesPlaced):
             assert placed.map.generation > self.left, "a map of partitions that the job has left"
 
     def _take_a_step(self) -> None:

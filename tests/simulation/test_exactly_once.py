@@ -13,14 +13,15 @@ from typing import TypeVar
 
 import pytest
 
-from shardyard.ground.errors import SequenceGap
-from shardyard.ground.types import PartResult, PushName, PushOrder
-from shardyard_ps_server import partition
-from shardyard_ps_server.gate import Gate, Weighted
-from shardyard_ps_server.hosted_job import HostedJob
-from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import Bytes
+from shardyard.domain.errors import SequenceGap
+from shardyard.domain.push_names import PushName
+from shardyard.domain.pushes import PartResult, PushHeader
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition import partition
+from shardyard_ps_server.partition.ledger import Ledger
+from shardyard_ps_server.partition.step_gate import StepGate, Weighted
+from shardyard_ps_server.values.versions import Bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -123,7 +124,7 @@ class HearsAnyone(Ledger):
 T = TypeVar("T", bound=Weighted)
 
 
-class TakesAsTheyCome(Gate[T]):
+class TakesAsTheyCome(StepGate[T]):
     """Without the order of ranks (rule B2)."""
 
     def __init__(self, *given: object, **more: object) -> None:
@@ -168,7 +169,7 @@ def test_without_the_minimum_of_rule_a6_some_data_shard_is_closed_too_early() ->
 def test_without_rule_a3_some_batch_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     push = Store.push
 
-    def advances_all(self: Store, hosted: HostedJob, order: PushOrder, payload: Bytes) -> tuple[PartResult, ...]:
+    def advances_all(self: Store, hosted: HostedJob, order: PushHeader, payload: Bytes) -> tuple[PartResult, ...]:
         results = push(self, hosted, order, payload)
         for held in hosted.partitions.values():
             if held._ledger.next(order.name.key) == order.name.first:

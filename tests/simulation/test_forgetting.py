@@ -17,21 +17,12 @@ from pathlib import Path
 import pytest
 
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.ground.errors import StaleGeneration
-from shardyard.ground.types import (
-    Caller,
-    DataShardSource,
-    DoneDataShards,
-    Generation,
-    PartitionId,
-    SourceKey,
-    Term,
-    Token,
-    Version,
-)
-from shardyard_ps_server import ledger as ledgers
-from shardyard_ps_server.hosted_job import HostedJob
-from shardyard_ps_server.partition import Partition
+from shardyard.domain.errors import StaleGeneration
+from shardyard.domain.ids import Caller, Generation, PartitionId, Term, Token, Version
+from shardyard.domain.push_names import DataShardSource, DoneDataShards, SourceKey
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.partition import ledger as ledgers
+from shardyard_ps_server.partition.partition import Partition
 
 sys.path.insert(0, str(Path(__file__).parent))
 

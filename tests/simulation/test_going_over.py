@@ -21,12 +21,12 @@ from simulator.parallel import run_seeds
 from simulator.yard import make_plan, simulation
 
 from shardyard.checkpoints.partition_file import PartitionState
-from shardyard.ground.types import JobId
-from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.going_over import GoingOver
-from shardyard_coordinator.halting import Halting
-from shardyard_ps_server.restore import Restore
-from shardyard_worker.brake import Brake
+from shardyard.domain.ids import JobId
+from shardyard_coordinator.flows.mode_switch import ModeSwitch
+from shardyard_coordinator.modes.drain import Drain
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_worker.session.step_barrier import StepBarrier
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 60
@@ -69,22 +69,22 @@ def simulated() -> Iterator[None]:
 
 
 def goes_on_behind_the_halt(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Brake.permits
-    monkeypatch.setattr(Brake, "permits", lambda self, step: real(self, step) is not False)
+    real = StepBarrier.permits
+    monkeypatch.setattr(StepBarrier, "permits", lambda self, step: real(self, step) is not False)
 
 
 def takes_any_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes over from the newest, whatever its step."""
-    real: Callable[..., Any] = GoingOver._go_over
+    real: Callable[..., Any] = ModeSwitch._go_over
 
-    def go_over(going_over: GoingOver, now_ms: int) -> Any:
+    def go_over(going_over: ModeSwitch, now_ms: int) -> Any:
         job = going_over._job
         committed = job.keeping.book.committed
         if job.halting.step is not None and committed is not None and job.ranks is not None:
             job.keeping.book.committed = replace(committed, step=job.halting.step)
         return real(going_over, now_ms)
 
-    monkeypatch.setattr(GoingOver, "_go_over", go_over)
+    monkeypatch.setattr(ModeSwitch, "_go_over", go_over)
 
 
 def forgets_what_steps_have_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +108,13 @@ def begins_data_shards_while_it_drains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def takes_a_checkpoint_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was begun before all data shards were done."""
-    real: Callable[..., Any] = Halting.settle
-    monkeypatch.setattr(Halting, "settle", lambda self, step, ticket=0: real(self, step, ticket and 1))
+    real: Callable[..., Any] = Drain.settle
+    monkeypatch.setattr(Drain, "settle", lambda self, step, ticket=0: real(self, step, ticket and 1))
 
 
 def settles_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever partitions go back to since."""
-    monkeypatch.setattr(Halting, "reopen", lambda _: None)
+    monkeypatch.setattr(Drain, "reopen", lambda _: None)
 
 
 def forgets_where_ranks_stand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path, left_name, worker_name
-from shardyard.checkpoints.storage import Written
-from shardyard.ground.errors import NotReady
-from shardyard.ground.types import Caller, ConsistencyMode, Generation, MemberRole
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.effects import HandOverVerdict
-from shardyard_coordinator.handovers import HOLD_MS, NEVER, Fate, HandOver
-from shardyard_coordinator.progress import Report
+from shardyard.checkpoints.manifest import FileRef, ResidualFile, feedback_path, left_name, worker_name
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import NotReady
+from shardyard.domain.ids import Caller, Generation, MemberRole
+from shardyard.storage.storage import Written
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import HandoverVerdict
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.storage.residual_handover import HOLD_MS, NEVER, Fate, Handover
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
@@ -52,7 +53,7 @@ class Worker:
     caller: Caller
     atoms: set[int] = field(default_factory=set)
     gone_back: Generation = NEVER
-    reading: list[HandOver] = field(default_factory=list)
+    reading: list[Handover] = field(default_factory=list)
     settled: bool = False
     held_ms: float = math.inf
     gone: bool = False
@@ -146,7 +147,7 @@ class Yard(orders.Yard):
             placed = self.handle(events.VariablesRegistered(worker.caller, handing.VARIABLES, orders.SGD))
         except NotReady:
             return
-        assert isinstance(placed, effects.Placed)
+        assert isinstance(placed, effects.VariablesPlaced)
         if placed.gone_back > worker.gone_back:
             worker.atoms, worker.gone_back = set(), placed.gone_back
             for each in placed.feedback:
@@ -156,7 +157,7 @@ class Yard(orders.Yard):
             if not each.own:
                 self.take(worker, each)
 
-    def take(self, worker: Worker, handed: HandOver) -> None:
+    def take(self, worker: Worker, handed: Handover) -> None:
         name, key = handed.file.worker, (handed.generation, handed.file.worker)
         read = self.files[name]
         if key in worker.added:
@@ -204,9 +205,9 @@ class Yard(orders.Yard):
             assert worker.gone_back != self.current
             worker.gone = True
 
-    def ask(self, worker: Worker, file: FeedbackFile | None = None) -> Fate:
-        verdict = self.handle(events.HandOverAsked(worker.caller, worker.gone_back, file, 1.0))
-        assert isinstance(verdict, HandOverVerdict)
+    def ask(self, worker: Worker, file: ResidualFile | None = None) -> Fate:
+        verdict = self.handle(events.HandoverRequested(worker.caller, worker.gone_back, file, 1.0))
+        assert isinstance(verdict, HandoverVerdict)
         return verdict.fate
 
     def do_write(self) -> None:
@@ -215,7 +216,7 @@ class Yard(orders.Yard):
                 name = left_name(worker.caller.incarnation)
                 number = self.machine.jobs[-1].keeping.book._number + self.random.choice((0, 1, 1))
                 self.files[name] = frozenset(worker.atoms)
-                fate = self.ask(worker, FeedbackFile(name, FileRef(feedback_path(number, name), Written(9, "ab" * 32))))
+                fate = self.ask(worker, ResidualFile(name, FileRef(feedback_path(number, name), Written(9, "ab" * 32))))
                 self.met[f"written: {fate.value}"] += 1
                 if fate in (Fate.HANDED_OVER, Fate.VOID):
                     worker.atoms, worker.gone = set(), True
@@ -270,7 +271,7 @@ class Yard(orders.Yard):
             return
         copies = self.copies_for(taking.effect) if taking.copies is None else taking.copies
         remembered = [
-            FeedbackFile(name, FileRef(feedback_path(number, name), Written(9, "ab" * 32)))
+            ResidualFile(name, FileRef(feedback_path(number, name), Written(9, "ab" * 32)))
             for name, atoms in copies.items()
             if atoms
         ]

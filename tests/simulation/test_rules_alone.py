@@ -15,37 +15,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.ground import failpoints
-from shardyard.ground.errors import RateMismatch, StaleIncarnation, StaleTerm
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Caller,
-    DataShardSource,
-    Durability,
-    Generation,
-    Incarnation,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-)
-from shardyard_ps_server import store as stores
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import aligned_empty
-from shardyard_ps_server.wal_files import LogRoot
-from shardyard_ps_server.wal_records import RecordKind
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import Durability, UpdateMode
+from shardyard.domain.errors import RateMismatch, StaleIncarnation, StaleTerm
+from shardyard.domain.ids import Caller, Generation, Incarnation, PartitionId, Rank, Term, Token
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey
+from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard_ps_server.hosting import store as stores
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import aligned_empty
+from shardyard_ps_server.wal.records import RecordKind
+from shardyard_ps_server.wal.segments import LogRoot
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -84,13 +69,13 @@ def serving(mode: UpdateMode, logs: LogRoot | None = None) -> Iterator[Store]:
 
 def order(
     key: SourceKey, *, listed: Sequence[PartitionId] = OWNED, groups: Groups = RATE, shared_at: int | None = None
-) -> PushOrder:
+) -> PushHeader:
     parts = tuple(PushPart(number, LAYOUT.partitions[number].payload_bytes) for number in listed)
     name = PushName(key, TOKEN, 0, 0)
-    return PushOrder(WORKER, HERE, GENERATION, name, PushKind.GRADIENT, parts, 1.0, groups, None, shared_at)
+    return PushHeader(WORKER, HERE, GENERATION, name, PushKind.GRADIENT, parts, 1.0, groups, None, shared_at)
 
 
-def send(store: Store, sent: PushOrder) -> None:
+def send(store: Store, sent: PushHeader) -> None:
     payload = aligned_empty(sent.payload_bytes)
     payload.view(np.float64)[:] = 1.0
     store.push(store.admit_push(sent), sent, payload)
@@ -151,7 +136,7 @@ def pulls_of_what_a_push_will_bring(_: Path) -> list[str]:
     """As many as a server has threads."""
     with serving(UpdateMode.ASYNC) as store, ThreadPoolExecutor(2) as threads:
         hosted = store.hosted()[0]
-        wish = PullWish(WORKER, HERE, GENERATION, OWNED, 1, exactly=False, wait_ms=SLICE_MS)
+        wish = PullHeader(WORKER, HERE, GENERATION, OWNED, 1, exactly=False, wait_ms=SLICE_MS)
         pulls = [threads.submit(store.hold, hosted, wish) for _ in range(2)]
         pushed = threads.submit(send, store, order(SHARD))
         done, _ = wait([pushed], PATIENCE_S)

@@ -17,8 +17,8 @@ from simulator.mutations import first_red
 from simulator.parallel import run_seeds
 from simulator.yard import make_plan, simulation
 
-from shardyard_coordinator.stopping import Stopping
-from shardyard_worker.brake import Brake
+from shardyard_coordinator.modes.stopping import Stopping
+from shardyard_worker.session.step_barrier import StepBarrier
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 200
@@ -43,8 +43,8 @@ def simulated() -> Iterator[None]:
 
 
 def goes_on_before_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Brake.permits
-    monkeypatch.setattr(Brake, "permits", lambda self, step: real(self, step) is not False)
+    real = StepBarrier.permits
+    monkeypatch.setattr(StepBarrier, "permits", lambda self, step: real(self, step) is not False)
 
 
 def settles_with_the_first_that_has_heard(monkeypatch: pytest.MonkeyPatch) -> None:

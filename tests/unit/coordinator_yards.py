@@ -9,31 +9,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Caller,
-    DType,
-    Incarnation,
-    JobId,
-    MemberRole,
-    OptimizerSpec,
-    PartitionId,
-    SourceKey,
-    VariableKind,
-    VariableSpec,
-    Version,
-    Watermark,
-    WorkerSource,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings, MembershipSettings
+from shardyard.config.settings import ConsistencySettings, JobSettings, MembershipSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, PartitionId, Version
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import SourceKey, Watermark, WorkerSource
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.peers import Context, Peer, Service
-from shardyard.wire import convert, methods
+from shardyard.transport.interfaces import Context, Peer, Service
+from shardyard.wire import common_messages, layout_messages, lease_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.shell import Coordinator
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.service import Coordinator
 
 DEADLINE_S = 10.0
 SGD = OptimizerSpec("sgd", (make_group("sgd", {"lr": 0.1}),))
@@ -111,7 +99,7 @@ class FakeServer:
         return reply
 
     def _create(self, request: server_wire.CreatePartitionsRequest, _: Context) -> object:
-        convert.layout_from_wire(request.layout)
+        layout_messages.layout_from_wire(request.layout)
         reply = self._note("create", request, server_wire.CreatePartitionsReply())
         self.partitions = tuple(request.partitions)
         return reply
@@ -124,10 +112,10 @@ class FakeServer:
 
     def _read(self, request: server_wire.ReadLedgerRequest, _: Context) -> object:
         found = []
-        for key, _token in convert.sources_from_wire(request.sources):
+        for key, _token in lease_messages.sources_from_wire(request.sources):
             marks = [Watermark(PartitionId(each), self.next_of.get(key, 0), Version(0, 0)) for each in self.partitions]
             found.append((key, marks))
-        reply = server_wire.ReadLedgerReply(sources=convert.watermarks_to_wire(found))
+        reply = server_wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
         return self._note("read", request, reply)
 
 
@@ -146,7 +134,7 @@ class Yard:
         self, role: MemberRole, address: str = "", pid: int = 1, host: str = "box", agent: int = 0
     ) -> Incarnation:
         request = wire.RegisterRequest(
-            role=convert.role_to_wire(role),
+            role=common_messages.role_to_wire(role),
             address=address,
             protocol=limits.PROTOCOL,
             release="0.1.0",
@@ -172,7 +160,7 @@ class Yard:
         return worker
 
     def beat(self, member: Incarnation) -> wire.HeartbeatReply:
-        request = wire.HeartbeatRequest(caller=convert.caller_to_wire(Caller(incarnation=member)))
+        request = wire.HeartbeatRequest(caller=common_messages.caller_to_wire(Caller(incarnation=member)))
         return self.peer().call(methods.HEARTBEAT, request, timeout_ms=1)
 
     def beat_servers(self) -> None:
@@ -213,7 +201,7 @@ class Worker:
 
     @property
     def caller(self) -> object:
-        return convert.caller_to_wire(Caller(self.job, self.incarnation))
+        return common_messages.caller_to_wire(Caller(self.job, self.incarnation))
 
     def join(self, settings: JobSettings) -> wire.JoinJobReply:
         request = wire.JoinJobRequest(caller=self.caller, name=settings.name, settings_json=settings.model_dump_json())
@@ -222,8 +210,8 @@ class Worker:
     def register_variables(self, variables: tuple[VariableSpec, ...] = VARIABLES) -> wire.RegisterVariablesReply:
         request = wire.RegisterVariablesRequest(
             caller=self.caller,
-            variables=[convert.variable_to_wire(spec) for spec in variables],
-            optimizer=convert.optimizer_to_wire(SGD),
+            variables=[layout_messages.variable_to_wire(spec) for spec in variables],
+            optimizer=layout_messages.optimizer_to_wire(SGD),
         )
         return self.yard.peer().call(methods.REGISTER_VARIABLES, request, timeout_ms=1_000)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 
-from shardyard.ground.types import Caller, Incarnation, MemberRole, OptimizerSpec, Term, VariableSpec
-from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
-from shardyard_coordinator.progress import Report
+from shardyard.config.settings import JobSettings
+from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Record
-from shardyard_coordinator.standing import JobStanding, describe
+from shardyard_coordinator.service.status import JobStatus, describe
 
 
 class MachineYard:
@@ -32,7 +34,7 @@ class MachineYard:
         """The answer, if there is one."""
         self.effects = self.machine.handle(event, self.now_ms)
         self.persisted += [each for each in self.effects if isinstance(each, effects.Persist)]
-        self.told += [each.text for each in self.effects if isinstance(each, effects.Tell)]
+        self.told += [each.text for each in self.effects if isinstance(each, effects.LogMessage)]
         return next((each.answer for each in self.effects if isinstance(each, effects.Reply)), None)
 
     def wanted(self, *kinds: type) -> list[effects.Effect]:
@@ -67,9 +69,9 @@ class MachineYard:
         self.handle(events.VariablesCommitted(caller))
         self.handle(events.PartitionsOpened(caller.job))
 
-    def beat(self, member: Incarnation, report: Report | None = None) -> effects.Standing:
+    def beat(self, member: Incarnation, report: Report | None = None) -> effects.HeartbeatReply:
         answer = self.handle(events.HeartbeatReceived(member, report or Report()))
-        assert isinstance(answer, effects.Standing)
+        assert isinstance(answer, effects.HeartbeatReply)
         return answer
 
     def kill(self, worker: Incarnation) -> None:
@@ -78,7 +80,7 @@ class MachineYard:
         agent = self.register(MemberRole.AGENT, f"a:{worker}")
         self.handle(events.ExitReported(agent, pid, -9))
 
-    def job(self) -> JobStanding:
+    def job(self) -> JobStatus:
         return describe(self.machine, self.now_ms).jobs[-1]
 
     # ---- another machine

@@ -10,46 +10,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, encode_rows
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    LookUp,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PushedRows,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    SourceKey,
-    StaleRule,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    WantedRows,
-    WorkerSource,
-)
-from shardyard.transport.peers import Context
-from shardyard.wire import convert, frames, methods, tables
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.codecs.rows.row_values import RowCode, encode_rows
+from shardyard.domain.consistency import StaleRule, UpdateMode
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import LookupRequest, RequestedRows
+from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
+from shardyard.domain.pushes import PushedRows, PushHeader, PushKind, PushPart
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.transport.interfaces import Context
+from shardyard.wire import frames, methods, push_messages, table_messages
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service.servicer import Servicer
 
 JOB, HERE, GENERATION, WORKER = JobId(1), Incarnation(3), Generation(4), Incarnation(10)
 RATE = make_group("sgd", {"lr": 1.0})
@@ -127,10 +108,10 @@ def coded(
     return tuple(said), data
 
 
-def push_order(sequence: int, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushOrder:
+def push_order(sequence: int, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushHeader:
     name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), sequence, sequence)
     parts = tuple(PushPart(p, 64) for p in PARTS)
-    order = PushOrder(
+    order = PushHeader(
         Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.GRADIENT, parts, 1.0, (RATE,), rows=rows,
         table_groups=(RATE, RATE) if rows else (),
     )  # fmt: skip
@@ -140,8 +121,8 @@ def push_order(sequence: int, rows: tuple[PushedRows, ...] = (), **more: Any) ->
 DENSE = np.ones(32, np.float32).tobytes()
 
 
-def push(store: Store, order: PushOrder, data: bytes, *, frame_bytes: int = 50) -> wire.PushReply:
-    header = convert.push_to_wire(order).SerializeToString()
+def push(store: Store, order: PushHeader, data: bytes, *, frame_bytes: int = 50) -> wire.PushReply:
+    header = push_messages.push_to_wire(order).SerializeToString()
     stream = (frames.decode(frames.encode(each)) for each in frames.cut(header, [data], frame_bytes))
     return Servicer(store).push(stream, CONTEXT)
 
@@ -151,12 +132,12 @@ def look_up(store: Store, table: int = 0, ids: np.ndarray = IDS, **more: Any) ->
     owners = partition_of(ids, 2)
     present = [p for p in PARTS if (owners == p).any()]
     codes = [bytes(encode_ids(ids[owners == p])) for p in present]
-    wanted = WantedRows(
+    wanted = RequestedRows(
         table, tuple(present), tuple(int((owners == p).sum()) for p in present), tuple(len(code) for code in codes)
     )
-    asked = LookUp(Caller(JOB), HERE, GENERATION, (wanted,))
+    asked = LookupRequest(Caller(JOB), HERE, GENERATION, (wanted,))
     asked = dataclasses.replace(asked, **more)
-    frame = Frame(tables.look_up_to_header(asked), 0, b"".join(codes))
+    frame = Frame(table_messages.look_up_to_header(asked), 0, b"".join(codes))
     method = methods.LOOK_UP
     answer = method.response.decode(
         method.response.encode(Servicer(store).look_up(method.request.decode(method.request.encode(frame)), CONTEXT))

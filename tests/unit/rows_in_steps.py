@@ -11,36 +11,25 @@ from typing import Any
 import numpy as np
 from rows_in_pushes import GENERATION, HERE, JOB, RATE, made
 
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DType,
-    Generation,
-    JobLayout,
-    LookUp,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.partition import Asked, Partition
-from shardyard_ps_server.partition_tables import Rows
-from shardyard_ps_server.restore import NO_RESTORE, Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.tables.budget import Budget
-from shardyard_ps_server.versions import aligned_empty
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import Caller, Generation, PartitionId, Rank, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.pulls import LookupRequest
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import Outcome
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.checkpoint.restore import NO_RESTORE, Restore
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import PushedTableRows
+from shardyard_ps_server.tables.memory.budget import Budget
+from shardyard_ps_server.values.versions import aligned_empty
 
 HALF = (0.5, *RATE[1:])
 WIDE = TableSettings("wide", 2, "sgd", RATE, 5, InitialValues(InitialKind.UNIFORM, 0.5), rows_max=1 << 12)
@@ -88,7 +77,7 @@ def work(
     dim = LAYOUT.tables[table].dim
     values = np.array([[given[place]] * dim for place in places], np.float32)
     return Contribution(
-        weight, (RATE,), payload, (True,), rows=(Rows(table, IDS[places], values),), table_groups=groups
+        weight, (RATE,), payload, (True,), rows=(PushedTableRows(table, IDS[places], values),), table_groups=groups
     )
 
 
@@ -102,9 +91,9 @@ def push(partition: Partition, rank: int, step: int, contribution: Contribution)
 
 
 def read(partition: Partition, number: int | None = None, *, table: int = 0, wait_s: float = 0.0) -> np.ndarray:
-    """Rows of all IDS."""
+    """PushedTableRows of all IDS."""
     out = np.full((IDS.size, LAYOUT.tables[table].dim), np.nan, np.float32)
-    partition.look_up([Asked(table, IDS, out)], number, time.monotonic() + wait_s)
+    partition.look_up([RowsToRead(table, IDS, out)], number, time.monotonic() + wait_s)
     return out
 
 
@@ -140,5 +129,5 @@ def only(store: Store) -> Partition:
     return store.hosted()[0].partitions[PARTITION]
 
 
-def asked(**more: Any) -> LookUp:
-    return dataclasses.replace(LookUp(Caller(JOB), HERE, GENERATION, ()), **more)
+def asked(**more: Any) -> LookupRequest:
+    return dataclasses.replace(LookupRequest(Caller(JOB), HERE, GENERATION, ()), **more)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from machine_yards import MachineYard
 
-from shardyard.ground.types import Caller, ConsistencyMode, DType, Halt, MemberRole, OptimizerSpec, VariableSpec
-from shardyard.runtime.settings import JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.effects import SwitchTaken
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.progress import Report
+from shardyard.config.settings import JobSettings
+from shardyard.domain.consistency import ConsistencyMode, SwitchPoint
+from shardyard.domain.ids import Caller, MemberRole
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import SwitchTaken
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.work.feeds import FeedSpec
 
 SYNC, ASYNC, BOUNDED = ConsistencyMode.SYNC, ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED
 VARIABLES = (VariableSpec("w", DType.FLOAT32, (48,)),)
@@ -36,7 +39,7 @@ class SwitchingYard(MachineYard):
         return self.join_as(self.register(MemberRole.WORKER), self.settings)
 
     def switch(self, mode: ConsistencyMode | None, staleness: int | None = None) -> SwitchTaken:
-        answer = self.handle(events.SwitchAsked("", mode, staleness))
+        answer = self.handle(events.SwitchRequested("", mode, staleness))
         assert isinstance(answer, SwitchTaken)
         return answer
 
@@ -46,11 +49,11 @@ class SwitchingYard(MachineYard):
 
     # ---- over to the other mode of updates
 
-    def halted(self, caller: Caller, reached: int = 0, *, halt: int = 1, step: int = 0) -> Halt | None:
+    def halted(self, caller: Caller, reached: int = 0, *, halt: int = 1, step: int = 0) -> SwitchPoint | None:
         """A worker says that it stands; what it is told then."""
         return self.beat(caller.incarnation, Report(step=step, halted=(halt, reached))).halt
 
-    def told_to_halt(self, caller: Caller, step: int = 0) -> Halt | None:
+    def told_to_halt(self, caller: Caller, step: int = 0) -> SwitchPoint | None:
         return self.beat(caller.incarnation, Report(step=step)).halt
 
     def settle(self, version: int = 0, *, reached: int = 0, halt: int = 1) -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
+from shardyard.domain import errors, limits
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.peers import Context
+from shardyard.transport.interfaces import Context
 from shardyard.wire import methods
 from shardyard.wire.v1 import agent_pb2 as wire
-from shardyard_worker import agent_service
-from shardyard_worker.agent import LaunchEnded, ProcessOutput, ProcessStarted
-from shardyard_worker.agent_events import EventLog
-from shardyard_worker.agent_launch import LineSplitter, read_error_file
-from shardyard_worker.agent_service import AgentPlan, AgentService, to_wire
+from shardyard_worker.agent import service as agent_service
+from shardyard_worker.agent.event_log import EventLog
+from shardyard_worker.agent.launch import LineSplitter, read_error_file
+from shardyard_worker.agent.service import AgentPlan, AgentService, to_wire
+from shardyard_worker.agent.supervision import LaunchEnded, ProcessOutput, ProcessStarted
 
 REMOTE = Context(peer="ipv4:10.1.2.3:999", is_active=lambda: True)
 LOCAL = Context(peer="ipv4:127.0.0.1:999", is_active=lambda: True)
@@ -270,7 +270,7 @@ def test_agent_loads_no_torch_and_no_training_code() -> None:
     import sys
 
     code = (
-        "import sys, shardyard_worker.agent_process\n"
+        "import sys, shardyard_worker.agent.process\n"
         "bad = [m for m in sys.modules if m == 'torch' or (m.startswith('shardyard_worker.') and 'agent' not in m)]\n"
         "sys.exit(repr(bad) if bad else 0)"
     )

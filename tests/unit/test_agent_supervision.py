@@ -6,11 +6,12 @@ import signal
 
 import pytest
 
-from shardyard_worker.agent import (
+from shardyard_worker.agent.supervision import (
     RESTART_BACKOFF_MS,
     RESTART_BACKOFF_MS_MAX,
     STOP_GRACE_MS,
     Effect,
+    EmitEvent,
     Ended,
     LaunchBegan,
     LaunchEnded,
@@ -27,7 +28,6 @@ from shardyard_worker.agent import (
     SpawnFailed,
     StopAsked,
     Supervision,
-    Tell,
     TimePassed,
     environment_block,
     gpus_to_give,
@@ -41,7 +41,7 @@ def begun(workers: int = 2, restarts_max: int = 0) -> Supervision:
     core = Supervision(workers=workers, restarts_max=restarts_max)
     assert core.handle(LaunchBegan(), 0) == [Spawn(index, 0) for index in range(workers)]
     for index in range(workers):
-        assert core.handle(Spawned(index, 100 + index), 0) == [Tell(ProcessStarted(index, 100 + index, 0))]
+        assert core.handle(Spawned(index, 100 + index), 0) == [EmitEvent(ProcessStarted(index, 100 + index, 0))]
     return core
 
 
@@ -51,7 +51,7 @@ def ended(index: int, exit_code: int, *, error: RecordedError | None = None, tim
 
 def told(effects: list[Effect]) -> LaunchEnded:
     last = effects[-1]
-    assert isinstance(last, Tell)
+    assert isinstance(last, EmitEvent)
     assert isinstance(last.happening, LaunchEnded)
     return last.happening
 
@@ -62,7 +62,7 @@ def failure(text: str, time_s: float) -> RecordedError:
 
 def test_launch_ends_well_when_all_processes_have() -> None:
     core = begun()
-    assert core.handle(ended(0, 0), 5) == [ReportExit(100, 0), Tell(ProcessExited(0, 100, 0, False))]
+    assert core.handle(ended(0, 0), 5) == [ReportExit(100, 0), EmitEvent(ProcessExited(0, 100, 0, False))]
     assert core.running == 1
     assert told(core.handle(ended(1, 0), 6)) == LaunchEnded(0)
     assert core.ended == LaunchEnded(0)
@@ -73,7 +73,7 @@ def test_failed_process_stops_the_others() -> None:
     core = begun(3)
     core.handle(ended(2, 0), 5)
     effects = core.handle(ended(0, 3), 10)
-    assert effects == [ReportExit(100, 3), Tell(ProcessExited(0, 100, 3, False)), SendSignal(1, TERM)]
+    assert effects == [ReportExit(100, 3), EmitEvent(ProcessExited(0, 100, 3, False)), SendSignal(1, TERM)]
     assert core.next_due_ms() == 10 + STOP_GRACE_MS
     assert core.handle(TimePassed(), 10 + STOP_GRACE_MS - 1) == []
     assert core.handle(TimePassed(), 10 + STOP_GRACE_MS) == [SendSignal(1, KILL)]
@@ -116,7 +116,7 @@ def put_out(index: int) -> Ended:
 
 def test_process_that_the_job_has_put_out_does_not_end_the_launch() -> None:
     core = begun(3)
-    assert core.handle(put_out(1), 5) == [ReportExit(101, 1), Tell(ProcessExited(1, 101, 1, False))]
+    assert core.handle(put_out(1), 5) == [ReportExit(101, 1), EmitEvent(ProcessExited(1, 101, 1, False))]
     core.handle(ended(0, 0), 6)
     assert told(core.handle(ended(2, 0), 7)) == LaunchEnded(0)
 
@@ -145,7 +145,7 @@ def test_end_of_output_stands_in_for_a_traceback() -> None:
     core = begun(1)
     for number in range(50):
         line = LinePrinted(0, number % 2 == 0, f"line {number}")
-        assert core.handle(line, 1) == [Tell(ProcessOutput(0, number % 2 == 0, f"line {number}"))]
+        assert core.handle(line, 1) == [EmitEvent(ProcessOutput(0, number % 2 == 0, f"line {number}"))]
     text = told(core.handle(ended(0, 4), 2)).first_error
     assert "process 0 (pid 100) ended with exit code 4" in text
     assert "line 49" in text
@@ -155,14 +155,14 @@ def test_end_of_output_stands_in_for_a_traceback() -> None:
 
 def test_process_killed_by_a_signal_starts_again_after_a_pause() -> None:
     core = begun(2, restarts_max=1)
-    assert core.handle(ended(1, -9), 1_000) == [ReportExit(101, -9), Tell(ProcessExited(1, 101, -9, True))]
+    assert core.handle(ended(1, -9), 1_000) == [ReportExit(101, -9), EmitEvent(ProcessExited(1, 101, -9, True))]
     assert core.running == 2
     due = core.next_due_ms()
     assert due == 1_000 + RESTART_BACKOFF_MS
     assert core.handle(TimePassed(), due - 1) == []
     assert core.handle(TimePassed(), due) == [Spawn(1, 1)]
     assert core.handle(TimePassed(), due + 1) == []
-    assert core.handle(Spawned(1, 200), due + 1) == [Tell(ProcessStarted(1, 200, 1))]
+    assert core.handle(Spawned(1, 200), due + 1) == [EmitEvent(ProcessStarted(1, 200, 1))]
     assert core.next_due_ms() is None
 
 
@@ -174,7 +174,7 @@ def test_each_process_has_a_budget_of_restarts() -> None:
     core.handle(Spawned(0, 200), 10_001)
     core.handle(Spawned(1, 201), 10_001)
     effects = core.handle(ended(1, -11), 10_002)
-    assert Tell(ProcessExited(1, 201, -11, False)) in effects
+    assert EmitEvent(ProcessExited(1, 201, -11, False)) in effects
     assert SendSignal(0, TERM) in effects
     end = told(core.handle(ended(0, -15), 10_003))
     assert (end.exit_code, end.first_error_index) == (-11, 1)
@@ -233,7 +233,7 @@ def test_stop_while_a_process_is_being_started_reaches_it() -> None:
     core = Supervision(workers=1, restarts_max=0)
     core.handle(LaunchBegan(), 0)
     assert core.handle(StopAsked(100), 1) == []
-    assert core.handle(Spawned(0, 100), 2) == [Tell(ProcessStarted(0, 100, 0)), SendSignal(0, TERM)]
+    assert core.handle(Spawned(0, 100), 2) == [EmitEvent(ProcessStarted(0, 100, 0)), SendSignal(0, TERM)]
 
 
 def test_stop_while_a_process_waits_for_its_restart_ends_the_launch() -> None:

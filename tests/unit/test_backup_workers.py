@@ -13,38 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import ConfigurationError, InvalidRequest, NotFound, NotReady
-from shardyard.ground.types import (
-    Caller,
-    Clipping,
-    ConsistencyMode,
-    DType,
-    Gathered,
-    Incarnation,
-    MemberRole,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    Rank,
-    RankSource,
-    SourceKey,
-    StepVerdict,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime import configuration
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.quarantine import Condemned
+from shardyard.config import configuration
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain.consistency import Clipping, ConsistencyMode, UpdateMode
+from shardyard.domain.errors import ConfigurationError, InvalidRequest, NotFound, NotReady
+from shardyard.domain.ids import Caller, Incarnation, MemberRole, PartitionId, Rank, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import RankSource, SourceKey
+from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
-from shardyard_coordinator.step_ledger import StepLedger
-from shardyard_ps_server.gate import Gate
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
+from shardyard_coordinator.work.feeds import FeedSpec
+from shardyard_coordinator.work.quarantine import QuarantinedWork
+from shardyard_coordinator.work.step_ledger import StepLedger
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.step_gate import StepGate
+from shardyard_ps_server.partition.update_rules import UpdateRules
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -97,7 +84,7 @@ def test_promise_2_whoever_comes_late_each_sample_counts_once_an_epoch(
             working = [Rank(rank) for rank in range(ranks) if positions(ledger, feed, step, Rank(rank))]
             assert working, "a step is there for some samples"
             if data.draw(st.integers(0, 19)) == 0 and not ledger.quarantine.has(RankSource(working[0]), step):
-                ledger.quarantine.add(Condemned(RankSource(working[0]), step, 3))
+                ledger.quarantine.add(QuarantinedWork(RankSource(working[0]), step, 3))
                 condemned.update(positions(ledger, feed, step, working[0]))
             left_out = None
             for rank in data.draw(st.permutations(range(ranks))):
@@ -183,7 +170,7 @@ class Yard(MachineYard):
         self.open_job(self.workers[0], VARIABLES, SGD)
 
     def tell(self, step: int, *ranks: int, worker: int = 0) -> tuple[Rank, ...] | None:
-        answer = self.handle(events.StepToldOf(self.workers[worker], step, tuple(map(Rank, ranks))))
+        answer = self.handle(events.StepReported(self.workers[worker], step, tuple(map(Rank, ranks))))
         assert isinstance(answer, effects.StepDecision)
         return answer.members
 
@@ -228,13 +215,13 @@ def test_who_comes_late_is_told_to_wait_where_a_step_can_do_without_him() -> Non
         for rank in (0, 1):
             yard.tell(step, rank, worker=rank)
         yard.now_ms += 50
-        answer = yard.handle(events.StepToldOf(yard.workers[2], step, ()))
+        answer = yard.handle(events.StepReported(yard.workers[2], step, ()))
         assert isinstance(answer, effects.StepDecision)
         advice.append(answer.left_ms)
     assert [yard.feeds.is_full(step) for step in range(5)] == [True, True, True, True, False]
     assert advice == [0, 138, 138, 0]
     yard.restart()
-    answer = yard.handle(events.StepToldOf(yard.workers[2], 3, ()))
+    answer = yard.handle(events.StepReported(yard.workers[2], 3, ()))
     assert answer == effects.StepDecision((R0, R1))
 
 
@@ -246,7 +233,7 @@ def test_others_are_waited_for_a_little_once_enough_are_there() -> None:
             yard.tell(step, rank, worker=rank)
     yard.now_ms += 180
     assert yard.tell(2, 0) is None
-    answer = yard.handle(events.StepToldOf(yard.workers[1], 2, (R1,)))
+    answer = yard.handle(events.StepReported(yard.workers[1], 2, (R1,)))
     assert answer == effects.StepDecision(None, again_ms=20)
     assert not yard.wanted(effects.Persist)
     yard.now_ms += 19
@@ -275,7 +262,7 @@ def test_contributions_that_cannot_be_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="logical rank 3"):
         yard.tell(0, 0, 3)
     plain = Yard(JobSettings(partitions=2, workers_expected=3))
-    for event in (events.StepToldOf(plain.workers[0], 0, (R0,)), events.MakeUpAsked(plain.workers[0], 0, 0)):
+    for event in (events.StepReported(plain.workers[0], 0, (R0,)), events.MakeupRequested(plain.workers[0], 0, 0)):
         with pytest.raises(InvalidRequest, match="has no backup workers"):
             plain.handle(event)
 
@@ -288,7 +275,7 @@ def test_job_that_has_stopped_opens_no_data_set_behind_one_that_is_not_made_up_f
     yard.tell(0, 0, 1)
     with pytest.raises(NotReady, match="data set 1 begins when"):
         yard.handle(events.FeedOpened(worker, 1, feed_of(12)))
-    yard.handle(events.StopAsked(worker, "", "enough"))
+    yard.handle(events.StopRequested(worker, "", "enough"))
     with pytest.raises(NotReady):
         yard.handle(events.FeedOpened(worker, 1, feed_of(12)))
     for each in yard.workers:
@@ -494,7 +481,7 @@ def test_the_mean_of_the_members_is_clipped() -> None:
         give(partition, rank, 0, float(rank))
     assert partition.gathered(0) is None
     decide(partition, 0, 0, 2)
-    assert partition.gathered(0) == Gathered(verdicts.PARTITION, 0, 8.0)
+    assert partition.gathered(0) == GatheredPart(verdicts.PARTITION, 0, 8.0)
     decide(partition, 0, 0, 2)
     assert give(partition, 1, 0, 1.0) is Outcome.DROPPED
     partition.take_verdict(StepVerdict(0, 100.0, (R0, R2)), verdicts.current)
@@ -502,7 +489,7 @@ def test_the_mean_of_the_members_is_clipped() -> None:
 
 
 def test_waits_name_the_verdict_then_the_members() -> None:
-    gate: Gate[verdicts.Word] = Gate(PartitionId(1), 3, backup_workers=1)
+    gate: StepGate[verdicts.Word] = StepGate(PartitionId(1), 3, backup_workers=1)
     assert gate.awaits_members
     gate.record(R0, verdicts.Word())
     assert gate.name_members((R0, R2)) == (R1,)

@@ -44,7 +44,7 @@ from harness import (  # noqa: E402
 from harness.delays import Delays  # noqa: E402
 from harness.machine import cpu_seconds, loopback_bytes, machine_facts  # noqa: E402
 from harness.programs import ProgramFailed, Programs  # noqa: E402
-from shardyard_ps_server.stale import Stale  # noqa: E402
+from shardyard_ps_server.partition.staleness import Staleness  # noqa: E402
 from sides.consistency_shardyard import Worker  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
@@ -495,13 +495,13 @@ def test_share_that_comes_back_is_of_what_was_lost_and_nothing_where_little_was(
 def test_workers_that_take_turns_are_as_late_as_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stale, "STEPS", 8)
     counted: Counter[tuple[int, bool]] = Counter()
-    real = Stale.count
+    real = Staleness.count
 
-    def count(lateness: Stale, base: Any, staleness: int, *, compensated: bool) -> None:
+    def count(lateness: Staleness, base: Any, staleness: int, *, compensated: bool) -> None:
         counted[staleness, compensated] += 1
         real(lateness, base, staleness, compensated=compensated)
 
-    monkeypatch.setattr(Stale, "count", count)
+    monkeypatch.setattr(Staleness, "count", count)
     found = stale.train(0, 3, stale.SETTINGS["delay_compensation"])
     assert 0 <= found["accuracy_percent"] <= 100
     partitions = counted[0, True]

@@ -15,12 +15,12 @@ import torch
 
 from shardyard.checkpoints import best as bests
 from shardyard.checkpoints.best import BestFolder, BestManifest
-from shardyard.checkpoints.storage import Written, open_storage
-from shardyard.checkpoints.tensors import Array
-from shardyard.ground import failpoints
-from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
-from shardyard.ground.types import JobId
-from shardyard_launcher.command_line import main
+from shardyard.domain import failpoints
+from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
+from shardyard.domain.ids import JobId
+from shardyard.storage.storage import Written, open_storage
+from shardyard.storage.tensors import Array
+from shardyard_launcher.cli import main
 
 JOB = JobId(1 << 32 | 2)
 WRITTEN = Written(9, "0" * 64)

@@ -9,23 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PushPart,
-    VariableKind,
-    VariableSpec,
-    aligned_bytes,
-)
-from shardyard_ps_server import blocks as blocks_module
-from shardyard_ps_server.blocks import Blocks, Contribution
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pushes import PushPart
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_ps_server.partition import dense_state as blocks_module
+from shardyard_ps_server.partition.dense_state import Contribution, DenseState
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 Values = Mapping[str, Sequence[float]]
 SGD = (make_group("sgd", {"lr": 1.0}),)
@@ -40,7 +32,7 @@ def buffer(name: str, length: int, dtype: DType) -> VariableSpec:
 
 
 class OnePartition:
-    """Variables of one partition, each one block, under the Blocks that are tried."""
+    """Variables of one partition, each one block, under the DenseState that are tried."""
 
     def __init__(self, *variables: VariableSpec, kind: str = "sgd", groups: blocks_module.Groups = SGD) -> None:
         self.variables = variables
@@ -50,7 +42,7 @@ class OnePartition:
             laid.append(Block(index, 0, spec.elements, position))
             position += aligned_bytes(spec.payload_bytes)
         self.layout = PartitionLayout(PartitionId(0), position, tuple(laid))
-        self.blocks = Blocks(JobLayout(variables, OptimizerSpec(kind, groups), (self.layout,)), self.layout)
+        self.blocks = DenseState(JobLayout(variables, OptimizerSpec(kind, groups), (self.layout,)), self.layout)
         self.values = aligned_empty(position)
         self.values[:] = 0
 

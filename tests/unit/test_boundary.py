@@ -7,13 +7,13 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from shardyard_worker.boundary import Boundary
+from shardyard_worker.compression.push_boundary import PushBoundary
 
 DEADLINE_S = 10.0
 
 
 def test_what_is_wanted_between_pushes_is_done_at_once() -> None:
-    between = Boundary()
+    between = PushBoundary()
     assert between.when_free(lambda: 3).result(timeout=DEADLINE_S) == 3
     between.begin()
     between.end()
@@ -21,7 +21,7 @@ def test_what_is_wanted_between_pushes_is_done_at_once() -> None:
 
 
 def test_what_is_wanted_in_the_midst_of_a_push_is_done_when_it_has_ended_in_order() -> None:
-    between, done = Boundary(), list[str]()
+    between, done = PushBoundary(), list[str]()
     between.begin()
     first = between.when_free(lambda: done.append("first"))
     between.when_free(lambda: done.append("second"))
@@ -32,7 +32,7 @@ def test_what_is_wanted_in_the_midst_of_a_push_is_done_when_it_has_ended_in_orde
 
 
 def test_push_that_was_never_ended_is_over_when_the_next_begins() -> None:
-    between, done = Boundary(), list[str]()
+    between, done = PushBoundary(), list[str]()
     between.begin()
     between.when_free(lambda: done.append("between"))
     between.begin()
@@ -42,7 +42,7 @@ def test_push_that_was_never_ended_is_over_when_the_next_begins() -> None:
 
 
 def test_push_that_begins_waits_for_what_is_being_done() -> None:
-    between, order = Boundary(), list[str]()
+    between, order = PushBoundary(), list[str]()
     begun, release = threading.Event(), threading.Event()
 
     def copy() -> None:
@@ -61,7 +61,7 @@ def test_push_that_begins_waits_for_what_is_being_done() -> None:
 
 
 def test_what_fails_is_told_to_who_wanted_it_and_not_to_who_trains() -> None:
-    between = Boundary()
+    between = PushBoundary()
     between.begin()
     wanted = between.when_free(lambda: 1 // 0)
     between.end()
@@ -70,7 +70,7 @@ def test_what_fails_is_told_to_who_wanted_it_and_not_to_who_trains() -> None:
 
 
 def test_nothing_is_done_once_the_worker_has_left() -> None:
-    between = Boundary()
+    between = PushBoundary()
     between.begin()
     waiting = between.when_free(lambda: 1)
     between.close()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shardyard.ground.types import Consistency, ConsistencyMode
-from shardyard_worker.bounded import BoundedStrategy
-from shardyard_worker.router import MapChanged, Wish
+from shardyard.domain.consistency import Consistency, ConsistencyMode
+from shardyard_worker.consistency.bounded import BoundedStrategy
+from shardyard_worker.exchange.server_group import MapChanged, PullSpec
 
 
 class Servers:
@@ -33,7 +33,7 @@ class Servers:
     def abandon_pull(self) -> None:
         """Nothing was begun."""
 
-    def pull(self, _: Wish) -> Any:
+    def pull(self, _: PullSpec) -> Any:
         return SimpleNamespace(clock=0, missing=(), ahead=None, version_max=0)
 
 

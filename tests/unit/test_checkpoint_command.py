@@ -16,12 +16,14 @@ from shardyard.checkpoints import manifest as manifests
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.checkpoints.storage import LocalStorage
-from shardyard.ground import failpoints
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import DType, JobId, OptimizerSpec, UpdateMode, VariableKind, VariableSpec, Version
-from shardyard_coordinator.placement import plan
-from shardyard_launcher.command_line import main
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import JobId, Version
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.storage.storage import LocalStorage
+from shardyard_coordinator.placement.placement import plan
+from shardyard_launcher.cli import main
 
 DEFAULT_URL = ".shardyard/coordinator/checkpoints"
 

@@ -18,34 +18,19 @@ import safetensors.numpy
 import safetensors.torch
 
 from shardyard.checkpoints import manifest as manifests
-from shardyard.checkpoints import partition_file, tensors
-from shardyard.checkpoints.documents import canonical
+from shardyard.checkpoints import partition_file
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockSource, BlockState, PartitionHead, PartitionState
-from shardyard.checkpoints.storage import LocalStorage, Written
-from shardyard.ground.errors import CheckpointDamaged, InvalidRequest, TooLarge
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    Rank,
-    RankSource,
-    SourceKey,
-    SourceMark,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import CheckpointDamaged, InvalidRequest, TooLarge
+from shardyard.domain.ids import Incarnation, JobId, PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey, SourceMark, WorkerSource
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.storage import tensors
+from shardyard.storage.json_reader import canonical
+from shardyard.storage.storage import LocalStorage, Written
 
 LAYOUT = JobLayout(
     (

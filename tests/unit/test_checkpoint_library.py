@@ -13,33 +13,21 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints import manifest as manifests
-from shardyard.checkpoints import partition_file, tensors
+from shardyard.checkpoints import partition_file
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, Variables
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, Manifest, PartitionEntry, PartitionFile
+from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, PartitionFile, ResidualFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.checkpoints.storage import LocalStorage, Storage, open_storage
-from shardyard.ground import failpoints
-from shardyard.ground.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Rank,
-    RankSource,
-    SourceKey,
-    SourceMark,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
-from shardyard_coordinator.placement import plan
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageUnavailable
+from shardyard.domain.ids import Incarnation, JobId, Rank, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey, SourceMark, WorkerSource
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.storage import tensors
+from shardyard.storage.storage import LocalStorage, Storage, open_storage
+from shardyard_coordinator.placement.placement import plan
 
 JOB = "digits"
 FLIPS = 1_000
@@ -87,7 +75,7 @@ def state(
     return PartitionState(part.partition, Version(1, number), tuple(found), MARKS, Token(4))
 
 
-def manifest_of(number: int, entries: Iterable[PartitionEntry], feedback: tuple[FeedbackFile, ...] = ()) -> Manifest:
+def manifest_of(number: int, entries: Iterable[PartitionEntry], feedback: tuple[ResidualFile, ...] = ()) -> Manifest:
     return Manifest(
         number=number,
         job_name=JOB,
@@ -113,7 +101,7 @@ def write_whole(library: CheckpointLibrary, number: int, *, feedback: bool = Fal
         file = library.write_state(JOB, number, held)
         taken = PartitionFile(file, tuple(range(len(part.blocks))))
         entries.append(PartitionEntry(part.partition, held.version, (taken,)))
-    remembered: tuple[FeedbackFile, ...] = ()
+    remembered: tuple[ResidualFile, ...] = ()
     if feedback:
         remembered = (library.write_feedback(JOB, number, "w-1", REMEMBERED),)
     manifest = manifest_of(number, entries, remembered)
@@ -549,7 +537,7 @@ def test_partition_file_that_is_not_of_its_partition_is_found(library: Checkpoin
 # ---- what workers' error feedback remembers
 
 
-def saved(library: CheckpointLibrary, number: int = 1, **changes: np.ndarray) -> FeedbackFile:
+def saved(library: CheckpointLibrary, number: int = 1, **changes: np.ndarray) -> ResidualFile:
     return library.write_feedback(JOB, number, "w-1", REMEMBERED | changes)
 
 
@@ -595,10 +583,10 @@ def test_what_no_variable_of_the_job_can_have_is_found_before_memory_is_asked_fo
 def test_another_workers_file_and_another_format_are_found(folder: CheckpointLibrary) -> None:
     file = saved(folder)
     with pytest.raises(CheckpointDamaged, match="is of worker 'w-1'; expected 'w-2'"):
-        folder.load_feedback(JOB, FeedbackFile("w-2", file.file), LAYOUT)
+        folder.load_feedback(JOB, ResidualFile("w-2", file.file), LAYOUT)
     held = folder.write_state(JOB, 1, state(LAYOUT, 0, seed=1, number=1))
     with pytest.raises(CheckpointDamaged, match="expected 'shardyard-feedback'"):
-        folder.load_feedback(JOB, FeedbackFile("w-1", held), LAYOUT)
+        folder.load_feedback(JOB, ResidualFile("w-1", held), LAYOUT)
 
 
 def test_damage_of_what_a_worker_remembers_is_found_and_named(folder: CheckpointLibrary, tmp_path: Path) -> None:

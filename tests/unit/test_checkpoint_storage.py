@@ -19,32 +19,24 @@ import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from shardyard.checkpoints import storage as storages
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.checkpoints.storage import PIECE_BYTES, LocalStorage, Storage, Written, open_storage, write_file
-from shardyard.ground import failpoints
-from shardyard.ground.errors import (
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigurationError,
     InvalidRequest,
     StorageUnavailable,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    UpdateMode,
-    VariableSpec,
-    Version,
-)
+from shardyard.domain.ids import JobId, PartitionId, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.storage import storage as storages
+from shardyard.storage.storage import PIECE_BYTES, LocalStorage, Storage, Written, open_storage, write_file
 
 BUCKET = "checkpoints"
 MOTO = """
@@ -424,7 +416,7 @@ def test_process_killed_at_any_place_leaves_the_former_file_or_the_new_one(
     step: str, when: str, tmp_path: Path
 ) -> None:
     write_file(tmp_path / "file", [b"former"])
-    code = "import sys; from pathlib import Path; from shardyard.checkpoints.storage import write_file\n"
+    code = "import sys; from pathlib import Path; from shardyard.storage.storage import write_file\n"
     code += "write_file(Path(sys.argv[1]), [b'newest'])"
     environment = {**os.environ, failpoints.VARIABLE: f"storage.{when}_{step}=exit"}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], env=environment, timeout=60)

@@ -29,10 +29,10 @@ from shardyard.codecs import (
     parse_push_rules,
     warm_codecs,
     warm_decoders,
-    warming,
+    warmup,
 )
-from shardyard.codecs.form import Reader, varint
-from shardyard.ground.compression import (
+from shardyard.codecs.format.form import Reader, varint
+from shardyard.domain.compression import (
     FORMS,
     PULL_KINDS,
     PUSH_KINDS,
@@ -41,9 +41,9 @@ from shardyard.ground.compression import (
     parse_rules,
     sent_count,
 )
-from shardyard.ground.errors import ConfigurationError, MalformedPayload, TooLarge
-from shardyard.ground.limits import BLOCK_ELEMENTS_MAX
-from shardyard.ground.types import DType, VariableKind, VariableSpec
+from shardyard.domain.errors import ConfigurationError, MalformedPayload, TooLarge
+from shardyard.domain.limits import BLOCK_ELEMENTS_MAX
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VECTORS: dict[str, dict[str, str]] = json.loads((GOLDEN / "codecs.json").read_text())
@@ -602,6 +602,6 @@ def test_each_direction_takes_its_own_codecs() -> None:
 
 
 def test_warming_takes_every_codec() -> None:
-    assert {code[0] for code in warming._CODES} == set(CodeId) - {CodeId.RAW, CodeId.ZSTD}
+    assert {code[0] for code in warmup._CODES} == set(CodeId) - {CodeId.RAW, CodeId.ZSTD}
     warm_decoders()
     warm_codecs([*PUSHED, parse_codec("delta")])

@@ -8,22 +8,12 @@ import numpy as np
 import pytest
 
 from shardyard.codecs import RowCode, decode_ids, decode_rows, encode_rows
-from shardyard.ground.errors import MalformedPayload
-from shardyard.ground.types import (
-    DataShardSource,
-    Incarnation,
-    PartitionId,
-    PushName,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    Token,
-    WorkerSource,
-)
-from shardyard_worker.coded_rows import CodedRows, Rounding, TableRows, questions
-from shardyard_worker.distinct import distinct
-from shardyard_worker.training import _work
+from shardyard.domain.errors import MalformedPayload
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
+from shardyard_worker.rows.dedup import unique_ids
+from shardyard_worker.rows.row_codec import EncodedRows, Rounding, TableRows, questions
+from shardyard_worker.training.trainer import _work
 
 DIM = 6
 IDS = np.random.default_rng(0).permutation(np.arange(-40, 60) * 1_000_003)
@@ -35,8 +25,8 @@ def gradient_of(ids: np.ndarray) -> np.ndarray:
 
 def coded(ids: np.ndarray, rounding: Rounding, partitions: int = 1, table: int = 3) -> dict[int, bytes]:
     """What arrives for each id."""
-    found = distinct(ids, partitions)
-    said, pieces = CodedRows([TableRows(table, found, gradient_of(found.ids))], ((1.0,),), rounding).of(
+    found = unique_ids(ids, partitions)
+    said, pieces = EncodedRows([TableRows(table, found, gradient_of(found.ids))], ((1.0,),), rounding).of(
         [PartitionId(number) for number in range(partitions)]
     )
     (one,) = said
@@ -94,7 +84,7 @@ def test_work_is_known_by_its_name_without_the_token() -> None:
 
 @pytest.mark.parametrize("code", list(RowCode))
 def test_answers_are_put_in_their_places(code: RowCode) -> None:
-    found, other = distinct(IDS, 3), distinct(IDS[:9], 3)
+    found, other = unique_ids(IDS, 3), unique_ids(IDS[:9], 3)
     wanted = [(0, found, DIM), (1, other, 2)]
     into = [np.full((found.ids.size, DIM), np.nan, np.float32), np.full((other.ids.size, 2), np.nan, np.float32)]
     rows = [gradient_of(found.ids), gradient_of(other.ids)[:, :2].copy()]
@@ -118,7 +108,7 @@ def test_answers_are_put_in_their_places(code: RowCode) -> None:
 
 
 def test_a_question_names_the_ids_whose_rows_it_has_places_for() -> None:
-    wanted = [(4, distinct(IDS, 3), DIM), (7, distinct(IDS[:9], 3), 2)]
+    wanted = [(4, unique_ids(IDS, 3), DIM), (7, unique_ids(IDS[:9], 3), 2)]
     asked: list[list[int]] = [[], []]
     for question in questions(wanted, [PartitionId(0), PartitionId(2)], 1_500):
         codes, answers = iter(question.codes), iter(question.answers)
@@ -138,7 +128,7 @@ def test_a_question_names_the_ids_whose_rows_it_has_places_for() -> None:
 
 def test_a_question_has_room_for_its_answer_in_any_code() -> None:
     """A row that a code cannot say comes as it is, with the code's head."""
-    found = distinct(IDS, 3)
+    found = unique_ids(IDS, 3)
     for question in questions([(0, found, DIM)], [PartitionId(n) for n in range(3)], 600):
         rows = [np.full((end - begin, DIM), np.inf, np.float32) for _, begin, end in question.answers]
         for code in (RowCode.BF16, RowCode.INT8):

@@ -23,34 +23,36 @@ from rich.console import Console
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest, PartitionEntry, PartitionFile
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.checkpoints.storage import LocalStorage
-from shardyard.ground import errors
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import DType, JobId, OptimizerSpec, PartitionId, UpdateMode, VariableSpec, Version
+from shardyard.config.configuration import Flag, load
+from shardyard.config.settings import JobSettings, MembershipSettings
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import JobId, PartitionId, Version
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableSpec
 from shardyard.runtime.clock import SystemClock
-from shardyard.runtime.configuration import Flag, load
-from shardyard.runtime.settings import JobSettings, MembershipSettings
-from shardyard.transport.channel import GrpcNetwork
-from shardyard.transport.listener import Listener
-from shardyard.transport.peers import Context, Service
-from shardyard.transport.status import to_detail
+from shardyard.storage.storage import LocalStorage
+from shardyard.transport.error_codes import to_detail
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.placement import plan
-from shardyard_coordinator.shell import Coordinator
-from shardyard_launcher import status_view
-from shardyard_launcher.command_line import main
-from shardyard_launcher.options import load_given
-from shardyard_launcher.progress import JobChoice, LiveDisplay, PlainDisplay, progress_line
-from shardyard_launcher.role_process import RoleProcess, RunningRole, tail
-from shardyard_launcher.roles import addresses, exit_status
-from shardyard_launcher.run_folder import run_folder
-from shardyard_launcher.script import launch_environment
-from shardyard_launcher.yard_state import YardState, forget_state, locked, read_state
-from shardyard_worker.agent_report import ShownOutput
+from shardyard_coordinator.placement.placement import plan
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.service import Coordinator
+from shardyard_launcher.cli import main
+from shardyard_launcher.commands import status as status_view
+from shardyard_launcher.commands.roles import addresses, exit_status
+from shardyard_launcher.scripts.progress import JobChoice, LiveDisplay, PlainDisplay, progress_line
+from shardyard_launcher.scripts.script import launch_environment
+from shardyard_launcher.terminal.options import load_given
+from shardyard_launcher.yard.role_process import RoleProcess, RunningRole, tail
+from shardyard_launcher.yard.state_file import YardState, forget_state, locked, read_state
+from shardyard_launcher.yard.temp_folder import run_folder
+from shardyard_worker.agent.error_report import ShownOutput
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +121,7 @@ def coordinator(tmp_path: Path) -> Iterator[str]:
     journal = Journal(tmp_path / "journal")
     network = GrpcNetwork()
     serving = Coordinator(network=network, journal=journal, clock=SystemClock(), membership=MembershipSettings())
-    listener = Listener("127.0.0.1:0", [serving.service], threads=2)
+    listener = GrpcServer("127.0.0.1:0", [serving.service], threads=2)
     try:
         serving.start()
         listener.start()
@@ -212,7 +214,7 @@ def test_checkpoint_is_asked_for_until_it_is_there_or_was_refused(
 
     service = Service("Coordinator")
     service.on(methods.TAKE_CHECKPOINT, take)
-    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
     listener.start()
     try:
         assert main(["checkpoint", "take", "--coordinator", listener.address]) == int(fails)
@@ -244,7 +246,7 @@ def test_stop_waits_until_the_job_has_ended(state: wire.JobState, capsys: pytest
     service = Service("Coordinator")
     service.on(methods.STOP_JOB, stop)
     service.on(methods.STATUS, status)
-    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
     listener.start()
     try:
         code = main(["stop", "digits", "--reason", "tea", "--wait", "--coordinator", listener.address])
@@ -265,7 +267,7 @@ def test_stop_of_a_job_that_stops_already_says_who_told_it(capsys: pytest.Captur
     )
     service = Service("Coordinator")
     service.on(methods.STOP_JOB, lambda request, _: reply)
-    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
     listener.start()
     try:
         assert main(["stop", "--coordinator", listener.address]) == 0
@@ -296,7 +298,7 @@ def test_set_waits_no_longer_for_what_somebody_has_taken_back(capsys: pytest.Cap
     service = Service("Coordinator")
     service.on(methods.SWITCH_CONSISTENCY, switch)
     service.on(methods.STATUS, status)
-    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
     listener.start()
     try:
         code = main(["set", "consistency.mode=bounded", "--wait", "--coordinator", listener.address])
@@ -332,7 +334,7 @@ def test_set_waits_until_all_servers_and_workers_go_by_it(ends: bool, capsys: py
     service = Service("Coordinator")
     service.on(methods.SWITCH_CONSISTENCY, switch)
     service.on(methods.STATUS, status)
-    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
     listener.start()
     what = ["digits", "consistency.mode=bounded", "job.consistency.staleness=3"]
     try:
@@ -361,7 +363,7 @@ def test_set_says_what_is_in_force_already_and_asks_for_nothing_that_was_not_giv
 
     service = Service("Coordinator")
     service.on(methods.SWITCH_CONSISTENCY, switch)
-    listener = Listener("127.0.0.1:0", [service], threads=1)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=1)
     listener.start()
     try:
         assert main(["set", "consistency.staleness=3", "--coordinator", listener.address]) == 0
@@ -443,7 +445,7 @@ def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_line_loads_no_role_before_it_is_needed() -> None:
     code = (
-        "import sys, shardyard_launcher.command_line\n"
+        "import sys, shardyard_launcher.cli\n"
         "heavy = {'grpc', 'torch', 'numpy', 'numba', 'pydantic', 'rich', 'google.protobuf'} & set(sys.modules)\n"
         "sys.exit(repr(heavy) if heavy else 0)"
     )

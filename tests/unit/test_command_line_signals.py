@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from shardyard_launcher.options import StopSignals
+from shardyard_launcher.terminal.options import StopSignals
 
 MEETS_A_WAIT = """
 import os, signal
-from shardyard_launcher.options import StopSignals
+from shardyard_launcher.terminal.options import StopSignals
 
 with StopSignals() as signals:
     # as Event.wait and Event.set hold it, for a moment

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.runtime.waiting import Vigil
-from shardyard_ps_server import compiled_loops, optimizer_loops
-from shardyard_ps_server.compiled_loops import is_marked, mark, once
-from shardyard_ps_server.optimizer_loops import COMPILES, COMPILES_ALWAYS, KIND, load_optimizer_loops
+from shardyard.runtime.waits import WaitRegistry
+from shardyard_ps_server.jit import cache, optimizer_warmup
+from shardyard_ps_server.jit.cache import is_marked, mark, once
+from shardyard_ps_server.jit.optimizer_warmup import COMPILES, COMPILES_ALWAYS, KIND, load_optimizer_loops
 
 DEADLINE_S = 30
 
@@ -29,8 +29,8 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def vigil() -> Iterator[Vigil]:
-    made = Vigil(logger=logging.getLogger("shardyard.server"))
+def vigil() -> Iterator[WaitRegistry]:
+    made = WaitRegistry(logger=logging.getLogger("shardyard.server"))
     yield made
     made.close()
 
@@ -39,8 +39,8 @@ def vigil() -> Iterator[Vigil]:
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each time that a compiler ran, or read what there was: whether it had to compile."""
     found: list[bool] = []
-    monkeypatch.setattr(compiled_loops, "folder_of", lambda _: tmp_path)
-    monkeypatch.setattr(optimizer_loops, "_warm", lambda: found.append(not is_marked(tmp_path, KIND)))
+    monkeypatch.setattr(cache, "folder_of", lambda _: tmp_path)
+    monkeypatch.setattr(optimizer_warmup, "_warm", lambda: found.append(not is_marked(tmp_path, KIND)))
     return found
 
 
@@ -51,12 +51,12 @@ def test_the_mark_is_of_this_source_and_this_compiler_and_of_these_loops(
     mark(tmp_path, KIND)
     assert is_marked(tmp_path, KIND)
     assert not is_marked(tmp_path, "others")
-    monkeypatch.setattr(compiled_loops.llvm, "get_host_cpu_name", lambda: "another")
+    monkeypatch.setattr(cache.llvm, "get_host_cpu_name", lambda: "another")
     assert not is_marked(tmp_path, KIND)
 
 
 def test_servers_that_start_together_compile_once_and_all_say_why_they_take_long(
-    tmp_path: Path, compiled: list[bool], vigil: Vigil
+    tmp_path: Path, compiled: list[bool], vigil: WaitRegistry
 ) -> None:
     told: list[str] = []
     servers = [
@@ -74,10 +74,10 @@ def test_servers_that_start_together_compile_once_and_all_say_why_they_take_long
 
 
 def test_loops_of_a_process_that_died_are_compiled_by_another_one(
-    tmp_path: Path, compiled: list[bool], vigil: Vigil
+    tmp_path: Path, compiled: list[bool], vigil: WaitRegistry
 ) -> None:
     script = (
-        "import sys, pathlib, threading; from shardyard_ps_server.compiled_loops import once\n"
+        "import sys, pathlib, threading; from shardyard_ps_server.jit.cache import once\n"
         "folder = pathlib.Path(sys.argv[1])\n"
         f"once(folder, {KIND!r}, lambda: ((folder / 'begun').touch(), input()), threading.Event())"
     )
@@ -95,7 +95,7 @@ def test_loops_of_a_process_that_died_are_compiled_by_another_one(
 
 
 def test_who_is_told_to_stop_while_another_one_compiles_waits_for_nothing(
-    tmp_path: Path, compiled: list[bool], vigil: Vigil
+    tmp_path: Path, compiled: list[bool], vigil: WaitRegistry
 ) -> None:
     begun, free, stop = threading.Event(), threading.Event(), threading.Event()
 
@@ -118,28 +118,28 @@ def test_who_is_told_to_stop_while_another_one_compiles_waits_for_nothing(
 def test_where_a_folder_takes_no_file_each_process_compiles_and_says_so(
     tmp_path: Path,
     compiled: list[bool],
-    vigil: Vigil,
+    vigil: WaitRegistry,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(compiled_loops, "once", full)
+    monkeypatch.setattr(cache, "once", full)
     load_optimizer_loops(vigil, lambda _: None, threading.Event())
     assert compiled == [True]
     assert "No space left on device" in caplog.text
     told: list[str] = []
-    monkeypatch.setattr(compiled_loops, "folder_of", lambda _: None)
+    monkeypatch.setattr(cache, "folder_of", lambda _: None)
     load_optimizer_loops(vigil, told.append, threading.Event())
     assert compiled == [True, True]
     assert told == [COMPILES_ALWAYS]
 
 
 def test_the_command_compiles_to_disk(tmp_path: Path, compiled: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer_loops.main()
-    optimizer_loops.main()
+    optimizer_warmup.main()
+    optimizer_warmup.main()
     assert compiled == [True]
-    monkeypatch.setattr(compiled_loops, "folder_of", lambda _: None)
+    monkeypatch.setattr(cache, "folder_of", lambda _: None)
     with pytest.raises(SystemExit, match="no folder"):
-        optimizer_loops.main()
+        optimizer_warmup.main()

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from shardyard.ground import limits
-from shardyard.ground.errors import ConfigurationError
-from shardyard.ground.types import ConsistencyMode, StaleRule
-from shardyard.runtime.configuration import (
+from shardyard.config.configuration import (
     PROCESS_VARIABLES,
     SHORT_NAMES,
     Flag,
@@ -24,7 +21,10 @@ from shardyard.runtime.configuration import (
     render_explanation,
     written,
 )
-from shardyard.runtime.settings import JobSettings, Settings, catalogue
+from shardyard.config.settings import JobSettings, Settings, catalogue
+from shardyard.domain import limits
+from shardyard.domain.consistency import ConsistencyMode, StaleRule
+from shardyard.domain.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 KNOWN = catalogue()

@@ -8,42 +8,23 @@ from collections.abc import Callable
 
 import pytest
 
-from shardyard.ground import limits, optimizers
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    MemberRole,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    StaleRule,
-    Term,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard.wire import convert
+from shardyard.domain import limits, optimizers
+from shardyard.domain.consistency import StaleRule, UpdateMode
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, PartitionId, Rank, Term, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.wire import common_messages, layout_messages, lease_messages, pull_messages, push_messages
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
 
 SGD = OptimizerSpec("sgd", (optimizers.make_group("sgd", {"lr": 0.5}),))
-ORDER = PushOrder(
+ORDER = PushHeader(
     caller=Caller(JobId(7), Incarnation(9), Term(1)),
     server=Incarnation(2),
     generation=Generation(1),
@@ -73,7 +54,7 @@ def layout(*partitions: tuple[int, list[tuple[int, int, int, int]]]) -> common.J
             variable(name="mean", dtype=common.DTYPE_FLOAT64, shape=[3], kind=common.VARIABLE_KIND_BUFFER),
             variable(name="void", shape=[0, 4]),
         ],
-        optimizer=convert.optimizer_to_wire(SGD),
+        optimizer=layout_messages.optimizer_to_wire(SGD),
         partitions=[
             common.PartitionLayout(
                 partition=index,
@@ -89,12 +70,12 @@ GOOD = ((64, [(0, 0, 16, 0)]), (128, [(1, 0, 3, 0), (0, 16, 4, 64)]))
 
 
 def test_good_layout_is_taken() -> None:
-    taken = convert.layout_from_wire(layout(*GOOD))
+    taken = layout_messages.layout_from_wire(layout(*GOOD))
     assert isinstance(taken, JobLayout)
     assert taken.variables[0] == VariableSpec("w", DType.FLOAT32, (4, 5))
     assert taken.variables[1].kind is VariableKind.BUFFER
     assert taken.partitions[1] == PartitionLayout(PartitionId(1), 128, (Block(1, 0, 3, 0), Block(0, 16, 4, 64)))
-    assert convert.layout_to_wire(taken) == layout(*GOOD)
+    assert layout_messages.layout_to_wire(taken) == layout(*GOOD)
 
 
 FIRST, SECOND = GOOD
@@ -127,29 +108,29 @@ def test_bad_layout_is_malformed(spoil: Callable[[common.JobLayout], object]) ->
     message = layout(*GOOD)
     spoil(message)
     with pytest.raises(MalformedPayload):
-        convert.layout_from_wire(message)
+        layout_messages.layout_from_wire(message)
 
 
 def test_optimizer_that_needs_whole_variables_gets_no_cut_ones() -> None:
     def of_lamb(*partitions: tuple[int, list[tuple[int, int, int, int]]]) -> common.JobLayout:
         message = layout(*partitions)
         lamb = OptimizerSpec("lamb", (optimizers.make_group("lamb", {}),))
-        message.optimizer.CopyFrom(convert.optimizer_to_wire(lamb))
+        message.optimizer.CopyFrom(layout_messages.optimizer_to_wire(lamb))
         return message
 
     with pytest.raises(MalformedPayload, match="16 elements of variable 'w', which has 20; 'lamb' needs it whole"):
-        convert.layout_from_wire(of_lamb(*GOOD))
+        layout_messages.layout_from_wire(of_lamb(*GOOD))
     # a buffer may be cut, since no optimizer changes it
-    taken = convert.layout_from_wire(of_lamb((192, [(0, 0, 20, 0), (1, 0, 2, 128)]), (64, [(1, 2, 1, 0)])))
+    taken = layout_messages.layout_from_wire(of_lamb((192, [(0, 0, 20, 0), (1, 0, 2, 128)]), (64, [(1, 2, 1, 0)])))
     assert [len(part.blocks) for part in taken.partitions] == [2, 1]
 
 
 def test_layout_beyond_the_limits_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BLOCKS_MAX", 2)
     with pytest.raises(TooLarge, match="3 blocks"):
-        convert.layout_from_wire(layout(*GOOD))
+        layout_messages.layout_from_wire(layout(*GOOD))
     with pytest.raises(TooLarge, match="4097 partitions"):
-        convert.layout_from_wire(layout(*[(0, [])] * (limits.PARTITIONS_MAX + 1)))
+        layout_messages.layout_from_wire(layout(*[(0, [])] * (limits.PARTITIONS_MAX + 1)))
 
 
 @pytest.mark.parametrize(
@@ -168,25 +149,25 @@ def test_layout_beyond_the_limits_is_too_large(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_bad_variable_is_refused(changes: dict[str, object], expected: type[ShardyardError]) -> None:
-    convert.variable_from_wire(variable())
+    layout_messages.variable_from_wire(variable())
     with pytest.raises(expected) as raised:
-        convert.variable_from_wire(variable(**changes))
+        layout_messages.variable_from_wire(variable(**changes))
     assert type(raised.value) is expected
 
 
 def test_variables_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = variable(name="b", kind=common.VARIABLE_KIND_BUFFER, group=5)
-    assert len(convert.variables_from_wire([variable(), buffer], 1)) == 2
+    assert len(layout_messages.variables_from_wire([variable(), buffer], 1)) == 2
     with pytest.raises(InvalidRequest, match="comes twice"):
-        convert.variables_from_wire([variable(), variable()], 1)
+        layout_messages.variables_from_wire([variable(), variable()], 1)
     with pytest.raises(InvalidRequest, match="parameter group 1"):
-        convert.variables_from_wire([variable(group=1)], 1)
+        layout_messages.variables_from_wire([variable(group=1)], 1)
     monkeypatch.setattr(limits, "JOB_BYTES_MAX", 100)
     with pytest.raises(TooLarge, match="160 bytes"):
-        convert.variables_from_wire([variable(), variable(name="v")], 1)
+        layout_messages.variables_from_wire([variable(), variable(name="v")], 1)
     monkeypatch.setattr(limits, "VARIABLES_MAX", 1)
     with pytest.raises(TooLarge, match="2 variables"):
-        convert.variables_from_wire([variable(), variable(name="v")], 1)
+        layout_messages.variables_from_wire([variable(), variable(name="v")], 1)
 
 
 @pytest.mark.parametrize(
@@ -206,20 +187,20 @@ def test_variables_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_bad_optimizer_is_refused(spoil: Callable[[common.OptimizerSpec], object]) -> None:
-    message = convert.optimizer_to_wire(SGD)
-    assert convert.optimizer_from_wire(message) == SGD
+    message = layout_messages.optimizer_to_wire(SGD)
+    assert layout_messages.optimizer_from_wire(message) == SGD
     spoil(message)
     with pytest.raises(InvalidRequest):
-        convert.optimizer_from_wire(message)
+        layout_messages.optimizer_from_wire(message)
 
 
 def test_too_many_parameter_groups_are_too_large() -> None:
     with pytest.raises(TooLarge):
-        convert.groups_from_wire([common.ParameterGroup()] * (limits.GROUPS_MAX + 1))
+        layout_messages.groups_from_wire([common.ParameterGroup()] * (limits.GROUPS_MAX + 1))
 
 
 def spoiled_header(spoil: Callable[[server.PushHeader], object]) -> bytes:
-    message = convert.push_to_wire(ORDER)
+    message = push_messages.push_to_wire(ORDER)
     spoil(message)
     return message.SerializeToString()
 
@@ -259,30 +240,30 @@ def spoiled_header(spoil: Callable[[server.PushHeader], object]) -> bytes:
 def test_bad_push_header_is_refused(
     spoil: Callable[[server.PushHeader], object], expected: type[ShardyardError]
 ) -> None:
-    assert convert.push_from_header(spoiled_header(lambda m: None)) == ORDER
+    assert push_messages.push_from_header(spoiled_header(lambda m: None)) == ORDER
     with pytest.raises(expected) as raised:
-        convert.push_from_header(spoiled_header(spoil))
+        push_messages.push_from_header(spoiled_header(spoil))
     assert type(raised.value) is expected
 
 
 @pytest.mark.parametrize("header", [b"", b"\xff", b"\x0a\x05", b"\x0a\xff\xff\xff\xff\x0f", b"\x00" * 9])
 def test_bytes_that_are_no_header_are_malformed(header: bytes) -> None:
     with pytest.raises(MalformedPayload):
-        convert.push_from_header(header)
+        push_messages.push_from_header(header)
     if header:
         with pytest.raises(MalformedPayload):
-            convert.pulled_from_header(header, ())
+            push_messages.pulled_from_header(header, ())
 
 
 def test_bad_pull_is_refused() -> None:
     good = server.PullRequest(partitions=[0, 1], wait_ms=limits.PULL_WAIT_MS_MAX)
-    assert len(convert.pull_from_wire(good).partitions) == 2
+    assert len(pull_messages.pull_from_wire(good).partitions) == 2
     with pytest.raises(MalformedPayload, match="twice"):
-        convert.pull_from_wire(server.PullRequest(partitions=[1, 1]))
+        pull_messages.pull_from_wire(server.PullRequest(partitions=[1, 1]))
     with pytest.raises(TooLarge):
-        convert.pull_from_wire(server.PullRequest(partitions=range(limits.PARTITIONS_MAX + 1)))
+        pull_messages.pull_from_wire(server.PullRequest(partitions=range(limits.PARTITIONS_MAX + 1)))
     with pytest.raises(InvalidRequest, match="1001 ms"):
-        convert.pull_from_wire(server.PullRequest(wait_ms=limits.PULL_WAIT_MS_MAX + 1))
+        pull_messages.pull_from_wire(server.PullRequest(wait_ms=limits.PULL_WAIT_MS_MAX + 1))
 
 
 @pytest.mark.parametrize(
@@ -290,54 +271,56 @@ def test_bad_pull_is_refused() -> None:
 )
 def test_bad_rule_for_stale_gradients_is_refused(compensation: float, decay: float) -> None:
     rule = StaleRule(divides_rate=True, compensation=0.5, decay=0.95)
-    message = convert.stale_to_wire(rule)
+    message = common_messages.stale_to_wire(rule)
     assert message is not None
-    assert convert.stale_from_wire(message) == rule
-    assert convert.stale_to_wire(None) is None
+    assert common_messages.stale_from_wire(message) == rule
+    assert common_messages.stale_to_wire(None) is None
     message.compensation, message.decay = compensation, decay
     with pytest.raises(InvalidRequest, match="expected a number from 0"):
-        convert.stale_from_wire(message)
+        common_messages.stale_from_wire(message)
 
 
 def test_bad_answers_are_refused() -> None:
     with pytest.raises(MalformedPayload, match="outcome"):
-        convert.results_from_wire(server.PushReply(parts=[{"outcome": 9}]), [PartitionId(0)])
+        push_messages.results_from_wire(server.PushReply(parts=[{"outcome": 9}]), [PartitionId(0)])
     with pytest.raises(MalformedPayload, match="without a source"):
-        convert.watermarks_from_wire([server.SourceWatermarks()])
+        lease_messages.watermarks_from_wire([server.SourceWatermarks()])
 
 
 def test_partition_map_is_in_order_and_bounded() -> None:
     with pytest.raises(MalformedPayload):
-        convert.map_from_wire(common.PartitionMap(owners=[{"partition": 1}]))
+        layout_messages.map_from_wire(common.PartitionMap(owners=[{"partition": 1}]))
     with pytest.raises(TooLarge):
-        convert.map_from_wire(common.PartitionMap(owners=[{"partition": 0, "address": "a" * 513}]))
+        layout_messages.map_from_wire(common.PartitionMap(owners=[{"partition": 0, "address": "a" * 513}]))
     with pytest.raises(TooLarge):
-        convert.map_from_wire(common.PartitionMap(owners=[common.PartitionOwner()] * (limits.PARTITIONS_MAX + 1)))
+        layout_messages.map_from_wire(
+            common.PartitionMap(owners=[common.PartitionOwner()] * (limits.PARTITIONS_MAX + 1))
+        )
 
 
 def test_too_many_sources_are_too_large() -> None:
     one = server.SourceToken(source={"logical_rank": 1})
-    assert convert.sources_from_wire([one] * 2)[1][0] == SourceKey(RankSource(Rank(1)))
+    assert lease_messages.sources_from_wire([one] * 2)[1][0] == SourceKey(RankSource(Rank(1)))
     with pytest.raises(TooLarge):
-        convert.sources_from_wire([one] * (limits.SOURCES_PER_REQUEST_MAX + 1))
+        lease_messages.sources_from_wire([one] * (limits.SOURCES_PER_REQUEST_MAX + 1))
 
 
 def test_unknown_roles_and_modes_are_malformed() -> None:
     for role in MemberRole:
-        assert convert.role_from_wire(convert.role_to_wire(role)) is role
+        assert common_messages.role_from_wire(common_messages.role_to_wire(role)) is role
     for mode in UpdateMode:
-        assert convert.mode_from_wire(convert.mode_to_wire(mode)) is mode
+        assert common_messages.mode_from_wire(common_messages.mode_to_wire(mode)) is mode
     for number in (0, 99):
         with pytest.raises(MalformedPayload):
-            convert.role_from_wire(number)  # type: ignore[arg-type]
+            common_messages.role_from_wire(number)  # type: ignore[arg-type]
         with pytest.raises(MalformedPayload):
-            convert.mode_from_wire(number)  # type: ignore[arg-type]
+            common_messages.mode_from_wire(number)  # type: ignore[arg-type]
 
 
 def test_long_text_is_too_large() -> None:
-    assert convert.text("abc", "a word", 3) == "abc"
+    assert common_messages.text("abc", "a word", 3) == "abc"
     with pytest.raises(TooLarge, match="a word has 4"):
-        convert.text("abcd", "a word", 3)
+        common_messages.text("abcd", "a word", 3)
 
 
 @pytest.mark.parametrize(
@@ -369,6 +352,8 @@ def test_overflow_is_said_and_heard_where_headers_differ_in_nothing_else() -> No
 
 @pytest.mark.parametrize("kind", [PushKind.EMPTY, PushKind.VALUES, PushKind.NOTHING])
 def test_only_gradients_overflow(kind: PushKind) -> None:
-    header = convert.push_to_wire(dataclasses.replace(ORDER, kind=kind, parts=(), overflow=True)).SerializeToString()
+    header = push_messages.push_to_wire(
+        dataclasses.replace(ORDER, kind=kind, parts=(), overflow=True)
+    ).SerializeToString()
     with pytest.raises(InvalidRequest, match="overflow"):
-        convert.push_from_header(header)
+        push_messages.push_from_header(header)

@@ -13,52 +13,36 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.manifest import FeedbackFile, left_name, worker_name
-from shardyard.checkpoints.storage import Written, open_storage
-from shardyard.ground.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DataShardSource,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PartitionMap,
-    PartitionOwner,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CheckpointSettings
-from shardyard.runtime.waiting import Vigil
+from shardyard.checkpoints.manifest import ResidualFile, left_name, worker_name
+from shardyard.config.settings import CheckpointSettings
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, PartitionMap, PartitionOwner
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey
+from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.storage import Written, open_storage
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard_coordinator import archive as module
-from shardyard_coordinator.archive import Archive
-from shardyard_coordinator.checkpoints import RETRY_MS, CheckpointBook, Draft, Subject, url_of
-from shardyard_coordinator.effects import Base
-from shardyard_coordinator.feedback import FeedbackCollections, Said, Stage, Wanted
+from shardyard_coordinator.core.effects import Base
 from shardyard_coordinator.records import Body, Entry
-from shardyard_coordinator.servers import Servers
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import aligned_empty
+from shardyard_coordinator.service import checkpoint_io as module
+from shardyard_coordinator.service.checkpoint_io import CheckpointIO
+from shardyard_coordinator.service.residual_collection import (
+    ResidualCollections,
+    ResidualReport,
+    ResidualRequest,
+    Stage,
+)
+from shardyard_coordinator.service.server_client import ServerClient
+from shardyard_coordinator.storage.checkpoint_book import RETRY_MS, CheckpointBook, Draft, Subject, url_of
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service.servicer import Servicer
+from shardyard_ps_server.values.versions import aligned_empty
 
 JOB, FIRST, SECOND = JobId(1), Generation(1), Generation(2)
 RATE = (make_group("adam", {"lr": 0.5}),)
@@ -71,13 +55,13 @@ LAYOUT = JobLayout(
 )
 WORKERS = (Incarnation(11), Incarnation(12), Incarnation(13))
 HEARTBEAT_MS = 2_000
-READY, COPIED = Said(Stage.READY), Said(Stage.COPIED)
+READY, COPIED = ResidualReport(Stage.READY), ResidualReport(Stage.COPIED)
 FULL = StorageUnavailable("no space left")
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
 
 
 class Yard:
-    """Servers 1 to 3; the job's partitions lie on the first two, by turns."""
+    """ServerClient 1 to 3; the job's partitions lie on the first two, by turns."""
 
     def __init__(self, mode: UpdateMode) -> None:
         network = InProcessNetwork()
@@ -94,11 +78,11 @@ class Yard:
             self.stores[server].create(JOB, FIRST, LAYOUT, owned, UpdateRules(mode, 2))
             self.stores[server].open(JOB, FIRST)
         self.lease()
-        self.vigil = Vigil()
-        self.servers = Servers(network, Term(5), self.vigil)
+        self.vigil = WaitRegistry()
+        self.servers = ServerClient(network, Term(5), self.vigil)
         self.living = set(WORKERS)
-        self.feedback = FeedbackCollections(lambda _: self.living, self.vigil)
-        self.archive = Archive(self.servers, feedback=self.feedback, heartbeat_ms=HEARTBEAT_MS, now=lambda: NOW)
+        self.feedback = ResidualCollections(lambda _: self.living, self.vigil)
+        self.archive = CheckpointIO(self.servers, feedback=self.feedback, heartbeat_ms=HEARTBEAT_MS, now=lambda: NOW)
         self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
 
     @staticmethod
@@ -122,7 +106,7 @@ class Yard:
                 parts = tuple(PushPart(o.partition, 128 if o.partition in only else 0) for o in owners)
                 name = PushName(SourceKey(source), Token(1), sequence, sequence)
                 caller = Caller(JOB, Incarnation(10))
-                order = PushOrder(caller, server, self.map.generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
+                order = PushHeader(caller, server, self.map.generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
                 payload = aligned_empty(order.payload_bytes)
                 payload.view(np.float64)[:] = np.random.default_rng(sequence).normal(size=len(payload) // 8)
                 store = self.stores[server]
@@ -133,7 +117,7 @@ class Yard:
         for server, owners in self.map.by_server().items():
             owned = tuple(owner.partition for owner in owners)
             caller = Caller(JOB, Incarnation(10))
-            wish = PullWish(caller, server, self.map.generation, owned, 0, exactly=False)
+            wish = PullHeader(caller, server, self.map.generation, owned, 0, exactly=False)
             _, held = self.stores[server].hold(self.stores[server].admit_pull(wish), wish)
             found |= {partition.id: buffer.tobytes() for partition, buffer in held.buffers}
             held.release()
@@ -148,7 +132,7 @@ class Yard:
         base: int = 0,
         keep: int = 3,
         keepers: Collection[Incarnation] = (),
-        left: Collection[FeedbackFile] = (),
+        left: Collection[ResidualFile] = (),
     ) -> int:
         """The step that was written. The number is the one that was asked for."""
         draft = Draft(number, step, {"feeds": number}, Token(1))
@@ -322,7 +306,7 @@ def test_checkpoint_that_the_job_stands_on_is_kept_though_others_are_newer(yard:
 class Worker:
     """Does what it is told by heartbeats, in a thread of its own: `act` is given what is wanted."""
 
-    def __init__(self, yard: Yard, incarnation: Incarnation, act: Callable[[Worker, Wanted], None]) -> None:
+    def __init__(self, yard: Yard, incarnation: Incarnation, act: Callable[[Worker, ResidualRequest], None]) -> None:
         self.yard, self.incarnation, self.act = yard, incarnation, act
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -335,22 +319,22 @@ class Worker:
                 self.act(self, wanted)
                 return
 
-    def say(self, wanted: Wanted, said: Said) -> None:
+    def say(self, wanted: ResidualRequest, said: ResidualReport) -> None:
         self.yard.feedback.report(JOB, self.incarnation, wanted.number, said)
 
-    def write(self, wanted: Wanted) -> Written:
+    def write(self, wanted: ResidualRequest) -> Written:
         state = {"pushes": np.array(int(self.incarnation), np.int64)}
         library = CheckpointLibrary(open_storage(wanted.url))
         return library.write_feedback("ads", wanted.number, worker_name(self.incarnation), state).file.written
 
-    def await_turn(self, wanted: Wanted) -> None:
+    def await_turn(self, wanted: ResidualRequest) -> None:
         while not self.yard.feedback.report(JOB, self.incarnation, wanted.number, READY):
             time.sleep(0.002)
 
-    def save(self, wanted: Wanted) -> None:
+    def save(self, wanted: ResidualRequest) -> None:
         self.await_turn(wanted)
         self.say(wanted, COPIED)
-        self.say(wanted, Said(Stage.ENDED, written=self.write(wanted)))
+        self.say(wanted, ResidualReport(Stage.ENDED, written=self.write(wanted)))
 
     def end(self) -> None:
         self._over.set()
@@ -358,7 +342,7 @@ class Worker:
 
 
 @contextmanager
-def workers(yard: Yard, *acts: Callable[[Worker, Wanted], None]) -> Iterator[list[Worker]]:
+def workers(yard: Yard, *acts: Callable[[Worker, ResidualRequest], None]) -> Iterator[list[Worker]]:
     started = [Worker(yard, each, act) for each, act in zip(WORKERS, acts, strict=False)]
     try:
         yield started
@@ -378,17 +362,17 @@ def remembered(folder: Path, number: int) -> list[str]:
 def test_checkpoint_has_what_workers_remember_and_servers_cut_after_they_have_copied(
     yard: Yard, tmp_path: Path
 ) -> None:
-    def push_copy_push(worker: Worker, wanted: Wanted) -> None:
+    def push_copy_push(worker: Worker, wanted: ResidualRequest) -> None:
         worker.await_turn(wanted)
         yard.push(0)
         worker.say(wanted, COPIED)
         while len(list(tmp_path.rglob("partition-*.safetensors"))) < len(PARTITIONS):
             time.sleep(0.002)
         time.sleep(0.05)  # servers have ended, and this one has not
-        worker.say(wanted, Said(Stage.ENDED, written=worker.write(wanted)))
+        worker.say(wanted, ResidualReport(Stage.ENDED, written=worker.write(wanted)))
 
-    def remember_nothing(worker: Worker, wanted: Wanted) -> None:
-        worker.say(wanted, Said(Stage.ENDED))
+    def remember_nothing(worker: Worker, wanted: ResidualRequest) -> None:
+        worker.say(wanted, ResidualReport(Stage.ENDED))
 
     with workers(yard, push_copy_push, Worker.save, remember_nothing):
         assert yard.take(tmp_path, 1, keepers=WORKERS) == 0
@@ -403,7 +387,7 @@ def test_workers_copy_at_one_time_when_all_have_heard_of_it(yard: Yard, tmp_path
     order: list[str] = []
     late = threading.Event()
 
-    def soon(worker: Worker, wanted: Wanted) -> None:
+    def soon(worker: Worker, wanted: ResidualRequest) -> None:
         assert not yard.feedback.report(JOB, worker.incarnation, wanted.number, READY)
         order.append("heard")
         late.set()
@@ -411,7 +395,7 @@ def test_workers_copy_at_one_time_when_all_have_heard_of_it(yard: Yard, tmp_path
         order.append("copied")
         worker.save(wanted)
 
-    def hear_late(worker: Worker, wanted: Wanted) -> None:
+    def hear_late(worker: Worker, wanted: ResidualRequest) -> None:
         assert late.wait(10)
         order.append("heard")
         worker.save(wanted)
@@ -425,14 +409,14 @@ def test_workers_copy_at_one_time_when_all_have_heard_of_it(yard: Yard, tmp_path
 def test_nobody_is_waited_for_who_leaves_meanwhile(yard: Yard, tmp_path: Path) -> None:
     begun = time.monotonic()
 
-    def leave(worker: Worker, wanted: Wanted) -> None:
+    def leave(worker: Worker, wanted: ResidualRequest) -> None:
         yard.living.discard(worker.incarnation)
 
-    def copy_and_leave(worker: Worker, wanted: Wanted) -> None:
+    def copy_and_leave(worker: Worker, wanted: ResidualRequest) -> None:
         worker.say(wanted, COPIED)
         yard.living.discard(worker.incarnation)
 
-    def write_and_leave(worker: Worker, wanted: Wanted) -> None:
+    def write_and_leave(worker: Worker, wanted: ResidualRequest) -> None:
         worker.save(wanted)
         yard.living.discard(worker.incarnation)
 
@@ -449,12 +433,12 @@ def test_checkpoint_goes_on_without_what_does_not_come_in_time(
     monkeypatch.setattr(module, "HEARTBEATS_TO_HEAR", 0.02)
     monkeypatch.setattr(module, "COPY_WAIT_MS", 50)
 
-    def elsewhere(worker: Worker, wanted: Wanted) -> None:
-        worker.save(Wanted(wanted.number, str(tmp_path / "not the same")))
+    def elsewhere(worker: Worker, wanted: ResidualRequest) -> None:
+        worker.save(ResidualRequest(wanted.number, str(tmp_path / "not the same")))
 
-    def other_length(worker: Worker, wanted: Wanted) -> None:
+    def other_length(worker: Worker, wanted: ResidualRequest) -> None:
         written = worker.write(wanted)
-        worker.say(wanted, Said(Stage.ENDED, written=Written(written.nbytes + 1, written.sha256)))
+        worker.say(wanted, ResidualReport(Stage.ENDED, written=Written(written.nbytes + 1, written.sha256)))
 
     with workers(yard, elsewhere, other_length, lambda worker, wanted: worker.say(wanted, COPIED)):
         yard.take(tmp_path, 1, keepers=WORKERS)
@@ -463,7 +447,9 @@ def test_checkpoint_goes_on_without_what_does_not_come_in_time(
     assert [each.partition("worker ")[2].partition(" ")[0] for each in lacks] == ["11", "12", "13"]
     assert "is not there, in its length" in lacks[0]
     assert "it was not written in time" in lacks[2]
-    with workers(yard, lambda worker, wanted: worker.say(wanted, Said(Stage.ENDED, failure="the disk is full"))):
+    with workers(
+        yard, lambda worker, wanted: worker.say(wanted, ResidualReport(Stage.ENDED, failure="the disk is full"))
+    ):
         yard.take(tmp_path, 2, keepers=WORKERS[:1])
     assert "the disk is full" in caplog.text
 
@@ -471,24 +457,24 @@ def test_checkpoint_goes_on_without_what_does_not_come_in_time(
 def test_what_is_said_of_another_checkpoint_or_by_another_worker_or_twice_is_not_taken(yard: Yard) -> None:
     collections, (one, other, third) = yard.feedback, WORKERS
     first = Written(1, "ab" * 32)
-    with collections.open(JOB, Wanted(3, "here"), [one, other]) as collecting:
-        assert collections.wanted(JOB, one) == Wanted(3, "here")
+    with collections.open(JOB, ResidualRequest(3, "here"), [one, other]) as collecting:
+        assert collections.wanted(JOB, one) == ResidualRequest(3, "here")
         assert collections.wanted(JOB, third) is None
         assert collections.wanted(JobId(2), one) is None
-        with collections.open(JOB, Wanted(4, "here"), [one]):
-            assert collections.wanted(JOB, one) == Wanted(4, "here"), "the newest, where one was given up"
+        with collections.open(JOB, ResidualRequest(4, "here"), [one]):
+            assert collections.wanted(JOB, one) == ResidualRequest(4, "here"), "the newest, where one was given up"
         for job, worker, number in ((JOB, one, 4), (JOB, third, 3), (JobId(2), one, 3)):
             with pytest.raises(NotFound):
                 collections.report(job, worker, number, COPIED)
-        collections.report(JOB, one, 3, Said(Stage.ENDED, written=first))
-        collections.report(JOB, one, 3, Said(Stage.ENDED, written=Written(2, "cd" * 32)))
+        collections.report(JOB, one, 3, ResidualReport(Stage.ENDED, written=first))
+        collections.report(JOB, one, 3, ResidualReport(Stage.ENDED, written=Written(2, "cd" * 32)))
         assert collecting.files == {one: first}
     with pytest.raises(NotFound):
         collections.report(JOB, one, 3, COPIED)
 
 
 def test_coordinator_that_stops_waits_for_nobody(yard: Yard) -> None:
-    with yard.feedback.open(JOB, Wanted(3, "here"), WORKERS) as collecting:
+    with yard.feedback.open(JOB, ResidualRequest(3, "here"), WORKERS) as collecting:
         threading.Timer(0.05, yard.feedback.close).start()
         begun = time.monotonic()
         yard.feedback.await_copies(JOB, collecting, ready_ms=60_000, copied_ms=60_000)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import ConfigurationError, MalformedPayload, NotFound, TooLarge
-from shardyard.ground.types import DataShardSource, SourceKey
-from shardyard.runtime.settings import JobSettings
+from shardyard.config.settings import JobSettings
+from shardyard.domain.errors import ConfigurationError, MalformedPayload, NotFound, TooLarge
+from shardyard.domain.push_names import DataShardSource, SourceKey
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import journal as module
-from shardyard_coordinator.audit import Audited, audited
-from shardyard_coordinator.journal import FILE, Journal, find_audited_job, read_audit
 from shardyard_coordinator.records import Entry
+from shardyard_coordinator.service import journal as module
+from shardyard_coordinator.service.audit import Audited, audited
+from shardyard_coordinator.service.journal import FILE, Journal, find_audited_job, read_audit
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -7,12 +7,13 @@ import itertools
 
 import pytest
 
-from shardyard.ground.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
-from shardyard.ground.limits import SAMPLES_MAX
-from shardyard.ground.types import DataLease, DataShardSource, Incarnation, Token
-from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.feeds import FeedDone, FeedSpec, LeaseWait
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard.domain.errors import FeedConflict, InvalidRequest, NotFound, StaleToken, TooLarge
+from shardyard.domain.ids import Incarnation, Token
+from shardyard.domain.limits import SAMPLES_MAX
+from shardyard.domain.push_names import DataLease, DataShardSource
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.feeds import FeedDone, FeedSpec, LeaseWait
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 A, B = Incarnation(11), Incarnation(12)
 SPEC = FeedSpec(samples=100, fingerprint="f", batch_size=10, epochs=2, shuffle=True, drop_last=False)

@@ -9,40 +9,31 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import (
-    Caller,
-    Consistency,
-    ConsistencyMode,
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, SwitchPoint, UpdateMode
+from shardyard.domain.ids import Caller, Incarnation, MemberRole, PartitionId, Rank, Token, Version
+from shardyard.domain.push_names import (
     DataLease,
     DataShardSource,
-    Durability,
-    Halt,
-    Incarnation,
-    MemberRole,
-    PartitionId,
-    Rank,
     RankSource,
     Source,
     SourceKey,
-    Token,
-    UpdateMode,
-    Version,
     Watermark,
     WorkerSource,
 )
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
-from shardyard.wire import convert
+from shardyard.wire import lease_messages
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.effects import LeaseClosed, SwitchTaken
-from shardyard_coordinator.feeds import FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.origins import Origin
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.quarantine import Condemned
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import LeaseClosed, SwitchTaken
+from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.service import door
+from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec, LeaseWait
+from shardyard_coordinator.work.quarantine import QuarantinedWork
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -121,7 +112,7 @@ def test_data_shards_that_were_begun_are_done_and_no_other_is_begun() -> None:
     first, second = yard.workers
     lease = yard.leased(first)
     assert yard.switch().consistency == Consistency(1, SYNC)
-    assert [yard.halted(each) for each in yard.workers] == [Halt(1, drains=True)] * 2
+    assert [yard.halted(each) for each in yard.workers] == [SwitchPoint(1, drains=True)] * 2
     waiting = yard.lease(second)
     assert isinstance(waiting, LeaseWait)
     assert "to go over to sync" in waiting.waiting_for
@@ -195,18 +186,18 @@ def test_partitions_that_go_back_have_their_work_computed_again_and_the_step_is_
     yard.compute(2)
     yard.switch()
     yard.settle(6)
-    assert yard.told_to_halt(yard.workers[0]) == Halt(1, True, 6, True)
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 6, True)
     yard.register(MemberRole.SERVER, "s:1")
     yard.handle(events.MemberLeft(yard.server, ""))
     yard.tick()
     yard.restored(yard.restoring)
-    assert yard.told_to_halt(yard.workers[0]) == Halt(1, drains=True)
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, drains=True)
     yard.write()
     yard.tick()
     assert yard.mode is UpdateMode.ASYNC, "two data shards are free again"
     yard.compute(2)
     yard.settle(8)
-    assert yard.told_to_halt(yard.workers[0]) == Halt(1, True, 8, True)
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 8, True)
 
 
 def test_job_may_be_told_to_stay_until_it_has_gone_over() -> None:
@@ -218,7 +209,7 @@ def test_job_may_be_told_to_stay_until_it_has_gone_over() -> None:
     assert yard.switch(ASYNC).consistency == Consistency(0, ASYNC)
     assert isinstance(yard.lease(yard.workers[0]), DataLease)
     yard.switch()
-    yard.handle(events.StopAsked(yard.workers[0], "", "enough"))
+    yard.handle(events.StopRequested(yard.workers[0], "", "enough"))
     assert yard.told_to_halt(yard.workers[0]) is None
 
 
@@ -314,7 +305,7 @@ def test_servers_have_heard_it_with_their_partitions_and_workers_with_the_map() 
     yard.restored(restore)
     assert yard.told_to_halt(yard.workers[0]) is None
     placed = yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert (placed.map, placed.consistency) == (restore.map, Consistency(1, SYNC))
     yard.tick()
     assert not yard.wanted(effects.PaceServers)
@@ -369,7 +360,7 @@ def test_job_does_not_go_back_to_a_checkpoint_of_steps_that_it_has_taken_before(
     committed, layout = job.keeping.book.committed, job.deployment.layout
     assert committed is not None
     assert layout is not None
-    origin = Origin(
+    origin = RestorePoint(
         name=JOB.name,
         url="/c",
         number=committed.number - 1,
@@ -411,7 +402,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
     assert yard.machine.snapshot() == yard.machine.snapshot()
     if moment == "given up":
         assert yard.switch().first
-        assert yard.told_to_halt(yard.workers[0]) == Halt(2, drains=True)
+        assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(2, drains=True)
         return
     if moment == "asked":
         yard.settle(9)
@@ -517,14 +508,14 @@ def test_what_is_in_quarantine_stays_there_by_turns() -> None:
     lease = ledger.lease(0, Incarnation(9))
     assert isinstance(lease, DataLease)
     ledger.close(lease.source, Incarnation(9), lease.token, next_sequence=4)
-    ledger.quarantine.add(Condemned(DataShardSource(0, 0, 0), 2, deaths=3))
+    ledger.quarantine.add(QuarantinedWork(DataShardSource(0, 0, 0), 2, deaths=3))
     steps = StepLedger(logical_ranks=2)
     steps.take_over(ledger, 5)
     (listed,) = steps.quarantined()
     assert (listed.epoch, listed.begin, listed.end) == (0, 6, 9)
     assert steps.counts(1, step=5)[0].quarantined == 1
     assert steps.samples_done(step=6) == 12 + 6 - 3
-    steps.quarantine.add(Condemned(RankSource(Rank(1)), 6, deaths=3))
+    steps.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 6, deaths=3))
     samples = [(each.epoch, each.begin, each.end) for each in steps.quarantined()]
     back = DataLedger(batches_per_data_shard=4, workers_expected=1, next_token=lambda: Token(1))
     back.take_over(steps, 7)
@@ -538,7 +529,7 @@ def test_highest_version_is_that_of_all_partitions_and_bounded() -> None:
     def reply(*numbers: int) -> server_wire.ReadLedgerReply:
         key = SourceKey(RankSource(Rank(0)))
         marks = [Watermark(PartitionId(at), 0, Version(1, each)) for at, each in enumerate(numbers)]
-        return server_wire.ReadLedgerReply(sources=convert.watermarks_to_wire([(key, marks)]))
+        return server_wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire([(key, marks)]))
 
     asked = [SourceKey(RankSource(Rank(0)))]
     assert door.highest_version(reply(4, 7), asked, [0, 1]) == 7
@@ -549,8 +540,8 @@ def test_highest_version_is_that_of_all_partitions_and_bounded() -> None:
 
 
 def test_halt_that_drains_travels_as_it_is() -> None:
-    for given in (Halt(3, drains=True), Halt(1, True, 7, True)):
-        assert convert.halt_from_wire(convert.halt_to_wire(given)) == given
+    for given in (SwitchPoint(3, drains=True), SwitchPoint(1, True, 7, True)):
+        assert lease_messages.halt_from_wire(lease_messages.halt_to_wire(given)) == given
 
 
 def test_own_work_of_a_worker_is_of_before_where_there_are_steps() -> None:

@@ -8,25 +8,18 @@ from typing import TypeVar
 
 import pytest
 
-from shardyard.ground.errors import StorageUnavailable
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    ConsistencyMode,
-    DataLease,
-    DType,
-    Generation,
-    Incarnation,
-    MemberRole,
-    OptimizerSpec,
-    Token,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.recovery import Restored
-from shardyard_coordinator.standing import describe
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import StorageUnavailable
+from shardyard.domain.ids import Generation, Incarnation, MemberRole, Token
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import DataLease
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.service.status import describe
+from shardyard_coordinator.storage.recovery import Restored
+from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 
 sys.path.insert(0, str(Path(__file__).parent))
 

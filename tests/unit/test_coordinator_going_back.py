@@ -5,19 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DType,
-    Generation,
-    MemberRole,
-    OptimizerSpec,
-    Token,
-    VariableSpec,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.feeds import FeedOpening, FeedSpec
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.ids import Caller, Generation, MemberRole, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -9,31 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import (
-    Consistency,
-    ConsistencyMode,
-    DataLease,
-    DataShardSource,
-    Durability,
-    Halt,
-    Incarnation,
-    MemberRole,
-    Rank,
-    RankSource,
-    Token,
-    UpdateMode,
-)
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
-from shardyard.wire import convert
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, SwitchPoint, UpdateMode
+from shardyard.domain.ids import Incarnation, MemberRole, Rank, Token
+from shardyard.domain.push_names import DataLease, DataShardSource, RankSource
+from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.effects import SwitchTaken
-from shardyard_coordinator.feeds import FeedDone, FeedSpec
-from shardyard_coordinator.halting import Halting
-from shardyard_coordinator.quarantine import Condemned
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import SwitchTaken
+from shardyard_coordinator.modes.drain import Drain
+from shardyard_coordinator.service import door
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.feeds import FeedDone, FeedSpec
+from shardyard_coordinator.work.quarantine import QuarantinedWork
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -86,14 +76,14 @@ def test_job_goes_over_before_the_first_step_to_which_nobody_has_contributed() -
     yard = Yard()
     taken = yard.switch(BOUNDED, 3)
     assert (taken.first, taken.consistency) == (True, Consistency(1, BOUNDED, 3))
-    assert [yard.told_to_halt(each) for each in yard.workers] == [Halt(1)] * 2
+    assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1)] * 2
     yard.halted(yard.workers[0], 4)
     assert not yard.wanted(effects.ReadSteps), "the other one may contribute to further steps"
     yard.halted(yard.workers[1], 5)
     read = yard.read
     assert [key.source for key in read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
     yard.handle(events.StepsRead(read.job, read.map.generation, 6))
-    assert [yard.told_to_halt(each) for each in yard.workers] == [Halt(1, True, 6)] * 2
+    assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1, True, 6)] * 2
     standing = yard.job()
     assert standing.switch is not None
     assert (standing.switch.step, standing.switch.servers, standing.mode) == (6, False, UpdateMode.SYNC)
@@ -106,7 +96,7 @@ def test_partitions_that_went_back_while_they_were_asked_are_asked_again() -> No
         yard.halted(caller, 3)
     read = yard.read
     yard.handle(events.StepsRead(read.job, type(read.map.generation)(read.map.generation + 1), 3))
-    assert yard.told_to_halt(yard.workers[0]) == Halt(1)
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1)
 
 
 def test_word_of_a_halt_that_was_given_up_does_not_count_for_the_next_one() -> None:
@@ -126,7 +116,7 @@ def test_word_of_a_halt_that_was_given_up_does_not_count_for_the_next_one() -> N
 def test_job_that_is_told_to_stop_ends_as_it_is() -> None:
     yard = Yard()
     yard.switch()
-    yard.handle(events.StopAsked(yard.workers[0], "", "enough"))
+    yard.handle(events.StopRequested(yard.workers[0], "", "enough"))
     assert yard.told_to_halt(yard.workers[0]) is None
     with pytest.raises(errors.InvalidRequest, match="told to stop"):
         yard.switch()
@@ -206,13 +196,13 @@ def test_job_does_not_go_over_with_a_checkpoint_of_an_earlier_step() -> None:
 def test_workers_halt_until_there_is_a_map_and_are_given_none_of_before() -> None:
     yard = Yard()
     restore = yard.go_over(7)
-    assert yard.told_to_halt(yard.workers[0]) == Halt(1, True, 7)
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 7)
     with pytest.raises(errors.NotReady, match="goes over to async"):
         yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
     yard.restored(restore)
     assert yard.told_to_halt(yard.workers[0]) is None
     placed = yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert (placed.map, placed.consistency) == (restore.map, Consistency(1, ASYNC))
     yard.tick()
     assert yard.wanted(effects.TakeCheckpoint), "the newest one is synchronous"
@@ -297,7 +287,7 @@ def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> 
         yard.restored(yard.restoring)
     if moment == "given up":
         assert yard.switch().first
-        assert yard.told_to_halt(yard.workers[0]) == Halt(2)
+        assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(2)
         return
     lease = yard.lease(yard.workers[1])
     assert isinstance(lease, DataLease)
@@ -326,7 +316,7 @@ def test_records_of_a_halt_that_do_not_fit_are_refused() -> None:
 
 
 def test_halts_of_before_are_remembered_by_their_count_alone() -> None:
-    halting = Halting()
+    halting = Drain()
     assert halting.entries() == []
     halting.ask(Consistency(1, ASYNC))
     halting.give_up()
@@ -370,8 +360,8 @@ def test_what_is_in_quarantine_stays_there_batch_by_batch() -> None:
     spec = FeedSpec(60, "f", 3, 2, shuffle=True, drop_last=False, accumulate=2)
     steps = StepLedger(logical_ranks=2)
     steps.open(0, spec)
-    steps.quarantine.add(Condemned(RankSource(Rank(1)), 6, deaths=3))
-    steps.quarantine.add(Condemned(RankSource(Rank(0)), 7, parameter="w", worker=Incarnation(5)))
+    steps.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 6, deaths=3))
+    steps.quarantine.add(QuarantinedWork(RankSource(Rank(0)), 7, parameter="w", worker=Incarnation(5)))
     samples = [(each.epoch, at) for each in steps.quarantined() for at in range(each.begin, each.end)]
     leases = DataLedger(batches_per_data_shard=8, workers_expected=1, next_token=lambda: Token(1))
     leases.take_over(steps, 7)
@@ -384,10 +374,10 @@ def test_what_is_in_quarantine_stays_there_batch_by_batch() -> None:
 
 
 def test_halt_travels_as_it_is_and_is_bounded() -> None:
-    for given in (Halt(3), Halt(1, True, 7)):
-        assert convert.halt_from_wire(convert.halt_to_wire(given)) == given
+    for given in (SwitchPoint(3), SwitchPoint(1, True, 7)):
+        assert lease_messages.halt_from_wire(lease_messages.halt_to_wire(given)) == given
     with pytest.raises(errors.TooLarge):
-        convert.halt_from_wire(wire.Halt(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
+        lease_messages.halt_from_wire(wire.Halt(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
     heard = wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=5))
     assert door.heartbeat(heard).report.halted == (2, 5)
     with pytest.raises(errors.TooLarge):

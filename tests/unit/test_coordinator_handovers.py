@@ -10,31 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path, worker_name
-from shardyard.checkpoints.storage import Written
-from shardyard.ground.errors import ConfigurationError, MalformedPayload, TooLarge
-from shardyard.ground.limits import JOB_BYTES_MAX
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    Durability,
-    Generation,
-    Incarnation,
-    Term,
-    VariableSpec,
-)
-from shardyard.runtime.settings import (
+from shardyard.checkpoints.manifest import FileRef, ResidualFile, feedback_path, worker_name
+from shardyard.config.settings import (
     CheckpointSettings,
     CompressionSettings,
     ConsistencySettings,
     JobSettings,
 )
+from shardyard.domain.consistency import ConsistencyMode, Durability
+from shardyard.domain.errors import ConfigurationError, MalformedPayload, TooLarge
+from shardyard.domain.ids import Caller, Generation, Incarnation, Term
+from shardyard.domain.limits import JOB_BYTES_MAX
+from shardyard.domain.variables import VariableSpec
+from shardyard.storage.storage import Written
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.feedback import Said, Stage, Wanted
-from shardyard_coordinator.handovers import HandOver
-from shardyard_coordinator.placement import plan
-from shardyard_coordinator.progress import Report
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.placement.placement import plan
+from shardyard_coordinator.service import door
+from shardyard_coordinator.service.residual_collection import ResidualReport, ResidualRequest, Stage
+from shardyard_coordinator.storage.residual_handover import Handover
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,9 +44,9 @@ SETTINGS = JobSettings(partitions=2, compression=CODED, checkpoint=CheckpointSet
 ORIGIN = dataclasses.replace(orders.ORIGIN, layout=plan(VARIABLES, orders.SGD, partitions=2, block_bytes=256))
 
 
-def file_of(worker: Incarnation | str, number: int = 1) -> FeedbackFile:
+def file_of(worker: Incarnation | str, number: int = 1) -> ResidualFile:
     name = worker if isinstance(worker, str) else worker_name(worker)
-    return FeedbackFile(name, FileRef(feedback_path(number, name), Written(1_000, "ab" * 32)))
+    return ResidualFile(name, FileRef(feedback_path(number, name), Written(1_000, "ab" * 32)))
 
 
 def run(yard: Yard, workers: int, settings: JobSettings = SETTINGS) -> list[Caller]:
@@ -70,7 +65,7 @@ def run(yard: Yard, workers: int, settings: JobSettings = SETTINGS) -> list[Call
     return callers
 
 
-def commit(yard: Yard, remembered: Sequence[FeedbackFile]) -> effects.TakeCheckpoint:
+def commit(yard: Yard, remembered: Sequence[ResidualFile]) -> effects.TakeCheckpoint:
     """The checkpoint that is under way has what these workers remember."""
     (taking,) = [each for each in yard.effects if isinstance(each, effects.TakeCheckpoint)]
     number = taking.draft.number
@@ -98,9 +93,9 @@ def die(yard: Yard, worker: Caller) -> None:
 def told(yard: Yard, worker: Caller) -> list[tuple[str, bool]]:
     """Whose a worker is told to take up, and whether that is its own; the same by both ways."""
     placed = yard.handle(events.VariablesRegistered(worker, VARIABLES, orders.SGD))
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     beat = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
-    assert isinstance(beat, effects.Standing)
+    assert isinstance(beat, effects.HeartbeatReply)
     assert (beat.feedback, beat.gone_back) == (placed.feedback, placed.gone_back)
     return [(each.file.worker, each.own) for each in beat.feedback]
 
@@ -120,7 +115,7 @@ def test_workers_are_asked_for_what_they_remember_where_the_job_keeps_such_state
     first, second = run(yard, 2)
     assert commit(yard, []).keepers == (first.incarnation,), "the other one has no variables yet"
     yard.handle(events.VariablesRegistered(second, VARIABLES, orders.SGD))
-    yard.handle(events.CheckpointAsked(first, "", 0))
+    yard.handle(events.CheckpointRequested(first, "", 0))
     yard.handle(events.Ticked())
     assert commit(yard, []).keepers == (first.incarnation, second.incarnation)
     plain = Yard()
@@ -174,8 +169,8 @@ def test_next_run_gives_all_to_its_first_worker_whatever_the_numbers_of_the_form
     perhaps(yard, restarts)
     assert told(yard, worker) == [(names[0], False), (names[1], False)]
     handed = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
-    assert isinstance(handed, effects.Standing)
-    assert handed.feedback[0] == HandOver(generation, False, "elsewhere", origin.feedback[0])
+    assert isinstance(handed, effects.HeartbeatReply)
+    assert handed.feedback[0] == Handover(generation, False, "elsewhere", origin.feedback[0])
     assert told(yard, late) == []
     assert take(yard, worker, names[0], generation)
     die(yard, worker)
@@ -235,7 +230,7 @@ def test_job_that_goes_back_to_where_nobody_remembered_anything_says_so(restarts
     generation = restore(yard)
     perhaps(yard, restarts)
     answer = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
-    assert isinstance(answer, effects.Standing)
+    assert isinstance(answer, effects.HeartbeatReply)
     assert (answer.feedback, answer.gone_back) == ((), generation)
     plain = Yard()
     (worker,) = run(plain, 1, orders.SETTINGS)
@@ -244,7 +239,7 @@ def test_job_that_goes_back_to_where_nobody_remembered_anything_says_so(restarts
     plain.register(orders.MemberRole.SERVER, "n:0")
     restore(plain)
     answer = plain.handle(events.HeartbeatReceived(worker.incarnation, Report()))
-    assert isinstance(answer, effects.Standing)
+    assert isinstance(answer, effects.HeartbeatReply)
     assert answer.gone_back == 0, "not a byte more"
 
 
@@ -273,7 +268,7 @@ def test_what_cannot_be_taken_up_is_lost_and_told_and_counted(restarts: str) -> 
     yard.register(orders.MemberRole.SERVER, "n:0")
     generation = restore(yard)
     assert take(yard, worker, worker, generation, "its SHA-256 is wrong")
-    (warning,) = [each.text for each in yard.effects if isinstance(each, effects.Tell) and each.warning]
+    (warning,) = [each.text for each in yard.effects if isinstance(each, effects.LogMessage) and each.warning]
     assert warning.endswith("could not take it up: its SHA-256 is wrong")
     perhaps(yard, restarts)
     assert yard.machine.jobs[-1].residuals.count == 1
@@ -320,11 +315,11 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
 def test_what_a_worker_says_is_checked() -> None:
     caller = {"job": 1, "incarnation": 2}
     said = wire.ReportFeedbackRequest(caller=caller, number=3, stage=3, length=9, sha256=b"\xab" * 32)
-    assert door.feedback_reported(said)[1] == Said(Stage.ENDED, written=Written(9, "ab" * 32))
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=1, length=9))[1] == Said(Stage.READY)
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=2, length=9))[1] == Said(Stage.COPIED)
+    assert door.feedback_reported(said)[1] == ResidualReport(Stage.ENDED, written=Written(9, "ab" * 32))
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=1, length=9))[1] == ResidualReport(Stage.READY)
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=2, length=9))[1] == ResidualReport(Stage.COPIED)
     assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3, failure="full"))[1].failure == "full"
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3))[1] == Said(Stage.ENDED)
+    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3))[1] == ResidualReport(Stage.ENDED)
     for stage in (0, 4):
         with pytest.raises(MalformedPayload, match=f"at stage {stage}"):
             door.feedback_reported(wire.ReportFeedbackRequest(stage=stage))
@@ -338,12 +333,12 @@ def test_what_a_worker_says_is_checked() -> None:
 
 
 def test_heartbeat_brings_what_to_save_and_what_to_take_up() -> None:
-    handed = HandOver(Generation(4), True, "here", file_of("7"))
-    standing = effects.Standing(feedback=(handed,), gone_back=Generation(4))
-    reply = door.heartbeat_reply(standing, Term(1), Wanted(12, "there"))
+    handed = Handover(Generation(4), True, "here", file_of("7"))
+    standing = effects.HeartbeatReply(feedback=(handed,), gone_back=Generation(4))
+    reply = door.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
     assert (reply.save_feedback.number, reply.save_feedback.url, reply.gone_back) == (12, "there", 4)
     (found,) = reply.feedback
     assert (found.generation, found.worker, found.own, found.url) == (4, "7", True, "here")
     assert (found.path, found.length, found.sha256) == (feedback_path(1, "7"), 1_000, b"\xab" * 32)
-    plain = door.heartbeat_reply(effects.Standing(), Term(1))
+    plain = door.heartbeat_reply(effects.HeartbeatReply(), Term(1))
     assert plain.SerializeToString() == wire.HeartbeatReply(term=1).SerializeToString()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import ConfigurationError
-from shardyard_coordinator.journal import FILE, FORMAT, LOCK, TERMS_KEPT, Journal
+from shardyard.domain.errors import ConfigurationError
 from shardyard_coordinator.records import Record
+from shardyard_coordinator.service.journal import FILE, FORMAT, LOCK, TERMS_KEPT, Journal
 
 WAL = FILE + "-wal"
 FLIPS = 1_000

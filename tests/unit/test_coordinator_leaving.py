@@ -9,20 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path, left_name, worker_name
-from shardyard.checkpoints.storage import Written
-from shardyard.ground.errors import ConfigurationError, InvalidRequest, MalformedPayload, NotFound, TooLarge
-from shardyard.ground.limits import JOB_BYTES_MAX
-from shardyard.ground.types import Caller, ConsistencyMode, Durability, Generation, JobId, Term, Token
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard.checkpoints.manifest import FileRef, ResidualFile, feedback_path, left_name, worker_name
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, Durability
+from shardyard.domain.errors import ConfigurationError, InvalidRequest, MalformedPayload, NotFound, TooLarge
+from shardyard.domain.ids import Caller, Generation, JobId, Term, Token
+from shardyard.domain.limits import JOB_BYTES_MAX
+from shardyard.storage.storage import Written
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events, handovers
-from shardyard_coordinator.effects import HandOverVerdict
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.handovers import HOLD_MS, NEVER, Fate
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.standing import describe
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import HandoverVerdict
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.service import door
+from shardyard_coordinator.service.status import describe
+from shardyard_coordinator.storage import residual_handover
+from shardyard_coordinator.storage.residual_handover import HOLD_MS, NEVER, Fate
+from shardyard_coordinator.work.feeds import FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
@@ -49,9 +52,9 @@ STEPS = 2
 NORM = 3.0
 
 
-def left_of(worker: Caller, number: int = 9) -> FeedbackFile:
+def left_of(worker: Caller, number: int = 9) -> ResidualFile:
     name = left_name(worker.incarnation)
-    return FeedbackFile(name, FileRef(feedback_path(number, name), Written(1_000, "cd" * 32)))
+    return ResidualFile(name, FileRef(feedback_path(number, name), Written(1_000, "cd" * 32)))
 
 
 def run(yard: Yard, workers: int, settings: JobSettings = SYNC) -> list[Caller]:
@@ -64,16 +67,16 @@ def run(yard: Yard, workers: int, settings: JobSettings = SYNC) -> list[Caller]:
     return callers
 
 
-def ask(yard: Yard, worker: Caller, file: FeedbackFile | None = None, gone_back: Generation = NEVER) -> HandOverVerdict:
-    verdict = yard.handle(events.HandOverAsked(worker, gone_back, file, NORM if file else 0.0))
-    assert isinstance(verdict, HandOverVerdict)
+def ask(yard: Yard, worker: Caller, file: ResidualFile | None = None, gone_back: Generation = NEVER) -> HandoverVerdict:
+    verdict = yard.handle(events.HandoverRequested(worker, gone_back, file, NORM if file else 0.0))
+    assert isinstance(verdict, HandoverVerdict)
     return verdict
 
 
-def hand_over(yard: Yard, worker: Caller, number: int = 9, gone_back: Generation = NEVER) -> FeedbackFile:
-    assert ask(yard, worker, gone_back=gone_back) == HandOverVerdict(Fate.WRITE, "here")
+def hand_over(yard: Yard, worker: Caller, number: int = 9, gone_back: Generation = NEVER) -> ResidualFile:
+    assert ask(yard, worker, gone_back=gone_back) == HandoverVerdict(Fate.WRITE, "here")
     file = left_of(worker, number)
-    assert ask(yard, worker, file, gone_back) == HandOverVerdict(Fate.HANDED_OVER)
+    assert ask(yard, worker, file, gone_back) == HandoverVerdict(Fate.HANDED_OVER)
     return file
 
 
@@ -89,7 +92,7 @@ def begins(yard: Yard, ms: int = 1_000) -> effects.TakeCheckpoint | None:
 
 
 def begin_checkpoint(yard: Yard, worker: Caller, ms: int = 1_000) -> effects.TakeCheckpoint:
-    yard.handle(events.CheckpointAsked(worker, "", 0))
+    yard.handle(events.CheckpointRequested(worker, "", 0))
     taking = begins(yard, ms)
     assert taking is not None
     return taking
@@ -100,7 +103,7 @@ def lost(yard: Yard) -> tuple[int, float]:
     return job.residuals_lost, job.residual_lost_norm
 
 
-def dropped(yard: Yard) -> list[FeedbackFile]:
+def dropped(yard: Yard) -> list[ResidualFile]:
     return [each.file for each in yard.effects if isinstance(each, effects.DropFeedback)]
 
 
@@ -115,7 +118,7 @@ def test_what_a_worker_that_leaves_has_not_sent_goes_to_the_first_that_goes_on_a
     name = left_name(first.incarnation)
     file = hand_over(yard, first)
     perhaps(yard, restarts)
-    assert ask(yard, first, file) == HandOverVerdict(Fate.HANDED_OVER), "the answer may have been lost"
+    assert ask(yard, first, file) == HandoverVerdict(Fate.HANDED_OVER), "the answer may have been lost"
     assert [told(yard, each) for each in (first, second, third)] == [[], [(name, False)], []]
     leave(yard, first)
     perhaps(yard, restarts)
@@ -178,8 +181,8 @@ def test_nobody_goes_on_where_all_data_is_done(restarts: str) -> None:
     yard.handle(events.LedgerRead(events.LeaseReturned(first, 0, None, Token(0)), STEPS))
     perhaps(yard, restarts)
     for worker in (first, second):
-        assert ask(yard, worker) == HandOverVerdict(Fate.UNWANTED)
-        assert ask(yard, worker, left_of(worker)) == HandOverVerdict(Fate.UNWANTED)
+        assert ask(yard, worker) == HandoverVerdict(Fate.UNWANTED)
+        assert ask(yard, worker, left_of(worker)) == HandoverVerdict(Fate.UNWANTED)
         leave(yard, worker)
     assert lost(yard) == (0, 0.0), "as where no worker goes on"
     assert not [each for each in yard.persisted if each.kind == "feedback_handed_over"]
@@ -189,7 +192,7 @@ def test_nobody_goes_on_behind_the_step_at_which_the_job_was_told_to_stop(restar
     yard = Yard()
     first, second = run(yard, 2)
     job = yard.machine.jobs[0]
-    yard.handle(events.StopAsked(first, "", "good enough"))
+    yard.handle(events.StopRequested(first, "", "good enough"))
     for worker in (first, second):
         yard.handle(events.HeartbeatReceived(worker.incarnation, Report(step=5, reached=6)))
     assert job.deployment.map is not None
@@ -226,7 +229,7 @@ def test_while_a_checkpoint_is_taken_a_worker_that_leaves_waits_and_nothing_chan
     file = hand_over(yard, first)
     taking = begin_checkpoint(yard, second, ms=HOLD_MS)
     assert taking.left == (file,)
-    assert ask(yard, third) == HandOverVerdict(Fate.WAIT, "here")
+    assert ask(yard, third) == HandoverVerdict(Fate.WAIT, "here")
     assert ask(yard, third, left_of(third)).fate is Fate.WAIT
     assert told(yard, second) == []
     assert not take(yard, second, left_name(first.incarnation), NEVER)
@@ -240,7 +243,7 @@ def test_while_a_checkpoint_is_taken_a_worker_that_leaves_waits_and_nothing_chan
 def test_no_checkpoint_is_begun_before_it_is_taken_up_but_after_a_while() -> None:
     yard = Yard()
     first, second, _ = run(yard, 3)
-    yard.handle(events.CheckpointAsked(second, "", 0))
+    yard.handle(events.CheckpointRequested(second, "", 0))
     assert ask(yard, first).fate is Fate.WRITE
     assert begins(yard, HOLD_MS - 1) is None, "it writes"
     file = left_of(first)
@@ -255,7 +258,7 @@ def test_checkpoint_is_begun_as_soon_as_it_is_taken_up_and_lacks_nothing(restart
     yard = Yard()
     first, second, _ = run(yard, 3)
     hand_over(yard, first)
-    yard.handle(events.CheckpointAsked(second, "", 0))
+    yard.handle(events.CheckpointRequested(second, "", 0))
     assert begins(yard) is None
     assert take(yard, second, left_name(first.incarnation), NEVER)
     perhaps(yard, restarts)
@@ -280,8 +283,8 @@ def test_file_that_may_have_been_pruned_meanwhile_is_written_again() -> None:
     taking = begin_checkpoint(yard, second)
     number = taking.draft.number
     yard.handle(events.CheckpointTaken(second.job, number, number, 0))
-    assert ask(yard, first, left_of(first, number)) == HandOverVerdict(Fate.WRITE, "here")
-    assert ask(yard, first, left_of(first, number + 1)) == HandOverVerdict(Fate.HANDED_OVER)
+    assert ask(yard, first, left_of(first, number)) == HandoverVerdict(Fate.WRITE, "here")
+    assert ask(yard, first, left_of(first, number + 1)) == HandoverVerdict(Fate.HANDED_OVER)
 
 
 @pytest.mark.parametrize("step", [0, 5])
@@ -428,7 +431,7 @@ def test_file_is_left_alone_while_a_manifest_may_be_written_that_names_it() -> N
 
 
 def test_only_so_much_is_kept_for_who_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handovers, "LEFT_MAX", 2)
+    monkeypatch.setattr(residual_handover, "LEFT_MAX", 2)
     yard = Yard()
     callers = run(yard, 5)
     for worker in callers[:2]:
@@ -520,7 +523,7 @@ def test_what_a_worker_says_is_checked() -> None:
     said = {"caller": caller, "gone_back": 5, "number": 9, "length": 1_000, "sha256": b"\xcd" * 32, "norm": 3.0}
     asked = door.hand_over_asked(wire.HandOverFeedbackRequest(**said))
     worker = Caller(JobId(1), asked.caller.incarnation)
-    assert asked == events.HandOverAsked(worker, Generation(5), left_of(worker), 3.0)
+    assert asked == events.HandoverRequested(worker, Generation(5), left_of(worker), 3.0)
     assert asked.file is not None
     assert asked.file.file.path == "000000000009/worker-2-left.safetensors"
     assert door.hand_over_asked(wire.HandOverFeedbackRequest(caller=caller, length=7)).file is None
@@ -536,9 +539,9 @@ def test_what_a_worker_says_is_checked() -> None:
 
 
 def test_each_fate_has_its_number() -> None:
-    found = {door.hand_over_reply(HandOverVerdict(fate, "there")).fate for fate in Fate}
+    found = {door.hand_over_reply(HandoverVerdict(fate, "there")).fate for fate in Fate}
     assert found == set(wire.FeedbackFate.values()) - {wire.FEEDBACK_FATE_UNSPECIFIED}
-    assert door.hand_over_reply(HandOverVerdict(Fate.WRITE, "there")).url == "there"
+    assert door.hand_over_reply(HandoverVerdict(Fate.WRITE, "there")).url == "there"
 
 
 def test_wait_for_somebody_to_take_it_up_is_shown() -> None:

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import pytest
 
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef
-from shardyard.checkpoints.storage import Written
-from shardyard.ground.errors import (
+from shardyard.checkpoints.manifest import FileRef, ResidualFile
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, Durability, UpdateMode
+from shardyard.domain.errors import (
     CheckpointDamaged,
     LogDamaged,
     NotFound,
@@ -22,32 +23,19 @@ from shardyard.ground.errors import (
     StaleGeneration,
     StorageUnavailable,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DType,
-    Durability,
-    Generation,
-    Incarnation,
-    JobId,
-    MemberRole,
-    OptimizerSpec,
-    PartitionId,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.feeds import FeedDone, FeedSpec
-from shardyard_coordinator.origins import Origin
-from shardyard_coordinator.placement import plan
-from shardyard_coordinator.progress import Report
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, PartitionId, Token
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.storage.storage import Written
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.records import Body, DamagedRecord
-from shardyard_coordinator.recovery import SERVER_GRACE_MS
-from shardyard_coordinator.trails import Owner, Trails
+from shardyard_coordinator.storage.log_owners import LogOwner, LogOwners
+from shardyard_coordinator.storage.recovery import SERVER_GRACE_MS
+from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.work.feeds import FeedDone, FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -132,7 +120,7 @@ class Yard(MachineYard):
 
     def owned(self, caller: Caller, server: Incarnation) -> set[PartitionId]:
         placed = self.variables(caller)
-        assert isinstance(placed, effects.Placed)
+        assert isinstance(placed, effects.VariablesPlaced)
         return {owner.partition for owner in placed.map.owners if owner.server == server}
 
     def state(self) -> JobState:
@@ -163,8 +151,8 @@ def test_nobody_works_before_the_first_checkpoint(mode: UpdateMode) -> None:
     with pytest.raises(NotReady, match="first checkpoint"):
         yard.variables(other)
     yard.take(caller, 1)
-    assert isinstance(yard.handle(events.VariablesCommitted(caller)), effects.Done)
-    assert isinstance(yard.variables(other), effects.Placed)
+    assert isinstance(yard.handle(events.VariablesCommitted(caller)), effects.Acknowledged)
+    assert isinstance(yard.variables(other), effects.VariablesPlaced)
 
 
 def test_the_next_initializer_is_told_before_there_is_a_checkpoint() -> None:
@@ -179,7 +167,7 @@ def test_the_next_initializer_is_told_before_there_is_a_checkpoint() -> None:
     yard.others.remove(caller.incarnation)
     yard.handle(events.WorkersFenced(caller.job, (caller.incarnation,)))
     placed = yard.variables(other)
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert placed.initializer
 
 
@@ -195,14 +183,16 @@ def test_partitions_are_created_with_a_log() -> None:
 
 def begin(yard: Yard, mode: UpdateMode, *, feedback: bool = False) -> Caller:
     """A run that begins with a checkpoint of another one, up to where its partitions are restored."""
-    files = (FeedbackFile("8", FileRef("000000000007/worker-8.safetensors", Written(9, "a" * 64))),) if feedback else ()
+    files = (ResidualFile("8", FileRef("000000000007/worker-8.safetensors", Written(9, "a" * 64))),) if feedback else ()
     ledger = {"entries": [], "closed": 0, "token": 44}
     layout = plan(VARIABLES, SGD, partitions=4, block_bytes=64)
     job, mode_of = JobId((1 << 32) + 5), settings(mode)
     ranks = mode_of.logical_rank_count
     yard.handle(
         events.RestoreOrdered(
-            Origin("default", "/elsewhere", 7, job, 60, mode, ranks, 99, layout, ledger, Token(44), Token(0), 0, files)
+            RestorePoint(
+                "default", "/elsewhere", 7, job, 60, mode, ranks, 99, layout, ledger, Token(44), Token(0), 0, files
+            )
         )
     )
     caller = yard.join(mode_of)
@@ -229,7 +219,7 @@ def test_nobody_works_before_the_first_checkpoint_of_a_run_that_began_with_anoth
         yard.handle(events.RestoreCancelled("default"))
     taken = yard.take(caller, 8)
     assert (taken.oldest, taken.logs) == (0, set(yard.servers))
-    assert isinstance(yard.variables(caller), effects.Placed)
+    assert isinstance(yard.variables(caller), effects.VariablesPlaced)
     with pytest.raises(NotFound, match="nothing was ordered"):
         yard.handle(events.RestoreCancelled("default"))
 
@@ -261,7 +251,7 @@ def test_run_that_began_with_a_checkpoint_begins_again_if_a_server_dies_before_i
     with pytest.raises(NotReady, match="begins when its first checkpoint is written"):
         yard.variables(caller)
     assert yard.take(caller, 9).logs == set(yard.servers)
-    assert isinstance(yard.variables(caller), effects.Placed)
+    assert isinstance(yard.variables(caller), effects.VariablesPlaced)
     # from here on the logs have it
     lost, last = yard.owned(caller, yard.servers[0]), yard.servers[0]
     yard.kill(last)
@@ -278,7 +268,7 @@ def test_what_nobody_has_taken_up_does_not_keep_a_run_from_beginning(short: bool
     perhaps_restart(yard, short)
     yard.take(caller, 8)
     placed = yard.variables(caller)
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert [each.file.worker for each in placed.feedback] == ["8"]
 
 
@@ -335,7 +325,7 @@ def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoi
         yard.variables(caller)
     yard.handle(events.PartitionsCreated(caller.job, generation))
     placed = yard.variables(caller)
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert placed.initializer, "who gave them gives them again"
     yard.handle(events.VariablesCommitted(caller, generation))
     yard.handle(events.PartitionsOpened(caller.job))
@@ -343,7 +333,7 @@ def test_first_values_are_given_again_if_a_server_dies_before_the_first_checkpoi
     yard.handle(events.PartitionsOpened(caller.job, generation))
     assert yard.state() is JobState.RUNNING
     assert yard.take(caller, 3).logs == {kept, fresh}
-    assert isinstance(yard.handle(events.VariablesCommitted(caller, generation)), effects.Done)
+    assert isinstance(yard.handle(events.VariablesCommitted(caller, generation)), effects.Acknowledged)
 
 
 def test_first_values_that_are_in_a_checkpoint_are_not_given_again_when_partitions_move(short: bool | None) -> None:
@@ -354,7 +344,7 @@ def test_first_values_that_are_in_a_checkpoint_are_not_given_again_when_partitio
     perhaps_restart(yard, short)
     yard.servers.append(yard.add_server(HERE))
     restored(yard, caller)
-    assert yard.handle(events.VariablesCommitted(caller, Generation(1))) == effects.Done()
+    assert yard.handle(events.VariablesCommitted(caller, Generation(1))) == effects.Acknowledged()
 
 
 def test_another_worker_gives_first_values_if_who_gave_them_is_gone_too(short: bool | None) -> None:
@@ -372,7 +362,7 @@ def test_another_worker_gives_first_values_if_who_gave_them_is_gone_too(short: b
     yard.variables(other)
     yard.handle(events.PartitionsCreated(caller.job, Generation(2)))
     placed = yard.variables(other)
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert placed.initializer
 
 
@@ -522,11 +512,11 @@ def test_a_long_log_asks_for_a_checkpoint() -> None:
 
 
 def test_logs_needed_are_those_since_the_checkpoint() -> None:
-    trails = Trails(keep=2)
-    trails.begin({P: Owner(FIRST, 0, HERE), Q: Owner(SECOND, 0, HERE)})
+    trails = LogOwners(keep=2)
+    trails.begin({P: LogOwner(FIRST, 0, HERE), Q: LogOwner(SECOND, 0, HERE)})
     trails.commit(1)
     trails.commit(4)
-    trails.move({P: Owner(THIRD, 4, HERE)})
+    trails.move({P: LogOwner(THIRD, 4, HERE)})
     assert trails.of(P, 4) == (FIRST, THIRD)
     assert trails.of(P, 1) == (FIRST, THIRD)
     assert trails.of(Q, 4) == (SECOND,)
@@ -536,15 +526,15 @@ def test_logs_needed_are_those_since_the_checkpoint() -> None:
     assert (trails.oldest, trails.needed) == (4, {FIRST, SECOND, THIRD})
     trails.commit(6)
     assert (trails.oldest, trails.needed) == (5, {SECOND, THIRD})
-    again = Trails(keep=2)
+    again = LogOwners(keep=2)
     ((_, body),) = trails.entries()
     again.restore(Body(json.loads(json.dumps(body))))
     assert again.entries() == trails.entries()
-    trails.begin({P: Owner(FIRST, 5, HERE)})
+    trails.begin({P: LogOwner(FIRST, 5, HERE)})
     assert trails.of(P, 5) == (FIRST,)
 
 
 @pytest.mark.parametrize("owner", [[0, 1, 0], [0, 0, 0, "a"], ["x", 1, 0, "a"], [0, 1, -1, "a"], [0, 1, 0, 7]])
 def test_spoilt_owners_are_refused(owner: list[object]) -> None:
     with pytest.raises(DamagedRecord):
-        Trails(keep=2).restore(Body({"owners": [owner], "kept": []}))
+        LogOwners(keep=2).restore(Body({"owners": [owner], "kept": []}))

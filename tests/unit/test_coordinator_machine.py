@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import (
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
@@ -18,29 +20,18 @@ from shardyard.ground.errors import (
     VariableConflict,
     WorkerFailed,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DType,
-    Incarnation,
-    JobId,
-    MemberRole,
-    OptimizerSpec,
-    RankSource,
-    Token,
-    VariableSpec,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.attendance import LATE_MS
-from shardyard_coordinator.deployment import OPEN_RETRY_MS
-from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.feeds import FeedOpening, FeedSpec
-from shardyard_coordinator.machine import JOBS_ENDED_MAX
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.standing import describe
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Token
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import DataLease, RankSource
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.flows.deployment import OPEN_RETRY_MS
+from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.members.roster import LATE_MS
+from shardyard_coordinator.service.status import describe
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -151,7 +142,7 @@ def test_layout_is_shown_only_when_all_servers_have_their_partitions(yard: Yard)
     yard.handle(events.PartitionsCreated(first.job))
     for caller, initializer in ((first, True), (second, False)):
         placed = yard.variables(caller)
-        assert isinstance(placed, effects.Placed)
+        assert isinstance(placed, effects.VariablesPlaced)
         assert placed.initializer is initializer
 
 
@@ -202,7 +193,7 @@ def test_only_the_initializer_commits(yard: Yard) -> None:
     assert yard.handle(events.VariablesCommitted(first)) is None
     assert len(yard.wanted(effects.OpenPartitions)) == 2
     yard.handle(events.PartitionsOpened(first.job))
-    assert yard.handle(events.VariablesCommitted(first)) == effects.Done()
+    assert yard.handle(events.VariablesCommitted(first)) == effects.Acknowledged()
     assert yard.beat(second.incarnation).job_state is JobState.RUNNING
 
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, ProtocolMismatch, StaleIncarnation, TooLarge
-from shardyard.ground.types import Incarnation, MemberRole, Term
-from shardyard_coordinator.membership import FORMER_MAX, Membership, Registration
+from shardyard.domain.errors import InvalidRequest, ProtocolMismatch, StaleIncarnation, TooLarge
+from shardyard.domain.ids import Incarnation, MemberRole, Term
+from shardyard_coordinator.members.membership import FORMER_MAX, Membership, Registration
 
 WORKER = Registration(MemberRole.WORKER, "", 1, "0.1.0", "box", 7)
 SERVER = Registration(MemberRole.SERVER, "10.0.0.1:7071", 1, "0.1.0", "box", 8)

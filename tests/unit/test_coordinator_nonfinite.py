@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.errors import (
+from shardyard.config.settings import ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain import limits
+from shardyard.domain.consistency import ConsistencyMode, NonFinite, UpdateMode
+from shardyard.domain.errors import (
     InvalidRequest,
     MalformedPayload,
     NonFiniteGradient,
@@ -18,34 +20,19 @@ from shardyard.ground.errors import (
     TooLarge,
     WorkerQuarantined,
 )
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    MemberRole,
-    NonFinite,
-    OptimizerSpec,
-    Rank,
-    RankSource,
-    Source,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    WorkerSource,
-)
-from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
-from shardyard.transport.status import from_detail
-from shardyard.wire import convert
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Rank, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, DataShardSource, RankSource, Source, WorkerSource
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.transport.error_codes import from_detail
+from shardyard.wire import common_messages
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events, standing
-from shardyard_coordinator.effects import JobState, NotFiniteVerdict
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.jobs import Job
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState, NotFiniteVerdict
+from shardyard_coordinator.machine.job import Job
+from shardyard_coordinator.service import door, status
+from shardyard_coordinator.work.feeds import FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -150,13 +137,13 @@ def test_batches_whose_gradient_is_not_finite_do_not_count_and_are_listed_with_t
     assert yard.report(yard.one, SHARD, lease.token, 1) == DECIDED
     assert yard.report(yard.one, SHARD, lease.token, 3, 4) == DECIDED, "a range that was accumulated"
     assert yard.condemned() == [(SHARD, 1), (SHARD, 3), (SHARD, 4)]
-    found = standing.list_quarantined(yard.machine, yard.job_id)
+    found = status.list_quarantined(yard.machine, yard.job_id)
     assert [(each.begin, each.end, each.condemned.parameter, each.condemned.worker) for each in found.batches] == [
         (10, 20, "w", yard.one),
         (30, 40, "w", yard.one),
         (40, 50, "w", yard.one),
     ]
-    shown = standing.describe(yard.machine, 0)
+    shown = status.describe(yard.machine, 0)
     assert [member.not_finite for member in shown.members if member.role is MemberRole.WORKER] == [2, 0]
     assert (shown.jobs[0].not_finite, shown.jobs[0].workers_quarantined) == (2, 0)
     assert any(
@@ -304,7 +291,7 @@ def test_fatal_by_policy_names_worker_step_and_parameter() -> None:
 
 
 def test_job_with_more_of_them_than_can_be_listed_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardyard_coordinator.counting.QUARANTINED_MAX", 1)
+    monkeypatch.setattr("shardyard_coordinator.flows.work_verdicts.QUARANTINED_MAX", 1)
     yard = Yard()
     lease = yard.lease(yard.one)
     assert yard.report(yard.one, SHARD, lease.token, 0) == DECIDED
@@ -364,7 +351,7 @@ SAID: dict[str, object] = {"first": 2, "last": 3, "parameter": "w", "count": 5, 
 
 
 def request(**changes: object) -> wire.ReportNotFiniteRequest:
-    source = convert.source_to_wire(SHARD)
+    source = common_messages.source_to_wire(SHARD)
     return wire.ReportNotFiniteRequest(source=source, token=7, **{**SAID, **changes})  # type: ignore[arg-type]
 
 

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.errors import InvalidRequest, TooLarge
-from shardyard.ground.types import (
-    Block,
-    DType,
-    Generation,
-    Incarnation,
-    OptimizerSpec,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard_coordinator.placement import (
+from shardyard.domain import limits
+from shardyard.domain.errors import InvalidRequest, TooLarge
+from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.layout.layouts import Block
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_coordinator.placement.placement import (
     Server,
     assign,
     fitting_block_bytes,

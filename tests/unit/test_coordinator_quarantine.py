@@ -7,35 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.errors import InvalidRequest, NotFound, StaleIncarnation, StaleToken
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    LeasedSource,
-    MemberRole,
-    OptimizerSpec,
-    Rank,
-    RankSource,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime.settings import ConsistencySettings, DataSettings, JobSettings
-from shardyard_coordinator import effects, events, standing
-from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.effects import BatchVerdict
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.quarantine import QUARANTINED_MAX, Condemned, Quarantine, Suspects
+from shardyard.config.settings import ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain import limits
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
+from shardyard.domain.errors import InvalidRequest, NotFound, StaleIncarnation, StaleToken
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Rank, Term, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, DataShardSource, LeasedSource, RankSource
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import BatchVerdict
+from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.records import Body, DamagedRecord
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.service import status
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.feeds import FeedSpec
+from shardyard_coordinator.work.quarantine import QUARANTINED_MAX, Quarantine, QuarantinedWork, Suspects
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
@@ -306,20 +294,20 @@ def test_list_has_the_samples_by_position() -> None:
         yard.hire()
         yard.kill(worker)
     assert verdict.counts is False
-    listed = standing.list_quarantined(yard.machine, yard.job_id)
+    listed = status.list_quarantined(yard.machine, yard.job_id)
     (batch,) = listed.batches
     assert (batch.feed, batch.epoch, batch.begin, batch.end) == (0, 1, 10, 20)
     assert listed.feeds == ((0, SPEC),)
     (counts,) = yard.machine.jobs[0].feed_counts(1)
     assert counts.quarantined == 1
     with pytest.raises(NotFound):
-        standing.list_quarantined(yard.machine, JobId(77))
+        status.list_quarantined(yard.machine, JobId(77))
 
 
 def test_samples_in_quarantine_are_not_counted() -> None:
     books = DataLedger(batches_per_data_shard=5, workers_expected=1, next_token=lambda: Token(1))
     books.open(0, SPEC)
-    books.quarantine.add(Condemned(DataShardSource(0, 0, 1), 4, 3))
+    books.quarantine.add(QuarantinedWork(DataShardSource(0, 0, 1), 4, 3))
     worker = Incarnation(1)
     done = []
     for _ in range(2):
@@ -330,7 +318,7 @@ def test_samples_in_quarantine_are_not_counted() -> None:
     assert done == [50, 90], "the last batch of the epoch has 5 samples"
     steps = StepLedger(logical_ranks=2)
     steps.open(0, SPEC)
-    steps.quarantine.add(Condemned(RankSource(Rank(1)), 4, 3))
+    steps.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 4, 3))
     assert [steps.samples_done(step=step) for step in (4, 5, 6)] == [80, 90, 110]
     (batch,) = steps.quarantined()
     assert (batch.epoch, batch.begin, batch.end) == (0, 90, 95)
@@ -373,7 +361,7 @@ def test_record_of_a_batch_that_cannot_be_is_refused(changes: dict[str, int]) ->
 def test_checkpoint_lists_what_is_in_quarantine() -> None:
     books = DataLedger(batches_per_data_shard=5, workers_expected=1, next_token=lambda: Token(1))
     books.open(0, SPEC)
-    books.quarantine.add(Condemned(SHARD, 1, 3))
+    books.quarantine.add(QuarantinedWork(SHARD, 1, 3))
     kept = {"entries": [[kind, body] for kind, body in books.entries()]}
     books.reopen(kept)
     assert books.quarantine.has(SHARD, 1)
@@ -384,15 +372,15 @@ def test_checkpoint_lists_what_is_in_quarantine() -> None:
 
 def test_quarantine_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert QUARANTINED_MAX >= 1_000
-    monkeypatch.setattr("shardyard_coordinator.quarantine.QUARANTINED_MAX", 1)
+    monkeypatch.setattr("shardyard_coordinator.work.quarantine.QUARANTINED_MAX", 1)
     found = Quarantine()
     assert not found.full
-    found.add(Condemned(SHARD, 0, 2))
+    found.add(QuarantinedWork(SHARD, 0, 2))
     assert found.full
 
 
 def test_only_so_many_suspects_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardyard_coordinator.quarantine.SUSPECTS_MAX", 2)
+    monkeypatch.setattr("shardyard_coordinator.work.quarantine.SUSPECTS_MAX", 2)
     suspects = Suspects(3)
     sources = [DataShardSource(0, 0, index) for index in range(3)]
     for source in sources:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from shardyard.ground.types import Incarnation, Token
-from shardyard_coordinator.ranks import RankBook
+from shardyard.domain.ids import Incarnation, Token
+from shardyard_coordinator.work.ranks import RankBook
 
 A, B, C, D = (Incarnation(number) for number in (11, 12, 13, 14))
 

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import DType, JobId, MemberRole, OptimizerSpec, VariableSpec
-from shardyard.runtime.settings import JobSettings
+from shardyard.config.settings import JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.ids import JobId, MemberRole
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableSpec
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.effects import Followed, JobState
-from shardyard_coordinator.evaluations import Best, Evaluation
-from shardyard_coordinator.machine import JOBS_ENDED_MAX
-from shardyard_coordinator.readers import END_MS, SILENT_MS
-from shardyard_coordinator.standing import JobStanding, describe
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState, JobView
+from shardyard_coordinator.flows.readers import END_MS, SILENT_MS
+from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX
+from shardyard_coordinator.members.evaluations import Best, Evaluation
+from shardyard_coordinator.service import door
+from shardyard_coordinator.service.status import JobStatus, describe
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -44,9 +47,9 @@ class Yard(MachineYard):
 
     def follow(
         self, reader: bytes = READER, *, job: JobId | None = None, name: str = "", leaves: bool = False
-    ) -> Followed:
+    ) -> JobView:
         answer = self.handle(events.ReaderHeard(job, name, reader, leaves))
-        assert isinstance(answer, Followed)
+        assert isinstance(answer, JobView)
         return answer
 
     def report(self, found: Evaluation = FOUND, best: Best | None = None) -> None:
@@ -71,7 +74,7 @@ class Yard(MachineYard):
         return self.wanted(effects.DropJob)
 
     @property
-    def standing(self) -> JobStanding:
+    def standing(self) -> JobStatus:
         return describe(self.machine, self.now_ms).jobs[-1]
 
 

@@ -11,37 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.errors import ConfigurationError, NotReady, ServerLost, StaleIncarnation, StaleToken
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    MemberRole,
-    OptimizerSpec,
-    Rank,
-    RankLease,
-    Term,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events, layouts, placement
-from shardyard_coordinator.attendance import LATE_MS
-from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.feeds import FeedOpening, FeedSpec, LeaseWait
-from shardyard_coordinator.machine import JOBS_ENDED_MAX, Machine
-from shardyard_coordinator.membership import Registration
-from shardyard_coordinator.progress import Report
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain import limits
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
+from shardyard.domain.errors import ConfigurationError, NotReady, ServerLost, StaleIncarnation, StaleToken
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, MemberRole, Rank, Term, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, RankLease
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX, Machine
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.members.roster import LATE_MS
+from shardyard_coordinator.placement import layout_records, placement
 from shardyard_coordinator.records import Body, Record
-from shardyard_coordinator.standing import describe
+from shardyard_coordinator.service.status import describe
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec, LeaseWait
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -176,10 +164,10 @@ def test_layout_is_never_planned_anew(yard: Yard) -> None:
     record.body["layout"]["partitions"].reverse()  # type: ignore[index]
     record.body["map"]["owners"].reverse()  # type: ignore[index]
     placed = yard.variables(caller)
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     yard.machine = restored(written)
     again = yard.variables(caller)
-    assert isinstance(again, effects.Placed)
+    assert isinstance(again, effects.VariablesPlaced)
     kept = [part.blocks for part in placed.layout.partitions]
     assert [part.blocks for part in again.layout.partitions] == kept[::-1]
     assert [owner.server for owner in again.map.owners] == [owner.server for owner in placed.map.owners][::-1]
@@ -195,14 +183,14 @@ def test_layout_and_map_come_back_to_the_last_offset() -> None:
     layout = placement.plan(variables, OptimizerSpec("sgd", groups), partitions=3, block_bytes=128)
     assert max(block.position for part in layout.partitions for block in part.blocks) > 128
     assert max(block.offset for part in layout.partitions for block in part.blocks) > 0
-    assert layouts.of_record(Body(json.loads(json.dumps(layouts.to_record(layout))))) == layout
+    assert layout_records.of_record(Body(json.loads(json.dumps(layout_records.to_record(layout))))) == layout
     in_time = ExpirySettings(norm_min=0.5, age_ms=70_000, grace_ms=9)
     tables = (TableSettings("steps", 3, expiry=ExpirySettings(age_steps=4)), TableSettings("time", 3, expiry=in_time))
     with_tables = dataclasses.replace(layout, tables=tables)
-    assert layouts.of_record(Body(json.loads(json.dumps(layouts.to_record(with_tables))))) == with_tables
+    assert layout_records.of_record(Body(json.loads(json.dumps(layout_records.to_record(with_tables))))) == with_tables
     servers = [placement.Server(Incarnation(number << 32 | 1), f"s:{number}") for number in range(2)]
     map_ = placement.assign([part.payload_bytes for part in layout.partitions], servers, generation=Generation(4))
-    assert layouts.map_of_record(Body(json.loads(json.dumps(layouts.map_to_record(map_)))), 3) == map_
+    assert layout_records.map_of_record(Body(json.loads(json.dumps(layout_records.map_to_record(map_)))), 3) == map_
 
 
 def test_block_beyond_its_variable_is_refused(yard: Yard) -> None:
@@ -235,7 +223,7 @@ def test_partitions_that_were_being_created_are_created_again(yard: Yard, short:
     assert yard.wanted(effects.CreatePartitions) == first
     yard.handle(events.PartitionsCreated(caller.job))
     placed = yard.variables(caller)
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert placed.initializer
 
 
@@ -263,7 +251,7 @@ def test_committed_values_are_opened_by_the_next_coordinator(yard: Yard, short: 
     with pytest.raises(NotReady, match="opening"):
         yard.handle(events.VariablesCommitted(caller))
     yard.handle(events.PartitionsOpened(caller.job))
-    assert yard.handle(events.VariablesCommitted(caller)) == effects.Done()
+    assert yard.handle(events.VariablesCommitted(caller)) == effects.Acknowledged()
     assert yard.job().state is JobState.RUNNING
 
 
@@ -296,7 +284,7 @@ def test_forgotten_jobs_stay_forgotten_and_their_workers_too(yard: Yard, short: 
     assert [each.job for each in describe(yard.machine, 0).jobs] == shown
     assert caller.job not in shown
     assert next(each.job for each in yard.machine.members if each.incarnation == caller.incarnation) == caller.job
-    assert yard.beat(caller.incarnation) == effects.Standing()
+    assert yard.beat(caller.incarnation) == effects.HeartbeatReply()
 
 
 # ---- workers

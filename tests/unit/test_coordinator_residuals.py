@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import MalformedPayload
-from shardyard.ground.types import Incarnation, MemberRole, Term
-from shardyard.runtime.settings import JobSettings
+from shardyard.config.settings import JobSettings
+from shardyard.domain.errors import MalformedPayload
+from shardyard.domain.ids import Incarnation, MemberRole, Term
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, events, standing
-from shardyard_coordinator.losses import LostResiduals
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.progress import Report
+from shardyard_coordinator.core import events
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
+from shardyard_coordinator.service import door, status
+from shardyard_coordinator.work.losses import LostResiduals
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
 
@@ -36,7 +37,7 @@ class Yard(MachineYard):
         return worker
 
     def lost(self) -> tuple[int, float]:
-        (job,) = standing.describe(self.machine, 0).jobs
+        (job,) = status.describe(self.machine, 0).jobs
         return job.residuals_lost, job.residual_lost_norm
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors
-from shardyard.ground.types import DataShardSource, MemberRole, SourceKey
+from shardyard.domain import errors
+from shardyard.domain.ids import MemberRole
+from shardyard.domain.push_names import DataShardSource, SourceKey
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator import shell
-from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.service import service
+from shardyard_coordinator.service.journal import Journal
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -240,7 +241,7 @@ def test_time_without_a_coordinator_costs_no_lease(lives: Lives) -> None:
 
 
 def test_journal_is_kept_short(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "COMPACT_RECORDS_MIN", 40)
+    monkeypatch.setattr(service, "COMPACT_RECORDS_MIN", 40)
     lives.restart()
     yard = lives.yard
     (worker,) = yard.run_job(ASYNC)
@@ -267,7 +268,7 @@ def test_journal_that_cannot_be_made_shorter_grows(
     def fail(_entries: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(shell, "COMPACT_RECORDS_MIN", 20)
+    monkeypatch.setattr(service, "COMPACT_RECORDS_MIN", 20)
     lives.restart()
     yard = lives.yard
     monkeypatch.setattr(yard.journal, "replace", fail)

@@ -11,21 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import (
-    Caller,
-    DataShardSource,
-    MemberRole,
-    Rank,
-    RankSource,
-    SourceKey,
-)
-from shardyard.runtime.settings import Settings
-from shardyard.transport.channel import GrpcNetwork
-from shardyard.wire import convert, methods
+from shardyard.config.settings import Settings
+from shardyard.domain import errors, limits
+from shardyard.domain.ids import Caller, MemberRole, Rank
+from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import process
-from shardyard_coordinator.journal import Journal
+from shardyard_coordinator.service import process
+from shardyard_coordinator.service.journal import Journal
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -50,9 +44,9 @@ def test_job_runs_from_join_to_finish(yard: Yard) -> None:
     assert not second.joined.chief
     assert first.placed.initializer
     assert not second.placed.initializer
-    layout = convert.layout_from_wire(first.placed.layout)
+    layout = layout_messages.layout_from_wire(first.placed.layout)
     assert len(layout.partitions) == 4
-    map_ = convert.map_from_wire(first.placed.map)
+    map_ = layout_messages.map_from_wire(first.placed.map)
     assert sorted(map_.by_server()) == sorted(yard.servers)
     for fake in yard.servers.values():
         assert [kind for kind, _ in fake.calls] == ["create", "open"]
@@ -173,7 +167,9 @@ def test_exit_reported_by_an_agent_frees_work_at_once(yard: Yard) -> None:
     agent = yard.register(MemberRole.AGENT, "agent:0")
     first.open_feed(samples=10)
     first.lease()
-    request = wire.ReportExitRequest(caller=convert.caller_to_wire(Caller(incarnation=agent)), pid=1, exit_code=-9)
+    request = wire.ReportExitRequest(
+        caller=common_messages.caller_to_wire(Caller(incarnation=agent)), pid=1, exit_code=-9
+    )
     yard.peer().call(methods.REPORT_EXIT, request, timeout_ms=1)
     wait_until(lambda: second.lease().HasField("lease"), "the dead worker's data shard")
 

@@ -7,36 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DType,
-    Generation,
-    Incarnation,
-    MemberRole,
-    OptimizerSpec,
-    PartitionId,
-    Rank,
-    RankSource,
-    SourceKey,
-    Stop,
-    Token,
-    VariableSpec,
-    Version,
-    Watermark,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard.wire import convert
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.consistency import ConsistencyMode, Stop
+from shardyard.domain.ids import Caller, Generation, Incarnation, MemberRole, PartitionId, Rank, Token, Version
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import RankSource, SourceKey, Watermark
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.attendance import LATE_MS
-from shardyard_coordinator.checkpoints import Committed
-from shardyard_coordinator.effects import JobState, StopTaken
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.stopping import Stopping
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState, StopTaken
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.members.roster import LATE_MS
+from shardyard_coordinator.modes.stopping import Stopping
+from shardyard_coordinator.service import door
+from shardyard_coordinator.storage.checkpoint_book import Committed
+from shardyard_coordinator.work.feeds import FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -69,11 +57,11 @@ class Yard(MachineYard):
         return self.join_as(self.register(MemberRole.WORKER), self.settings)
 
     def stop(self, caller: Caller | None = None, reason: str = "") -> StopTaken:
-        answer = self.handle(events.StopAsked(caller, "" if caller else self.settings.name, reason))
+        answer = self.handle(events.StopRequested(caller, "" if caller else self.settings.name, reason))
         assert isinstance(answer, StopTaken)
         return answer
 
-    def say(self, caller: Caller, reached: int | None = None, step: int = 0) -> effects.Standing:
+    def say(self, caller: Caller, reached: int | None = None, step: int = 0) -> effects.HeartbeatReply:
         return self.beat(caller.incarnation, Report(step=step, reached=reached))
 
     def read(self, step: int) -> Stop | None:
@@ -125,9 +113,9 @@ def test_the_first_to_say_so_decides() -> None:
 def test_nobody_stops_a_job_that_is_not_there_or_not_his() -> None:
     yard = Yard(ASYNC)
     with pytest.raises(errors.NotFound, match="no job 'other'"):
-        yard.handle(events.StopAsked(None, "other", ""))
+        yard.handle(events.StopRequested(None, "other", ""))
     with pytest.raises(errors.StaleIncarnation):
-        yard.handle(events.StopAsked(Caller(yard.workers[0].job, Incarnation(99)), "", ""))
+        yard.handle(events.StopRequested(Caller(yard.workers[0].job, Incarnation(99)), "", ""))
     yard.leave(yard.workers[0])
     yard.leave(yard.workers[1])
     with pytest.raises(errors.NotFound, match="is finished"):
@@ -361,7 +349,7 @@ def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
         door.stop_asked(wire.StopJobRequest(reason=long))
     for broken in (wire.Stop(reason=long), wire.Stop(step=limits.SEQUENCE_MAX + 1)):
         with pytest.raises(errors.TooLarge):
-            convert.stop_from_wire(broken)
+            lease_messages.stop_from_wire(broken)
     assert door.heartbeat(wire.HeartbeatRequest()).report.reached is None
     assert door.heartbeat(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.reached == 0
 
@@ -372,7 +360,7 @@ def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
         (first, [Watermark(PartitionId(0), 4, Version(0, 3)), Watermark(PartitionId(1), 5, Version(0, 3))]),
         (second, [Watermark(PartitionId(0), 3, Version(0, 3)), Watermark(PartitionId(1), 3, Version(0, 3))]),
     ]
-    reply = server_wire.ReadLedgerReply(sources=convert.watermarks_to_wire(found))
+    reply = server_wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
     assert door.highest_next(reply, [first, second], [PartitionId(0), PartitionId(1)]) == 5
     for sources, partitions in (([SourceKey(RankSource(Rank(2)))], [0]), ([first], [0, 2])):
         with pytest.raises(errors.MalformedPayload, match="watermarks of"):

@@ -8,22 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.types import (
-    Caller,
-    Consistency,
-    ConsistencyMode,
-    Generation,
-    Incarnation,
-    MemberRole,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
-from shardyard.wire import convert
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.consistency import Consistency, ConsistencyMode
+from shardyard.domain.ids import Caller, Generation, Incarnation, MemberRole
+from shardyard.wire import lease_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import door, effects, events
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.switching import RETRY_MS, SWITCHES_MAX, Switching, settings_of, switched
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.modes.mode_setting import RETRY_MS, SWITCHES_MAX, ModeSetting, settings_of, switched
+from shardyard_coordinator.service import door
+from shardyard_coordinator.work.feeds import FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -113,7 +108,7 @@ def test_job_that_has_no_servers_yet_tells_them_once_they_have_its_partitions() 
     yard = MachineYard()
     yard.register(MemberRole.SERVER, "s:0")
     caller = yard.join_as(yard.register(MemberRole.WORKER), JOB)
-    yard.handle(events.SwitchAsked("", BOUNDED, 2))
+    yard.handle(events.SwitchRequested("", BOUNDED, 2))
     assert not yard.wanted(effects.PaceServers)
     yard.handle(events.VariablesRegistered(caller, VARIABLES, SGD))
     (created,) = yard.wanted(effects.CreatePartitions)
@@ -242,15 +237,15 @@ def test_a_running_job_goes_over_between_sync_async_and_bounded(
 def test_job_that_has_ended_or_is_not_there_is_not_switched() -> None:
     yard = Yard()
     with pytest.raises(errors.NotFound, match="no job 'other'"):
-        yard.handle(events.SwitchAsked("other", BOUNDED, 1))
+        yard.handle(events.SwitchRequested("other", BOUNDED, 1))
     for worker in yard.workers:
         yard.handle(events.MemberLeft(worker.incarnation, ""))
     with pytest.raises(errors.NotFound, match="is finished"):
-        yard.handle(events.SwitchAsked(JOB.name, BOUNDED, 1))
+        yard.handle(events.SwitchRequested(JOB.name, BOUNDED, 1))
 
 
 def test_a_job_is_switched_so_many_times_and_no_more() -> None:
-    switching = Switching(ASYNC, None)
+    switching = ModeSetting(ASYNC, None)
     switching._switch(Consistency(SWITCHES_MAX, ASYNC))
     switching.end(Generation(1), SWITCHES_MAX)
     with pytest.raises(errors.TooLarge, match="was switched"):
@@ -365,18 +360,18 @@ def test_settings_of_a_job_that_was_never_switched_are_its_own() -> None:
 )
 def test_consistency_that_nobody_can_go_by_is_refused(message: wire.Consistency, error: type[Exception]) -> None:
     with pytest.raises(error):
-        convert.consistency_from_wire(message)
+        lease_messages.consistency_from_wire(message)
 
 
 def test_consistency_travels_as_it_is() -> None:
     for given in (Consistency(3, BOUNDED, 0), Consistency(1, ASYNC), Consistency(2, ConsistencyMode.SYNC)):
-        assert convert.consistency_from_wire(convert.consistency_to_wire(given)) == given
+        assert lease_messages.consistency_from_wire(lease_messages.consistency_to_wire(given)) == given
 
 
 def test_what_is_asked_is_bounded_and_says_what_it_leaves_out() -> None:
     long = "x" * (limits.JOB_NAME_CHARACTERS_MAX + 1)
     with pytest.raises(errors.TooLarge, match="a job's name"):
         door.switch_asked(wire.SwitchConsistencyRequest(job_name=long))
-    assert door.switch_asked(wire.SwitchConsistencyRequest()) == events.SwitchAsked("", None, None)
+    assert door.switch_asked(wire.SwitchConsistencyRequest()) == events.SwitchRequested("", None, None)
     asked = wire.SwitchConsistencyRequest(mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=0)
-    assert door.switch_asked(asked) == events.SwitchAsked("", BOUNDED, 0)
+    assert door.switch_asked(asked) == events.SwitchRequested("", BOUNDED, 0)

@@ -9,31 +9,22 @@ from collections.abc import Sequence
 import pytest
 
 from shardyard.checkpoints.manifest import Manifest
-from shardyard.ground import errors
-from shardyard.ground.limits import ACCUMULATE_MAX
-from shardyard.ground.types import (
-    ConsistencyMode,
-    DataLease,
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobId,
-    OptimizerSpec,
-    Rank,
-    RankSource,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain import errors
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
+from shardyard.domain.ids import Incarnation, JobId, Rank, Token
+from shardyard.domain.limits import ACCUMULATE_MAX
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, DataShardSource, RankSource
+from shardyard.domain.variables import DType, VariableSpec
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import archive, door
-from shardyard_coordinator.data_ledger import DataLedger
-from shardyard_coordinator.feeds import FeedOpening, FeedSpec
-from shardyard_coordinator.placement import plan
-from shardyard_coordinator.quarantine import Condemned
+from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard_coordinator.service import checkpoint_io, door
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
+from shardyard_coordinator.work.quarantine import QuarantinedWork
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 WORKER = Incarnation(7)
 
@@ -107,7 +98,7 @@ def test_drop_last_leaves_out_a_step_not_a_round() -> None:
 def test_what_is_in_quarantine_is_listed_by_its_samples(local_steps: int) -> None:
     ledger = StepLedger(logical_ranks=2, local_steps=local_steps)
     ledger.open(0, spec(samples=103, accumulate=2))
-    ledger.quarantine.add(Condemned(RankSource(Rank(1)), 1, 3))
+    ledger.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 1, 3))
     (batch,) = ledger.quarantined()
     # of a round: the second has the steps from 80 on, of which there are two
     assert (batch.begin, batch.end) == ((30, 40) if local_steps == 1 else (100, 103))
@@ -175,7 +166,7 @@ def test_a_run_can_begin_with_a_checkpoint_that_has_a_step_of_any_rank_in_quaran
     settings = JobSettings(consistency=ConsistencySettings(mode=ConsistencyMode.LOCAL, steps=4, logical_ranks=2))
     ledger = StepLedger(logical_ranks=2, local_steps=4)
     ledger.open(0, spec())
-    ledger.quarantine.add(Condemned(RankSource(Rank(1)), 1, 3))
+    ledger.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 1, 3))
     sgd = OptimizerSpec("sgd", ((0.1, 0.0, 0.0, 0.0, 0.0, 0.0),))
     manifest = Manifest(
         number=1,
@@ -190,4 +181,4 @@ def test_a_run_can_begin_with_a_checkpoint_that_has_a_step_of_any_rank_in_quaran
         partitions=(),
         data_ledger={"entries": [list(entry) for entry in ledger.entries()]},
     )
-    assert archive._origin_of(manifest, "/somewhere").logical_ranks == 2
+    assert checkpoint_io._origin_of(manifest, "/somewhere").logical_ranks == 2

@@ -9,28 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DType,
-    Incarnation,
-    MemberRole,
-    OptimizerSpec,
-    Term,
-    VariableSpec,
-)
-from shardyard.runtime import waiting
-from shardyard.runtime.settings import ConsistencySettings, JobSettings
+from shardyard.config.settings import ConsistencySettings, JobSettings
+from shardyard.domain import limits
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.ids import Caller, Incarnation, MemberRole, Term
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.runtime import waits
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.checkpoints import Committed
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.machine import Machine
-from shardyard_coordinator.membership import Registration
-from shardyard_coordinator.progress import Report
-from shardyard_coordinator.standing import describe
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.machine.machine import Machine
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.status import describe
+from shardyard_coordinator.storage.checkpoint_book import Committed
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -84,7 +78,7 @@ class Books:
         for _ in range(0, ms, 100):
             self.now_ms += 100
             for effect in self.machine.handle(events.Ticked(), self.now_ms):
-                if isinstance(effect, effects.Tell) and "wait" in effect.text:
+                if isinstance(effect, effects.LogMessage) and "wait" in effect.text:
                     told.append(effect.text)
         return told
 
@@ -208,7 +202,7 @@ def test_call_to_a_server_that_hangs_is_logged_and_shown(
 ) -> None:
     monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 50)
     monkeypatch.setattr(limits, "SHOW_WAIT_MS", 50)
-    monkeypatch.setattr(waiting, "_VIGIL_MS", 10)
+    monkeypatch.setattr(waits, "_VIGIL_MS", 10)
     server = yard.add_server("server:0")
     worker = yard.add_worker(ASYNC)
     answers = threading.Event()

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from shardyard_ps_server.crew import THREADS_MAX, Crew
+from shardyard_ps_server.hosting.thread_pool import THREADS_MAX, BatchPool
 
 DEADLINE_S = 10.0
 
 
 @pytest.fixture(params=[1, 2, 4])
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    made = Crew(request.param)
+def crew(request: pytest.FixtureRequest) -> Iterator[BatchPool]:
+    made = BatchPool(request.param)
     yield made
     made.close()
 
@@ -32,13 +32,13 @@ def giving(value: int) -> Callable[[], int]:
     return lambda: value
 
 
-def test_results_come_in_the_order_of_the_works(crew: Crew) -> None:
+def test_results_come_in_the_order_of_the_works(crew: BatchPool) -> None:
     for count in (0, 1, 2, 3, 50):
         assert crew.run([giving(number) for number in range(count)]) == list(range(count))
 
 
 def test_works_of_one_call_run_side_by_side() -> None:
-    crew = Crew(3)
+    crew = BatchPool(3)
     barrier = threading.Barrier(3, timeout=DEADLINE_S)
     try:
         assert sorted(crew.run([barrier.wait] * 3)) == [0, 1, 2]
@@ -46,7 +46,7 @@ def test_works_of_one_call_run_side_by_side() -> None:
         crew.close()
 
 
-def test_first_error_in_order_is_raised_after_all_have_ended(crew: Crew) -> None:
+def test_first_error_in_order_is_raised_after_all_have_ended(crew: BatchPool) -> None:
     done: list[int] = []
     later = threading.Event()
 
@@ -72,21 +72,21 @@ def test_first_error_in_order_is_raised_after_all_have_ended(crew: Crew) -> None
 
 
 def test_crew_of_one_works_in_the_callers_thread() -> None:
-    crew = Crew(1)
+    crew = BatchPool(1)
     assert crew.run([threading.get_ident] * 4) == [threading.get_ident()] * 4
     assert not crew_threads()
     crew.close()
 
 
 def test_single_work_starts_no_thread() -> None:
-    crew = Crew(4)
+    crew = BatchPool(4)
     assert crew.run([threading.get_ident]) == [threading.get_ident()]
     assert not crew_threads()
     crew.close()
 
 
 def test_caller_goes_on_while_the_threads_are_busy_with_another_call() -> None:
-    crew = Crew(2)
+    crew = BatchPool(2)
     release, begun = threading.Event(), threading.Barrier(3, timeout=DEADLINE_S)
 
     def stuck() -> None:
@@ -104,7 +104,7 @@ def test_caller_goes_on_while_the_threads_are_busy_with_another_call() -> None:
     crew.close()
 
 
-def test_many_callers_get_their_own_results(crew: Crew) -> None:
+def test_many_callers_get_their_own_results(crew: BatchPool) -> None:
     def call(caller: int) -> bool:
         return all(
             crew.run([giving(caller * 100 + n) for n in range(5)]) == [caller * 100 + n for n in range(5)]
@@ -116,7 +116,7 @@ def test_many_callers_get_their_own_results(crew: Crew) -> None:
 
 
 def test_close_ends_the_threads_and_later_work_is_done_by_the_caller() -> None:
-    crew = Crew(3)
+    crew = BatchPool(3)
     crew.run([giving(0)] * 3)
     assert len(crew_threads()) == 2
     crew.close()
@@ -126,7 +126,7 @@ def test_close_ends_the_threads_and_later_work_is_done_by_the_caller() -> None:
 
 
 def test_threads_do_not_hold_on_to_work_that_is_done() -> None:
-    crew = Crew(2)
+    crew = BatchPool(2)
     barrier = threading.Barrier(2, timeout=DEADLINE_S)
 
     class Held:
@@ -146,7 +146,7 @@ def test_threads_do_not_hold_on_to_work_that_is_done() -> None:
 
 
 def test_size_is_that_of_the_machine_within_bounds() -> None:
-    crew = Crew()
+    crew = BatchPool()
     assert 1 <= crew.size <= THREADS_MAX
     crew.close()
 
@@ -156,7 +156,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     values = [rng.standard_normal(10_000).astype(np.float32) for _ in range(8)]
     found = []
     for size in (1, 2, 4):
-        crew = Crew(size)
+        crew = BatchPool(size)
         found.append([each.tobytes() for each in crew.run([lambda v=v: v * np.float32(0.3) for v in values])])
         crew.close()
     assert found[0] == found[1] == found[2]

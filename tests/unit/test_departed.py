@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.types import Incarnation, MemberRole, PartitionId
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.departed import DEPARTED_MAX, RETRY_MS, Departed
-from shardyard_coordinator.losses import LostRange
-from shardyard_coordinator.progress import Report
+from shardyard.domain.ids import Incarnation, MemberRole, PartitionId
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body, DamagedRecord
-from shardyard_coordinator.standing import describe
+from shardyard_coordinator.service.status import describe
+from shardyard_coordinator.work.departed import DEPARTED_MAX, RETRY_MS, Departed
+from shardyard_coordinator.work.losses import LostRange
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -110,7 +110,7 @@ def test_lost_pushes_of_a_worker_that_left_are_counted_and_no_checkpoint_is_begu
     yard.handle(events.JobJoined(other, "default", yard.settings))
     yard.handle(events.MemberLeft(other, "", pushed=7))
     generation = yard.lose_server()
-    yard.handle(events.CheckpointAsked(yard.caller, None, 0))
+    yard.handle(events.CheckpointRequested(yard.caller, None, 0))
     reading = yard.until(effects.ReadDeparted)
     assert reading.workers == (other,)
     yard.handle(events.DepartedUnread(yard.caller.job))

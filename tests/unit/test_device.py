@@ -1,4 +1,5 @@
-"""Copies beside the computation, with lanes that do nothing before somebody waits: what is read too early is not there.
+"""DeviceCopies beside the computation, with lanes that do nothing before somebody waits: what is read too early is not
+there.
 
 A real device may do its work at any time between, so tests also let a lane catch up where that is worse.
 """
@@ -15,22 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from shardyard.ground.types import (
-    DType,
-    Generation,
-    Incarnation,
-    JobLayout,
-    OptimizerSpec,
-    PartitionMap,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard.transport.same_host import Shared, attach
-from shardyard_coordinator.placement import Server, assign, plan
-from shardyard_worker import device
-from shardyard_worker.buckets import Buckets
-from shardyard_worker.device import Copies, Wanted, copies_for, engine_of, tensor_of
-from shardyard_worker.gradients import Gradients
+from shardyard.domain.ids import Generation, Incarnation
+from shardyard.domain.layout.layouts import JobLayout, PartitionMap
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.transport.shared_memory import SharedMemory, attach
+from shardyard_coordinator.placement.placement import Server, assign, plan
+from shardyard_worker.exchange import device_copies
+from shardyard_worker.exchange.device_copies import DeviceCopies, DeviceCopy, copies_for, engine_of, tensor_of
+from shardyard_worker.exchange.flat_buffers import FlatBuffers
+from shardyard_worker.training.grad_hooks import GradHooks
 
 torch.set_num_threads(1)
 
@@ -124,12 +119,12 @@ class FakeEngine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
-    monkeypatch.setattr(device, "EARLY_BYTES_MIN", 0)
+    monkeypatch.setattr(device_copies, "EARLY_BYTES_MIN", 0)
     return FakeEngine()
 
 
 @pytest.fixture
-def copies(engine: FakeEngine) -> Copies:
+def copies(engine: FakeEngine) -> DeviceCopies:
     made = copies_for([torch.zeros(1)], lambda where: engine)
     assert made is not None
     return made
@@ -149,8 +144,8 @@ def layout_and_map() -> tuple[JobLayout, PartitionMap]:
     return layout, assign(sizes, [Server(SERVER, "host:1")], generation=Generation(1))
 
 
-def made_buckets(copies: Copies, *, slots: int = 1, shareable: bool = False) -> Buckets:
-    buckets = Buckets(*layout_and_map(), slots=slots, shareable=shareable, copies=copies)
+def made_buckets(copies: DeviceCopies, *, slots: int = 1, shareable: bool = False) -> FlatBuffers:
+    buckets = FlatBuffers(*layout_and_map(), slots=slots, shareable=shareable, copies=copies)
     assert buckets.view(0) is not None
     assert buckets.view(1) is None
     return buckets
@@ -164,7 +159,7 @@ def torch_dtype(spec: VariableSpec) -> torch.dtype:
     return {DType.FLOAT32: torch.float32, DType.FLOAT64: torch.float64, DType.INT64: torch.int64}[spec.dtype]
 
 
-def sent_now(buckets: Buckets, index: int) -> np.ndarray:
+def sent_now(buckets: FlatBuffers, index: int) -> np.ndarray:
     """What a push would carry of a variable, read from its payload as it lies now."""
     return torch.cat([piece.reshape(-1) for piece in buckets._gradients[buckets._slot][index]]).numpy().copy()
 
@@ -172,10 +167,10 @@ def sent_now(buckets: Buckets, index: int) -> np.ndarray:
 class Model:
     """Parameters whose gradients are what a test says."""
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(self, buckets: FlatBuffers) -> None:
         self.buckets = buckets
         self.parameters = parameters()
-        self.hooks = Gradients(buckets, dict(enumerate(self.parameters)))
+        self.hooks = GradHooks(buckets, dict(enumerate(self.parameters)))
         self.count = torch.tensor([7, 8])
 
     def backward(self, value: float, only: int | None = None) -> None:
@@ -193,7 +188,7 @@ class Model:
 # --- gradients
 
 
-def test_gradient_stays_where_it_is_and_is_copied_beside(engine: FakeEngine, copies: Copies) -> None:
+def test_gradient_stays_where_it_is_and_is_copied_beside(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
     assert all(each.grad is not model.buckets.view(i) for i, each in enumerate(model.parameters))
@@ -203,7 +198,7 @@ def test_gradient_stays_where_it_is_and_is_copied_beside(engine: FakeEngine, cop
     model.assert_sent(0, 0, 0)
 
 
-def test_payload_is_there_when_it_has_been_filled(engine: FakeEngine, copies: Copies) -> None:
+def test_payload_is_there_when_it_has_been_filled(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
     model.fill()
@@ -212,7 +207,7 @@ def test_payload_is_there_when_it_has_been_filled(engine: FakeEngine, copies: Co
     assert not engine.out.waiting
 
 
-def test_what_was_taken_is_not_copied_twice(engine: FakeEngine, copies: Copies) -> None:
+def test_what_was_taken_is_not_copied_twice(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
     engine.out.catch_up()
@@ -225,7 +220,7 @@ def test_what_was_taken_is_not_copied_twice(engine: FakeEngine, copies: Copies) 
     model.assert_sent(3, 3, 3)
 
 
-def test_what_tells_that_it_is_there_waits_for_one_gradient(engine: FakeEngine, copies: Copies) -> None:
+def test_what_tells_that_it_is_there_waits_for_one_gradient(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets = made_buckets(copies)
     first = buckets.take(0, torch.full((6, 4), 2.0))
     second = buckets.take(1, torch.full((40,), 4.0, dtype=torch.float64))
@@ -258,7 +253,7 @@ CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
 @pytest.mark.parametrize("when", ["before the copy", "after the copy"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_gradient_that_was_changed_after_backward_is_pushed_as_it_is(
-    engine: FakeEngine, copies: Copies, change: str, when: str
+    engine: FakeEngine, copies: DeviceCopies, change: str, when: str
 ) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
@@ -272,20 +267,20 @@ def test_gradient_that_was_changed_after_backward_is_pushed_as_it_is(
         np.testing.assert_array_equal(sent_now(model.buckets, index), parameter.grad.numpy().ravel())
 
 
-def test_gradient_that_changes_while_it_is_copied_is_copied_again(engine: FakeEngine, copies: Copies) -> None:
+def test_gradient_that_changes_while_it_is_copied_is_copied_again(engine: FakeEngine, copies: DeviceCopies) -> None:
     """The sum of words is taken before the copy, so that it cannot hide that only a part of the copy is new."""
     buckets = made_buckets(copies)
     gradient = torch.full((6, 4), 3.0)
     buckets.take(0, gradient)
 
-    def torn(pairs: device.Pairs) -> None:
+    def torn(pairs: device_copies.Pairs) -> None:
         ((into, values),) = pairs
         into[:10].copy_(values[:10])
         gradient.data.mul_(0.5)
         into[10:].copy_(values[10:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device, "_copy_beside", torn)
+        patch.setattr(device_copies, "_copy_beside", torn)
         engine.out.catch_up()
     buckets.fill([gradient, None, None, None])
     assert sent_now(buckets, 0).tolist() == [1.5] * 24
@@ -297,11 +292,11 @@ def test_sum_of_words_tells_what_was_scaled(dtype: torch.dtype, factor: float) -
     """For any number of elements: sums modulo a power of two would come out even for some."""
     for n in (1, 32, 512, 4_096, 1 << 16):
         values = torch.randn(n, dtype=dtype, generator=torch.Generator().manual_seed(n)).sign() + 0.25
-        assert device._words(values) != device._words(values * factor)
-        assert device._words(values) != device._words(values.clamp(-0.01, 0.01))
+        assert device_copies._words(values) != device_copies._words(values * factor)
+        assert device_copies._words(values) != device_copies._words(values.clamp(-0.01, 0.01))
 
 
-def test_second_backward_is_taken_in_order(engine: FakeEngine, copies: Copies) -> None:
+def test_second_backward_is_taken_in_order(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
     model.backward(4.0)
@@ -309,7 +304,7 @@ def test_second_backward_is_taken_in_order(engine: FakeEngine, copies: Copies) -
     model.assert_sent(7, 7, 7)
 
 
-def test_gradient_that_is_none_is_absent_and_comes_back(engine: FakeEngine, copies: Copies) -> None:
+def test_gradient_that_is_none_is_absent_and_comes_back(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
     model.fill()
@@ -320,7 +315,7 @@ def test_gradient_that_is_none_is_absent_and_comes_back(engine: FakeEngine, copi
     assert set(sent_now(model.buckets, 1).tolist()) == {5.0}
 
 
-def test_other_tensors_may_be_pushed_between(engine: FakeEngine, copies: Copies) -> None:
+def test_other_tensors_may_be_pushed_between(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies))
     model.backward(3.0)
     model.buckets.fill([torch.full((6, 4), 9.0), None, None, None])
@@ -329,7 +324,7 @@ def test_other_tensors_may_be_pushed_between(engine: FakeEngine, copies: Copies)
     model.assert_sent(3, 3, 3)
 
 
-def test_next_slot_is_filled_anew(engine: FakeEngine, copies: Copies) -> None:
+def test_next_slot_is_filled_anew(engine: FakeEngine, copies: DeviceCopies) -> None:
     model = Model(made_buckets(copies, slots=2))
     model.backward(3.0)
     model.fill()
@@ -344,9 +339,9 @@ def test_next_slot_is_filled_anew(engine: FakeEngine, copies: Copies) -> None:
 
 
 def test_small_gradients_are_left_to_the_push(
-    engine: FakeEngine, copies: Copies, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "EARLY_BYTES_MIN", 97)
+    monkeypatch.setattr(device_copies, "EARLY_BYTES_MIN", 97)
     model = Model(made_buckets(copies))
     model.backward(3.0)
     assert len(engine.out.waiting) == 1  # the one of 40 float64
@@ -354,7 +349,7 @@ def test_small_gradients_are_left_to_the_push(
     model.assert_sent(3, 3, 3)
 
 
-def test_gradient_of_another_kind_is_left_to_the_push_which_refuses_it(copies: Copies) -> None:
+def test_gradient_of_another_kind_is_left_to_the_push_which_refuses_it(copies: DeviceCopies) -> None:
     buckets = made_buckets(copies)
     assert buckets.take(0, torch.zeros(24)) is None
     assert buckets.take(0, torch.zeros(6, 4, dtype=torch.float64)) is None
@@ -362,7 +357,7 @@ def test_gradient_of_another_kind_is_left_to_the_push_which_refuses_it(copies: C
     assert buckets.take(0, torch.zeros(4, 6).t()) is not None
 
 
-def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: Copies) -> None:
+def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets = made_buckets(copies)
     gradient = torch.ones(6, 4)
     buckets.take(0, gradient)
@@ -375,7 +370,7 @@ def test_no_gradient_is_kept_alive(engine: FakeEngine, copies: Copies) -> None:
 # --- values
 
 
-def landed(buckets: Buckets, value: int) -> None:
+def landed(buckets: FlatBuffers, value: int) -> None:
     np.frombuffer(buckets.landing(SERVER), np.uint8)[:] = value
     buckets.has_landed(SERVER)
     buckets.flip()
@@ -389,7 +384,7 @@ def bytes_of(tensor: torch.Tensor) -> set[int]:
     return set(np.frombuffer(tensor.numpy().tobytes(), np.uint8).tolist())
 
 
-def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, copies: Copies) -> None:
+def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
     buckets.load(held)
@@ -402,7 +397,7 @@ def test_computation_waits_for_values_and_the_host_does_not(engine: FakeEngine, 
     assert {tensor.data_ptr() for tensor in held.values()} <= set(engine.back.kept)
 
 
-def test_settled_values_do_not_need_their_memory(engine: FakeEngine, copies: Copies) -> None:
+def test_settled_values_do_not_need_their_memory(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
     memory = buckets._homes[SERVER].landings[0]
@@ -413,7 +408,7 @@ def test_settled_values_do_not_need_their_memory(engine: FakeEngine, copies: Cop
     buckets.settle()
 
 
-def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: Copies) -> None:
+def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: DeviceCopies) -> None:
     buckets, held = made_buckets(copies), targets()
     landed(buckets, 1)
     before = [tensor.data_ptr() for tensor in held.values()]
@@ -426,7 +421,7 @@ def test_parameters_on_a_device_are_no_views(engine: FakeEngine, copies: Copies)
 # --- memory
 
 
-def test_buffers_are_pinned_and_given_back(engine: FakeEngine, copies: Copies) -> None:
+def test_buffers_are_pinned_and_given_back(engine: FakeEngine, copies: DeviceCopies) -> None:
     for shareable in (False, True):
         buckets = made_buckets(copies, shareable=shareable)
         home = buckets._homes[SERVER]
@@ -458,10 +453,10 @@ def test_refused_pinning_is_told_once_and_changes_nothing(caplog: pytest.LogCapt
     model.buckets.close()
 
 
-def test_server_memory_is_shared_and_pinned_to_be_read(engine: FakeEngine, copies: Copies) -> None:
+def test_server_memory_is_shared_and_pinned_to_be_read(engine: FakeEngine, copies: DeviceCopies) -> None:
     """A private mapping would get pages of its own by being pinned, and never see another version."""
     buckets = made_buckets(copies)
-    with contextlib.closing(Shared(10_000, read_only=True)) as theirs:
+    with contextlib.closing(SharedMemory(10_000, read_only=True)) as theirs:
         found = buckets.attach(SERVER, theirs.ticket())
         assert not found.private
         assert engine.pinned[found.bytes.ctypes.data] == (10_000, True)
@@ -481,12 +476,12 @@ def test_where_some_parameters_are_on_the_cpu_server_memory_stays_private(engine
     assert copies is not None
     assert not copies.alone
     buckets = made_buckets(copies)
-    with contextlib.closing(Shared(100, read_only=True)) as theirs:
+    with contextlib.closing(SharedMemory(100, read_only=True)) as theirs:
         assert buckets.attach(SERVER, theirs.ticket()).private
 
 
 def test_tensor_of_memory_that_cannot_be_written(recwarn: pytest.WarningsRecorder) -> None:
-    with contextlib.closing(Shared(100, read_only=True)) as theirs:
+    with contextlib.closing(SharedMemory(100, read_only=True)) as theirs:
         theirs.bytes[:] = 3
         tensor = tensor_of(attach(theirs.ticket()).bytes)
         theirs.bytes[0] = 4
@@ -513,13 +508,13 @@ def test_tensors_are_put_into_arrays() -> None:
         torch.tensor([1.5], dtype=torch.float16),
         torch.tensor([2.5], dtype=torch.float64).expand(3),
     ]
-    for copies in (Copies(), Copies(lambda where: FakeEngine())):
+    for copies in (DeviceCopies(), DeviceCopies(lambda where: FakeEngine())):
         found = copies.to_host(given)
         assert [each.tolist() for each in found] == [[1], [], [0, 3, 1, 4, 2, 5], [1.5], [2.5, 2.5, 2.5]]
         assert [str(each.dtype) for each in found] == ["uint8", "float32", "int32", "float16", "float64"]
 
 
-def test_encoders_work_between_what_was_and_what_comes(engine: FakeEngine, copies: Copies) -> None:
+def test_encoders_work_between_what_was_and_what_comes(engine: FakeEngine, copies: DeviceCopies) -> None:
     coding = copies._known(CPU).coding
     assert isinstance(coding, FakeLane)
     gradient = torch.ones(3)
@@ -534,7 +529,7 @@ def test_encoders_work_between_what_was_and_what_comes(engine: FakeEngine, copie
 def test_wanted_is_put_in_order_where_the_work_is_done() -> None:
     tensor = torch.arange(6.0).view(2, 3).t()
     into = torch.zeros(2), torch.zeros(4)
-    wanted = Wanted(0, tensor, into, (0, 2))
+    wanted = DeviceCopy(0, tensor, into, (0, 2))
     for target, values in wanted.pairs():
         target.copy_(values)
     assert torch.cat(into).tolist() == [0, 3, 1, 4, 2, 5]

@@ -25,24 +25,18 @@ from shardyard.codecs import (
     grid_of,
     parse_codec,
 )
-from shardyard.codecs import topk as host_topk
-from shardyard.ground.compression import sent_count
-from shardyard.ground.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CompressionSettings
-from shardyard_worker import device_codecs
-from shardyard_worker.device import Copies
-from shardyard_worker.device_feedback import DeviceFeedback
-from shardyard_worker.feedback import Feedback
+from shardyard.codecs.dense import topk as host_topk
+from shardyard.config.settings import CompressionSettings
+from shardyard.domain.compression import sent_count
+from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_worker.compression import device_codecs
+from shardyard_worker.compression.device_feedback import DeviceFeedback
+from shardyard_worker.compression.error_feedback import ErrorFeedback
+from shardyard_worker.exchange.device_copies import DeviceCopies
 
 torch.set_num_threads(1)
 
@@ -52,7 +46,7 @@ KEY = 0xDEADBEEFCAFEBABE
 
 
 def fetch(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    return Copies().to_host(tensors)
+    return DeviceCopies().to_host(tensors)
 
 
 def run(encoding: device_codecs.Encoding):
@@ -296,8 +290,8 @@ def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
     return JobLayout(VARIABLES, optimizer, parts)
 
 
-def on_host(rules: str, **more: float) -> Feedback:
-    return Feedback(CompressionSettings(push=rules, **more), layout(), seed=3, worker=1)
+def on_host(rules: str, **more: float) -> ErrorFeedback:
+    return ErrorFeedback(CompressionSettings(push=rules, **more), layout(), seed=3, worker=1)
 
 
 def on_device(rules: str, optimizer: OptimizerSpec = SGD, pieces: int = 2, **more: float) -> DeviceFeedback:
@@ -307,7 +301,7 @@ def on_device(rules: str, optimizer: OptimizerSpec = SGD, pieces: int = 2, **mor
         seed=3,
         worker=1,
         devices=[torch.device("cpu")] * len(VARIABLES),
-        copies=Copies(),
+        copies=DeviceCopies(),
     )
 
 
@@ -317,7 +311,7 @@ def gradients(seed: int) -> list[np.ndarray]:
     return [np.array(each).astype(spec.dtype.value) for each, spec in zip(values, VARIABLES, strict=True)]
 
 
-def push(state: Feedback, given_: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
+def push(state: ErrorFeedback, given_: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
     """What the servers have of a push, and its codes."""
     received = [np.zeros_like(each) for each in given_]
     every = [block for partition in layout(pieces).partitions for block in partition.blocks]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import TooLarge
-from shardyard.ground.row_ids import partition_of
-from shardyard_worker import distinct as module
-from shardyard_worker.distinct import Numbers, distinct, sum_rows
+from shardyard.domain.errors import TooLarge
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard_worker.rows import dedup as module
+from shardyard_worker.rows.dedup import IdNumbering, sum_rows, unique_ids
 
 LAST, FIRST = (1 << 63) - 1, -(1 << 63)
 
@@ -19,7 +19,7 @@ def ids_of(*ids: int) -> np.ndarray:
 
 def test_distinct_ids_ascend_and_places_lead_back() -> None:
     batch = ids_of(7, -1, 7, LAST, 0, FIRST, -1, 7)
-    found = distinct(batch)
+    found = unique_ids(batch)
     assert found.ids.tolist() == [FIRST, -1, 0, 7, LAST]
     assert found.places.tolist() == [3, 1, 3, 4, 2, 0, 1, 3]
     assert found.starts.tolist() == [0, 5]
@@ -27,7 +27,7 @@ def test_distinct_ids_ascend_and_places_lead_back() -> None:
 
 def test_ids_of_a_partition_are_a_slice() -> None:
     batch = np.random.default_rng(0).integers(-50, 50, 1_000)
-    found = distinct(batch, partitions=7)
+    found = unique_ids(batch, partitions=7)
     np.testing.assert_array_equal(found.ids[found.places], batch)
     for partition, (begin, end) in enumerate(zip(found.starts[:-1], found.starts[1:], strict=True)):
         part = found.ids[begin:end]
@@ -38,25 +38,25 @@ def test_ids_of_a_partition_are_a_slice() -> None:
 
 def test_no_ids_are_no_distinct_ones() -> None:
     for partitions in (1, 3):
-        found = distinct(ids_of(), partitions)
+        found = unique_ids(ids_of(), partitions)
         assert (found.ids.size, found.places.size) == (0, 0)
         assert found.starts.tolist() == [0] * (partitions + 1)
 
 
 def test_batch_that_is_not_contiguous_or_not_writable_is_the_same_batch() -> None:
     batch = np.arange(40, dtype=np.int64) % 11
-    expected = distinct(batch[::2].copy())
+    expected = unique_ids(batch[::2].copy())
     locked = batch.copy()
     locked.flags.writeable = False
     for each in (batch[::2], locked[::2]):
-        found = distinct(each)
+        found = unique_ids(each)
         np.testing.assert_array_equal(found.ids, expected.ids)
         np.testing.assert_array_equal(found.places, expected.places)
 
 
 def test_more_different_ids_than_expected_are_numbered_on() -> None:
     ids = np.random.default_rng(1).permutation(200_000).astype(np.int64)
-    numbers = Numbers()
+    numbers = IdNumbering()
     assert numbers.add(ids[:3]).tolist() == [0, 1, 2]
     np.testing.assert_array_equal(numbers.add(ids), np.arange(ids.size))
     np.testing.assert_array_equal(numbers.add(ids[::-1]), np.arange(ids.size)[::-1])
@@ -65,7 +65,7 @@ def test_more_different_ids_than_expected_are_numbered_on() -> None:
 
 
 def test_looking_for_an_id_gives_it_no_number() -> None:
-    numbers = Numbers()
+    numbers = IdNumbering()
     numbers.add(ids_of(5, 0, FIRST))
     assert numbers.find(ids_of(0, 6, FIRST, 5, LAST)).tolist() == [1, -1, 2, 0, -1]
     assert len(numbers) == 3
@@ -73,7 +73,7 @@ def test_looking_for_an_id_gives_it_no_number() -> None:
 
 def test_more_ids_than_there_are_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "NUMBERS_MAX", 40)
-    numbers = Numbers()
+    numbers = IdNumbering()
     numbers.add(np.arange(40))
     with pytest.raises(TooLarge, match="more than 40 different ids"):
         numbers.add(ids_of(40))
@@ -81,10 +81,10 @@ def test_more_ids_than_there_are_numbers_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_nobody_can_know_where_an_id_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len({int(Numbers()._seed) for _ in range(8)}) == 8
+    assert len({int(IdNumbering()._seed) for _ in range(8)}) == 8
     for seed in (b"\0" * 8, b"\xff" * 8):
         monkeypatch.setattr(module.os, "urandom", lambda _, seed=seed: seed)
-        found = distinct(ids_of(3, 1, 3, 2), 2)
+        found = unique_ids(ids_of(3, 1, 3, 2), 2)
         assert found.ids[found.places].tolist() == [3, 1, 3, 2]
 
 

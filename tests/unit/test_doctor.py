@@ -27,18 +27,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from shardyard.ground import errors
-from shardyard.ground.limits import PROTOCOL
-from shardyard.transport import same_host
-from shardyard.transport.listener import Listener
-from shardyard.transport.peers import Context, Service
+from shardyard.domain import errors
+from shardyard.domain.limits import PROTOCOL
+from shardyard.transport import shared_memory
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.interfaces import Context, Service
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher import machine_probes, network_probes
-from shardyard_launcher.command_line import main
-from shardyard_launcher.findings import Finding, Probe, Verdict, carry_out, failed, ok
-from shardyard_launcher.role_process import RoleProcess
-from shardyard_launcher.yard_state import YardState
+from shardyard_launcher.cli import main
+from shardyard_launcher.probes import machine, network
+from shardyard_launcher.probes.findings import Finding, Probe, Verdict, carry_out, failed, ok
+from shardyard_launcher.yard.role_process import RoleProcess
+from shardyard_launcher.yard.state_file import YardState
 
 OURS = version("shardyard")
 
@@ -50,16 +50,16 @@ def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith("SHARDYARD") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(network_probes, "CONNECT_S", 0.5)
-    monkeypatch.setattr(network_probes, "CALL_MS", 1_000)
+    monkeypatch.setattr(network, "CONNECT_S", 0.5)
+    monkeypatch.setattr(network, "CALL_MS", 1_000)
 
 
 def look(address: str) -> dict[str, Finding]:
-    return {finding.probe: finding for finding in network_probes.probe(address)}
+    return {finding.probe: finding for finding in network.probe(address)}
 
 
 def last(address: str) -> Finding:
-    return list(network_probes.probe(address))[-1]
+    return list(network.probe(address))[-1]
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serving(service: Service, *, ready: bool = True) -> Iterator[str]:
-    listener = Listener("127.0.0.1:0", [service], threads=4)
+    listener = GrpcServer("127.0.0.1:0", [service], threads=4)
     try:
         listener.start()
         listener.set_ready(ready=ready)
@@ -128,7 +128,7 @@ def free_address() -> str:
 
 
 def test_name_that_does_not_resolve_is_told_and_nothing_more_is_tried() -> None:
-    (found,) = network_probes.probe("nobody.invalid:7070")
+    (found,) = network.probe("nobody.invalid:7070")
     assert (found.probe, found.verdict) == ("name", Verdict.FAILED)
     assert "nobody.invalid does not resolve" in found.said
     assert "/etc/hosts" in found.todo
@@ -136,7 +136,7 @@ def test_name_that_does_not_resolve_is_told_and_nothing_more_is_tried() -> None:
 
 @pytest.mark.parametrize("address", ["7070", "alpha", "alpha:99999", "." + "a" * 70 + ":1"])
 def test_address_that_cannot_be_is_told(address: str) -> None:
-    (found,) = network_probes.probe(address)
+    (found,) = network.probe(address)
     assert (found.probe, found.verdict) == ("name", Verdict.FAILED)
 
 
@@ -256,8 +256,8 @@ def test_plain_text_is_said_and_warned_of_beyond_this_machine(monkeypatch: pytes
         assert here.verdict is Verdict.OK
         assert "nothing is encrypted" in here.said
         port = int(address.split(":")[1])
-        monkeypatch.setattr(network_probes, "_language", lambda _: "h2")
-        (beyond,) = network_probes._tls(f"alpha:{port}", ("192.0.2.1", port))
+        monkeypatch.setattr(network, "_language", lambda _: "h2")
+        (beyond,) = network._tls(f"alpha:{port}", ("192.0.2.1", port))
         assert beyond.verdict is Verdict.WARNING
 
 
@@ -360,7 +360,7 @@ def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:
     with serving(Service("ParameterServer")) as server:
         members = [member(server, 1), member(gone, 2), member(elsewhere, 3), member("nonsense", 4)]
         with serving(coordinator(*members)) as address:
-            found = [each for each in network_probes.probe(address) if each.probe == "members"]
+            found = [each for each in network.probe(address) if each.probe == "members"]
     assert [each.verdict for each in found] == [Verdict.FAILED] * 3
     assert f"server 1.2 {gone} refuses connections" in found[0].said
     assert "server 1.3 nobody.invalid:1 does not resolve from here" in found[1].said
@@ -370,8 +370,8 @@ def test_each_member_that_cannot_be_reached_from_here_is_named() -> None:
 def test_many_unreachable_members_fill_no_screen() -> None:
     members = [member("nonsense", number) for number in range(50)]
     with serving(coordinator(*members)) as address:
-        found = [each for each in network_probes.probe(address) if each.probe == "members"]
-    assert len(found) == network_probes.MEMBERS_SHOWN_MAX + 1
+        found = [each for each in network.probe(address) if each.probe == "members"]
+    assert len(found) == network.MEMBERS_SHOWN_MAX + 1
     assert "30 others" in found[-1].said
 
 
@@ -395,7 +395,7 @@ def test_address_of_a_name_that_answers_is_the_one_that_is_looked_at(monkeypatch
             return both if host == "alpha" else real(host, *rest, **more)
 
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
-        name, tcp, tls = islice(network_probes.probe(f"alpha:{port}"), 3)
+        name, tcp, tls = islice(network.probe(f"alpha:{port}"), 3)
     assert name.said == "alpha is 127.0.0.2, 127.0.0.1"
     assert tcp.said.startswith(f"127.0.0.1 port {port} accepts connections")
     assert (tls.verdict, "plain HTTP/2" in tls.said) == (Verdict.OK, True)
@@ -410,7 +410,7 @@ def only(found: Sequence[Finding]) -> Finding:
 
 
 def test_disk_that_can_be_written_is_fine_and_nothing_stays(tmp_path: Path) -> None:
-    found = only(machine_probes.disk(tmp_path / "not" / "yet"))
+    found = only(machine.disk(tmp_path / "not" / "yet"))
     assert found.verdict in (Verdict.OK, Verdict.WARNING)
     assert f"{tmp_path}, where {tmp_path}/not/yet would be made, can be written" in found.said
     assert "fsync of 4 KiB in" in found.said
@@ -418,76 +418,76 @@ def test_disk_that_can_be_written_is_fine_and_nothing_stays(tmp_path: Path) -> N
 
 
 def test_disk_without_room_and_a_slow_one_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_probes, "FSYNC_MS_MAX", -1.0)
-    slow = only(machine_probes.disk(tmp_path))
+    monkeypatch.setattr(machine, "FSYNC_MS_MAX", -1.0)
+    slow = only(machine.disk(tmp_path))
     assert slow.verdict is Verdict.WARNING
     assert "is slow" in slow.todo
-    monkeypatch.setattr(machine_probes, "FREE_BYTES_MIN", 1 << 60)
-    full = only(machine_probes.disk(tmp_path))
+    monkeypatch.setattr(machine, "FREE_BYTES_MIN", 1 << 60)
+    full = only(machine.disk(tmp_path))
     assert full.verdict is Verdict.WARNING
     assert "free some" in full.todo
 
 
 def test_state_folder_that_is_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("")
-    found = only(machine_probes.disk(tmp_path / "state"))
+    found = only(machine.disk(tmp_path / "state"))
     assert found.verdict is Verdict.FAILED
     assert "is no folder" in found.said
 
 
 def test_folder_that_cannot_be_written_fails() -> None:
-    found = only(machine_probes.disk(Path("/proc")))
+    found = only(machine.disk(Path("/proc")))
     assert found.verdict is Verdict.FAILED
     assert "the state folder /proc cannot be written" in found.said
     assert "yard.state" in found.todo
 
 
 def test_shared_memory_works_or_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(machine_probes.shared_memory()).verdict is Verdict.OK
+    assert only(machine.shared_memory()).verdict is Verdict.OK
 
     def refuse(_: object) -> None:
         raise errors.NotShareable("the memory of process 1 cannot be opened: Permission denied")
 
-    monkeypatch.setattr(same_host, "attach", refuse)
-    found = only(machine_probes.shared_memory())
+    monkeypatch.setattr(shared_memory, "attach", refuse)
+    found = only(machine.shared_memory())
     assert found.verdict is Verdict.WARNING
     assert "Permission denied" in found.said
-    monkeypatch.setattr(same_host, "available", lambda: False)
-    assert only(machine_probes.shared_memory()).verdict is Verdict.WARNING
+    monkeypatch.setattr(shared_memory, "available", lambda: False)
+    assert only(machine.shared_memory()).verdict is Verdict.WARNING
 
 
 def test_little_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(machine_probes, "_CGROUP", limit)
-    monkeypatch.setattr(machine_probes, "MEMORY_BYTES_MIN", 1 << 26)
+    monkeypatch.setattr(machine, "_CGROUP", limit)
+    monkeypatch.setattr(machine, "MEMORY_BYTES_MIN", 1 << 26)
     limit.write_text("max\n")
-    assert "limited" not in only(machine_probes.memory()).said
+    assert "limited" not in only(machine.memory()).said
     limit.write_text(f"{1 << 25}\n")
-    found = only(machine_probes.memory())
+    found = only(machine.memory())
     assert found.verdict is Verdict.WARNING
     assert "limited to 32 MiB for this container" in found.said
 
 
 def test_few_open_files_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (machine_probes.FILES_MIN - 1, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (machine.FILES_MIN - 1, hard))
     try:
-        found = only(machine_probes.open_files())
+        found = only(machine.open_files())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found.verdict is Verdict.WARNING
     assert "1,023 may be open" in found.said
-    monkeypatch.setattr(machine_probes, "FILES_MIN", 1)
-    assert only(machine_probes.open_files()).verdict is Verdict.OK
+    monkeypatch.setattr(machine, "FILES_MIN", 1)
+    assert only(machine.open_files()).verdict is Verdict.OK
 
 
 def test_library_of_another_kind_or_release_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for tried, verdict in ((True, Verdict.OK), (False, Verdict.WARNING)):
-        monkeypatch.setattr(machine_probes, "TRIED", tried)
-        assert only(machine_probes.grpcio()).verdict is verdict
+        monkeypatch.setattr(machine, "TRIED", tried)
+        assert only(machine.grpcio()).verdict is verdict
     for tuned, verdict in ((True, Verdict.OK), (False, Verdict.WARNING)):
-        monkeypatch.setattr(machine_probes, "tune_malloc", lambda tuned=tuned: tuned)
-        assert only(machine_probes.malloc()).verdict is verdict
+        monkeypatch.setattr(machine, "tune_malloc", lambda tuned=tuned: tuned)
+        assert only(machine.malloc()).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_torch_is_looked_at_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, verdicts: list[Verdict], said: str
 ) -> None:
     if source is None:
-        monkeypatch.setattr(machine_probes.importlib.util, "find_spec", lambda _: None)
+        monkeypatch.setattr(machine.importlib.util, "find_spec", lambda _: None)
     else:
         devices = (
             "built, names = None, []\n"
@@ -518,7 +518,7 @@ def test_torch_is_looked_at_in_another_process(
         )
         (tmp_path / "torch.py").write_text(devices)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = machine_probes.torch()
+    found = machine.torch()
     assert [each.verdict for each in found] == verdicts
     assert said in found[-1].said
 
@@ -558,7 +558,7 @@ def test_finding_is_one_line_whatever_it_says() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch, which is slow."""
-    monkeypatch.setattr(machine_probes, "torch", lambda: [ok("torch", "2.9")])
+    monkeypatch.setattr(machine, "torch", lambda: [ok("torch", "2.9")])
 
 
 @pytest.mark.usefixtures("quick")
@@ -603,9 +603,9 @@ def test_doctor_finds_the_yard_that_is_up_and_prints_json(capsys: pytest.Capture
 HANGS = """
 import sys, threading
 from shardyard_launcher import machine_probes, network_probes
-from shardyard_launcher.findings import Probe
+from shardyard_launcher.probes.findings import Probe
 machine_probes.probes = lambda state: [Probe("disk", 100, threading.Event().wait)]
-from shardyard_launcher.command_line import main
+from shardyard_launcher.cli import main
 sys.exit(main(["doctor"]))
 """
 

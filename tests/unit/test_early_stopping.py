@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardyard.ground.errors import InvalidRequest
-from shardyard_worker.early_stopping import EarlyStopping
+from shardyard.domain.errors import InvalidRequest
+from shardyard_worker.job.early_stopping import EarlyStopping
 
 
 class Listener:

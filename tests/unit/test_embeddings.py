@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.ground.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge, VariableConflict
-from shardyard_worker import embedding as module
-from shardyard_worker.distinct import Distinct, distinct
-from shardyard_worker.table import Table, Wanted
+from shardyard.domain.errors import DTypeMismatch, InvalidRequest, ShapeMismatch, TooLarge, VariableConflict
+from shardyard_worker.embedding import modules as module
+from shardyard_worker.embedding.table import RowsNeeded, Table
+from shardyard_worker.rows.dedup import UniqueIds, unique_ids
 
 DIM = 4
 IDS = torch.tensor([5, -7, 5, (1 << 63) - 1])
@@ -172,15 +172,15 @@ def test_look_up_that_is_refused_has_asked_nobody() -> None:
 # ---- looking up
 
 
-def counted(model: torch.nn.Module) -> list[list[Wanted]]:
+def counted(model: torch.nn.Module) -> list[list[RowsNeeded]]:
     """Lets all tables of the model have one source, whose calls are listed."""
     calls = []
 
     class Source:
-        def once(self, table: Table, ids: np.ndarray) -> Distinct:
-            return distinct(ids, 3)
+        def once(self, table: Table, ids: np.ndarray) -> UniqueIds:
+            return unique_ids(ids, 3)
 
-        def fetch(self, wanted: list[Wanted]) -> list[np.ndarray]:
+        def fetch(self, wanted: list[RowsNeeded]) -> list[np.ndarray]:
             calls.append(list(wanted))
             return [each.table.rows.look_up(each.found.ids) for each in wanted]
 

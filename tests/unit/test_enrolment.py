@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.limits import PROTOCOL
-from shardyard.ground.types import Caller, Incarnation, JobId, MemberRole, Term
-from shardyard.runtime.settings import MembershipSettings
-from shardyard.transport.enrolment import Enrolment, Membership
+from shardyard.config.settings import MembershipSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.domain.limits import PROTOCOL
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.peers import Context, Peer, Service
+from shardyard.transport.interfaces import Context, Peer, Service
+from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
@@ -79,7 +79,7 @@ class Member:
         self.replies: list[wire.HeartbeatReply] = []
         self.lost: list[errors.ShardyardError] = []
         membership = Membership(MemberRole.WORKER, agent=Incarnation(5), local_index=3)
-        self.enrolment = Enrolment(
+        self.enrolment = MembershipClient(
             peer,
             membership,
             on_reply=self.replies.append,

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from shardyard.ground import errors
-from shardyard.ground.errors import ShardyardError
+from shardyard.domain import errors
+from shardyard.domain.errors import ShardyardError
 
 CLASSES = sorted(errors.BY_CODE.items())
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardyard.ground.errors import ConfigurationError
-from shardyard_worker import event_files
-from shardyard_worker.event_files import EventFiles
+from shardyard.domain.errors import ConfigurationError
+from shardyard_worker.session import tensorboard
+from shardyard_worker.session.tensorboard import TensorBoardWriter
 
 
 def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -21,7 +21,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_all_that_was_given_is_there_with_its_step(tmp_path: Path) -> None:
-    files = EventFiles(tmp_path / "runs", job="digits", who="worker-1.4")
+    files = TensorBoardWriter(tmp_path / "runs", job="digits", who="worker-1.4")
     files.take(1, {"loss": 0.5, "accuracy": torch.tensor([0.25])})
     files.take(2, {"loss": torch.tensor(0.25)})
     files.take(2_000_000_000, {"a/b c": float("nan")})
@@ -38,7 +38,7 @@ def test_all_that_was_given_is_there_with_its_step(tmp_path: Path) -> None:
 
 
 def test_tensor_is_read_with_the_next_call(tmp_path: Path) -> None:
-    files = EventFiles(tmp_path, job="digits", who="worker-1.4")
+    files = TensorBoardWriter(tmp_path, job="digits", who="worker-1.4")
     loss = torch.tensor(1.0)
     files.take(1, {"loss": loss})
     loss.fill_(3.0)  # as if a GPU had computed it only now
@@ -50,7 +50,7 @@ def test_tensor_is_read_with_the_next_call(tmp_path: Path) -> None:
 
 def test_each_run_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
-    found = [EventFiles(tmp_path, job="digits", who="worker-1.4") for _ in range(3)]
+    found = [TensorBoardWriter(tmp_path, job="digits", who="worker-1.4") for _ in range(3)]
     for files in found:
         files.close()
     assert [files.folder.name.removeprefix("20260101-000000-worker-") for files in found] == ["1.4", "1.4-2", "1.4-3"]
@@ -62,11 +62,11 @@ def test_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: py
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'shardyard\[tensorboard\]'"):
-        EventFiles(tmp_path / "runs", job="digits", who="worker-1.4")
+        TensorBoardWriter(tmp_path / "runs", job="digits", who="worker-1.4")
     assert not (tmp_path / "runs").exists()
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match=r"metrics\.tensorboard: cannot make .*file/digits"):
-        event_files.EventFiles(tmp_path / "file", job="digits", who="worker-1.4")
+        tensorboard.TensorBoardWriter(tmp_path / "file", job="digits", who="worker-1.4")

@@ -1,4 +1,4 @@
-"""Exchanges on one stream: what is said once, memory that is offered and lent, and what is refused."""
+"""ExchangeStream on one stream: what is said once, memory that is offered and lent, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.errors import (
+from shardyard.domain import limits
+from shardyard.domain.consistency import StaleRule, UpdateMode
+from shardyard.domain.errors import (
     InvalidRequest,
     MalformedPayload,
     NotFound,
@@ -24,49 +25,24 @@ from shardyard.ground.errors import (
     StaleIncarnation,
     TooLarge,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    NO_NAME,
-    Block,
-    Caller,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PullResult,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    StaleRule,
-    Term,
-    Ticket,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
-from shardyard.transport.same_host import Attached, Shared, attach
-from shardyard.wire import convert, frames
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader, ShmHandle
+from shardyard.domain.push_names import NO_NAME, PushName, RankSource, SourceKey, WorkerSource
+from shardyard.domain.pushes import ExchangeReply, Outcome, PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach
+from shardyard.wire import common_messages, frames, push_messages
 from shardyard.wire.frames import FRAME_BYTES, Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire_v1
-from shardyard_ps_server import exchanges as module
-from shardyard_ps_server.exchanges import Exchanges
-from shardyard_ps_server.hosted_job import HostedJob
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.stale import Tally
-from shardyard_ps_server.store import Store
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.staleness import Tally
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service import exchange_stream as module
+from shardyard_ps_server.service.exchange_stream import ExchangeStream
 
 JOB, HERE, GENERATION = JobId(1), Incarnation(3), Generation(4)
 RATE = (make_group("sgd", {"lr": 1.0}),)
@@ -107,19 +83,19 @@ class Wire:
         self.caller = Caller(job, Incarnation(worker))
         self.sequence = 0
         self._private = private
-        self._before: PushOrder | None = None
+        self._before: PushHeader | None = None
         self._waiting: list[Iterator[Frame]] = []
-        self._answers = Exchanges(store).run(self._frames())
-        self.memory: Shared | None = None
-        self.regions: dict[int, Attached] = {}
+        self._answers = ExchangeStream(store).run(self._frames())
+        self.memory: SharedMemory | None = None
+        self.regions: dict[int, AttachedMemory] = {}
 
     def _frames(self) -> Iterator[Frame]:
         while self._waiting:
             for frame in self._waiting.pop(0):
                 yield frames.decode(frames.encode(frame))
 
-    def order(self, kind: PushKind = PushKind.NOTHING, **more: Any) -> PushOrder:
-        order = PushOrder(self.caller, HERE, GENERATION, NO_NAME, kind, (), 0.0, ())
+    def order(self, kind: PushKind = PushKind.NOTHING, **more: Any) -> PushHeader:
+        order = PushHeader(self.caller, HERE, GENERATION, NO_NAME, kind, (), 0.0, ())
         if kind is not PushKind.NOTHING:
             name = PushName(SourceKey(WorkerSource(self.caller.incarnation)), Token(0), self.sequence, self.sequence)
             order = dataclasses.replace(order, name=name, parts=WHOLE)
@@ -127,21 +103,21 @@ class Wire:
             order = dataclasses.replace(order, weight=1.0, groups=RATE)
         return dataclasses.replace(order, **more)
 
-    def wish(self, number: int = 0, **more: Any) -> PullWish:
-        return PullWish(self.caller, HERE, GENERATION, OWNED, number, exactly=False, **more)
+    def wish(self, number: int = 0, **more: Any) -> PullHeader:
+        return PullHeader(self.caller, HERE, GENERATION, OWNED, number, exactly=False, **more)
 
-    def send(self, order: PushOrder, payload: bytes = b"", *, frame_bytes: int = 100) -> None:
-        header = convert.push_to_wire(order, self._before).SerializeToString()
+    def send(self, order: PushHeader, payload: bytes = b"", *, frame_bytes: int = 100) -> None:
+        header = push_messages.push_to_wire(order, self._before).SerializeToString()
         self._before = order
         self._waiting.append(frames.cut(header, [payload], frame_bytes))
 
-    def ask(self, order: PushOrder, payload: bytes = b"") -> tuple[PullResult, bytes]:
+    def ask(self, order: PushHeader, payload: bytes = b"") -> tuple[ExchangeReply, bytes]:
         """An exchange: the answer's head, and its payload."""
         self.send(order, payload)
         first = next(self._answers)
         pulled = order.pull.partitions if order.pull is not None else ()
         pushed = () if order.kind is PushKind.NOTHING else [part.partition for part in order.parts]
-        result = convert.pulled_from_header(first.header, pulled, pushed)
+        result = push_messages.pulled_from_header(first.header, pulled, pushed)
         for ticket in result.regions:
             assert ticket.region not in self.regions
             self.regions[ticket.region] = attach(ticket, private=self._private)
@@ -150,11 +126,11 @@ class Wire:
             data += next(self._answers).data
         return result, data
 
-    def attach(self, nbytes: int = 4 * PART_BYTES) -> PullResult:
-        self.memory = Shared(nbytes, read_only=True)
+    def attach(self, nbytes: int = 4 * PART_BYTES) -> ExchangeReply:
+        self.memory = SharedMemory(nbytes, read_only=True)
         return self.ask(self.order(attach=self.memory.ticket()))[0]
 
-    def push(self, value: float, **more: Any) -> tuple[PullResult, bytes]:
+    def push(self, value: float, **more: Any) -> tuple[ExchangeReply, bytes]:
         """A gradient that lowers all by `value`; through memory if there is some."""
         payload = np.full(2 * ELEMENTS, value).tobytes()
         order = self.order(PushKind.GRADIENT, **more)
@@ -168,7 +144,7 @@ class Wire:
         """A shared pull: the values, where they lie."""
         return self.at(self.ask(self.order(pull=self.wish(number, shared=True)))[0])
 
-    def at(self, result: PullResult) -> list[np.ndarray[Any, Any]]:
+    def at(self, result: ExchangeReply) -> list[np.ndarray[Any, Any]]:
         assert len(result.places) == len(result.parts) == len(OWNED)
         return [self.regions[place.region].bytes[place.at :][:PART_BYTES].view(np.float64) for place in result.places]
 
@@ -179,7 +155,7 @@ class Wire:
         self._answers.close()  # type: ignore[attr-defined]
 
 
-def refused(wire: Wire, order: PushOrder, payload: bytes = b"") -> ShardyardError:
+def refused(wire: Wire, order: PushHeader, payload: bytes = b"") -> ShardyardError:
     with pytest.raises(ShardyardError) as raised:
         wire.ask(order, payload)
     return raised.value
@@ -211,7 +187,7 @@ def test_pushes_and_pulls_follow_each_other_on_one_stream() -> None:
     result, payload = wire.push(1.0)
     assert (len(result.push), result.parts, payload) == (2, (), b"")
     assert set(np.frombuffer(wire.ask(wire.order(pull=wire.wish()))[1], np.float64)) == {-5.0}
-    assert wire.ask(wire.order())[0] == PullResult(attached=False)
+    assert wire.ask(wire.order())[0] == ExchangeReply(attached=False)
     wire.end()
     assert store.counters.streams == 0
 
@@ -221,14 +197,14 @@ class Quick:
 
     def __init__(self, store: Store, **more: Any) -> None:
         self.wire = Wire(store)
-        self.exchanges = Exchanges(store)
+        self.exchanges = ExchangeStream(store)
         self._writer = HeaderWriter()
         self._waiting: list[Frame] = []
         self._answers = self.exchanges.run(iter(lambda: self._waiting.pop(0), None))
         self._more = more
         self.at_once: list[bool] = []
 
-    def push(self, value: float, *, frame_bytes: int = FRAME_BYTES, **more: Any) -> PullResult:
+    def push(self, value: float, *, frame_bytes: int = FRAME_BYTES, **more: Any) -> ExchangeReply:
         given = {"pull": self.wire.wish()} | self._more | more
         order = self.wire.order(PushKind.GRADIENT, **given)
         self.wire.sequence += 1
@@ -240,7 +216,7 @@ class Quick:
         if answer is None:
             self._waiting += cut
             answer = next(self._answers)
-        return convert.pulled_from_header(answer.header, OWNED, OWNED)
+        return push_messages.pulled_from_header(answer.header, OWNED, OWNED)
 
 
 def test_exchange_like_the_one_before_is_answered_at_once() -> None:
@@ -342,7 +318,7 @@ def test_parts_that_were_admitted_for_one_kind_are_not_for_another() -> None:
 def test_parts_are_checked_before_they_are_inherited(first: PushKind) -> None:
     wire = Wire(server())
     bad = (PushPart(PartitionId(0), 0, (7,)), PushPart(PartitionId(1), 0))
-    header = convert.push_to_wire(wire.order(PushKind.EMPTY, parts=bad))
+    header = push_messages.push_to_wire(wire.order(PushKind.EMPTY, parts=bad))
     header.kind = {PushKind.NOTHING: 4, PushKind.EMPTY: 2}[first]  # type: ignore[assignment]
     wire._waiting.append(iter([Frame(header.SerializeToString(), 0, b"")]))
     next(wire._answers)
@@ -388,7 +364,9 @@ def test_payload_that_breaks_off_leaves_nothing_behind() -> None:
     wire = Wire(server())
     wire.push(1.0)
     order = wire.order(PushKind.GRADIENT)
-    cut = list(frames.cut(convert.push_to_wire(order, wire._before).SerializeToString(), [bytes(2 * PART_BYTES)], 64))
+    cut = list(
+        frames.cut(push_messages.push_to_wire(order, wire._before).SerializeToString(), [bytes(2 * PART_BYTES)], 64)
+    )
     wire._waiting.append(iter(cut[:-1]))
     with pytest.raises(MalformedPayload, match="ended after 192 of 256 bytes"):
         next(wire._answers)
@@ -467,7 +445,7 @@ def test_offer_that_is_taken_is_said_with_the_servers_own_memory() -> None:
 
 def test_offer_that_cannot_be_taken_is_no_error_and_the_stream_goes_on() -> None:
     wire = Wire(server())
-    memory = Shared(64, read_only=True)
+    memory = SharedMemory(64, read_only=True)
     said, _ = wire.ask(wire.order(attach=dataclasses.replace(memory.ticket(), nonce=bytes(limits.NONCE_BYTES))))
     assert said.attached is False
     assert "not the memory that was meant" in said.not_attached
@@ -740,7 +718,7 @@ def test_one_worker_does_not_take_back_what_was_lent_to_another() -> None:
     assert [set(view) for view in first] == [{0.0}] * 2
 
 
-REFUSED_TICKETS: list[Callable[[Ticket], Ticket]] = [
+REFUSED_TICKETS: list[Callable[[ShmHandle], ShmHandle]] = [
     lambda ticket: dataclasses.replace(ticket, pid=2**32 - 1),
     lambda ticket: dataclasses.replace(ticket, fd=0),
     lambda ticket: dataclasses.replace(ticket, nbytes=1 << 40),
@@ -749,8 +727,8 @@ REFUSED_TICKETS: list[Callable[[Ticket], Ticket]] = [
 
 
 @pytest.mark.parametrize("spoil", REFUSED_TICKETS)
-def test_ticket_that_lies_is_refused_without_harm(spoil: Callable[[Ticket], Ticket]) -> None:
-    wire, memory = Wire(server()), Shared(1024, read_only=True)
+def test_ticket_that_lies_is_refused_without_harm(spoil: Callable[[ShmHandle], ShmHandle]) -> None:
+    wire, memory = Wire(server()), SharedMemory(1024, read_only=True)
     assert wire.ask(wire.order(attach=spoil(memory.ticket())))[0].attached is False
     assert type(refused(wire, wire.order(PushKind.GRADIENT, shared_at=0))) is InvalidRequest
 
@@ -914,8 +892,8 @@ def test_headers_that_differ_in_names_and_bases_alone_are_not_read_anew(monkeypa
     for number in range(4):
         quick.push(1.0, bases=at(number, number))
     reads: list[bytes] = []
-    real = convert.push_from_header
-    monkeypatch.setattr(convert, "push_from_header", lambda *given: reads.append(given[0]) or real(*given))
+    real = push_messages.push_from_header
+    monkeypatch.setattr(push_messages, "push_from_header", lambda *given: reads.append(given[0]) or real(*given))
     for number in range(4, 8):
         quick.push(1.0, bases=at(number, number - 1))
     assert reads == []
@@ -934,16 +912,20 @@ def test_bases_are_read_wherever_they_stand(place: str) -> None:
     for number in range(1, 5):
         named = dataclasses.replace(order, name=dataclasses.replace(order.name, first=number, last=number))
         bases = at(number // 3, 7)
-        name = wire_v1.PushHeader(name=convert.name_to_wire(named.name)).SerializeToString()
-        rest = convert.push_to_wire(named, before, named=False).SerializeToString()
-        first = wire_v1.PushHeader(bases=convert.bases_to_wire(bases[:1])).SerializeToString()
-        second = wire_v1.PushHeader(bases=convert.bases_to_wire(bases[1:])).SerializeToString()
+        name = wire_v1.PushHeader(name=common_messages.name_to_wire(named.name)).SerializeToString()
+        rest = push_messages.push_to_wire(named, before, named=False).SerializeToString()
+        first = wire_v1.PushHeader(bases=push_messages.bases_to_wire(bases[:1])).SerializeToString()
+        second = wire_v1.PushHeader(bases=push_messages.bases_to_wire(bases[1:])).SerializeToString()
         header = {
-            "after the name": name + wire_v1.PushHeader(bases=convert.bases_to_wire(bases)).SerializeToString() + rest,
-            "at the end": name + rest + wire_v1.PushHeader(bases=convert.bases_to_wire(bases)).SerializeToString(),
+            "after the name": name
+            + wire_v1.PushHeader(bases=push_messages.bases_to_wire(bases)).SerializeToString()
+            + rest,
+            "at the end": name
+            + rest
+            + wire_v1.PushHeader(bases=push_messages.bases_to_wire(bases)).SerializeToString(),
             "both": name + first + rest + second,
         }[place]
         found = reader.read(header)
-        assert found == convert.push_from_header(header, before)
+        assert found == push_messages.push_from_header(header, before)
         assert found.bases == bases
         before = found

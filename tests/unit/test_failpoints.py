@@ -17,14 +17,15 @@ from typing import Final
 import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.storage import open_storage
-from shardyard.ground.errors import Internal, ShardyardError
-from shardyard.ground.failpoints import armed
-from shardyard.ground.types import PartitionId, SourceKey
-from shardyard.transport.serving import REPLY
-from shardyard_coordinator.journal import Journal
-from shardyard_launcher.role_process import RoleProcess
-from shardyard_launcher.yard_state import STATE_FILE, YardState, read_state
+from shardyard.domain.errors import Internal, ShardyardError
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.push_names import SourceKey
+from shardyard.storage.storage import open_storage
+from shardyard.transport.dispatch import REPLY
+from shardyard_coordinator.service.journal import Journal
+from shardyard_launcher.yard.role_process import RoleProcess
+from shardyard_launcher.yard.state_file import STATE_FILE, YardState, read_state
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,19 +8,13 @@ import numpy as np
 import pytest
 
 from shardyard.codecs import CodeId, decode
-from shardyard.ground.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CompressionSettings
-from shardyard_worker.feedback import Feedback, density_at
+from shardyard.config.settings import CompressionSettings
+from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_worker.compression.error_feedback import ErrorFeedback, density_at
 
 VARIABLES = (
     VariableSpec("fc1.weight", DType.FLOAT32, (80, 60)),
@@ -44,8 +38,8 @@ def layout(pieces: int = 2, optimizer: OptimizerSpec = SGD) -> JobLayout:
     return JobLayout(VARIABLES, optimizer, partitions)
 
 
-def feedback(push: str, pieces: int = 2, worker: int = 1, **more: object) -> Feedback:
-    return Feedback(CompressionSettings(push=push, **more), layout(pieces), seed=3, worker=worker)
+def feedback(push: str, pieces: int = 2, worker: int = 1, **more: object) -> ErrorFeedback:
+    return ErrorFeedback(CompressionSettings(push=push, **more), layout(pieces), seed=3, worker=worker)
 
 
 def gradients(seed: int) -> list[np.ndarray]:
@@ -54,7 +48,7 @@ def gradients(seed: int) -> list[np.ndarray]:
     return [np.array(each).astype(spec.dtype.value) for each, spec in zip(values, VARIABLES, strict=True)]
 
 
-def push(state: Feedback, given: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
+def push(state: ErrorFeedback, given: list[np.ndarray], pieces: int = 2) -> tuple[list[np.ndarray], list[bytes]]:
     """What the servers have of a push, and its codes."""
     received = [np.zeros_like(each) for each in given]
     codes = []
@@ -233,10 +227,10 @@ def test_momentum_on_both_sides_is_refused(kind: str) -> None:
     values = {"sgd": (0.1, 0.9, 0, 0, 0, 0), "rmsprop": (0.1, 0.99, 1e-8, 0, 0.9, 0, 0)}[kind]
     both = CompressionSettings(push="topk:0.01", momentum=0.9)
     with pytest.raises(ConfigurationError, match="both would square it"):
-        Feedback(both, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
-    Feedback(both, layout(), seed=0, worker=0)
+        ErrorFeedback(both, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
+    ErrorFeedback(both, layout(), seed=0, worker=0)
     alone = CompressionSettings(push="topk:0.01")
-    Feedback(alone, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
+    ErrorFeedback(alone, layout(optimizer=OptimizerSpec(kind, (values,))), seed=0, worker=0)
 
 
 def test_gradient_is_clipped_as_a_whole_and_buffers_are_not() -> None:

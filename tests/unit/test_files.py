@@ -16,11 +16,11 @@ import torch
 from torch.utils.data import DataLoader
 
 import shardyard
-from shardyard.ground.errors import ConfigurationError, InvalidRequest, StorageUnavailable
-from shardyard_worker import files as module
-from shardyard_worker import places
-from shardyard_worker.dataset import Reader
-from shardyard_worker.files import FixedRecords, FramedRecords, TextLines
+from shardyard.domain.errors import ConfigurationError, InvalidRequest, StorageUnavailable
+from shardyard_worker.data import file_sources
+from shardyard_worker.data import record_files as module
+from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.record_files import FixedRecords, FramedRecords, TextLines
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that records straddle the pieces that a file is scanned in."""
-    monkeypatch.setattr(places, "PIECE_BYTES", 16)
+    monkeypatch.setattr(file_sources, "PIECE_BYTES", 16)
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.codecs import finiteness
-from shardyard.codecs.finiteness import PIECE, first_not_finite
-from shardyard_worker import finite
+from shardyard.codecs.format import finiteness
+from shardyard.codecs.format.finiteness import PIECE, first_not_finite
+from shardyard_worker.training import nonfinite
 
 BAD = [math.nan, -math.nan, math.inf, -math.inf]
 DTYPES = ["float32", "float64"]
@@ -67,7 +67,9 @@ def test_first_gradient_with_a_bad_number_is_named(dtype: torch.dtype, bad: floa
 
     def found(*tensors: torch.Tensor) -> object:
         given_ = gradients(*tensors)
-        return finite._first_here(given_, dtype) if look == "here" else next(iter(finite._first_away(given_)), None)
+        return (
+            nonfinite._first_here(given_, dtype) if look == "here" else next(iter(nonfinite._first_away(given_)), None)
+        )
 
     assert found(one, other, one.t()) is None
     other[1, 0, 2, 3] = bad

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import MalformedPayload, TooLarge
-from shardyard.ground.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX
+from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.limits import FRAME_BYTES, FRAME_BYTES_MAX, MESSAGE_BYTES_MAX
 from shardyard.wire import frames
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import parameter_server_pb2 as wire

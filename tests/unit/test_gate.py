@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import InvalidRequest, NotReady, RateMismatch
-from shardyard.ground.types import PartitionId, Rank
-from shardyard_ps_server.gate import Gate, verdict
+from shardyard.domain.errors import InvalidRequest, NotReady, RateMismatch
+from shardyard.domain.ids import PartitionId, Rank
+from shardyard_ps_server.partition.step_gate import StepGate, verdict
 
 PARTITION = PartitionId(2)
 
@@ -30,12 +30,12 @@ class Word:
 EMPTY = Word("empty", 0.0, None)
 
 
-def give(gate: Gate[Word], rank: int, step: int, word: Word) -> None:
+def give(gate: StepGate[Word], rank: int, step: int, word: Word) -> None:
     gate.check(Rank(rank), step, word)
     gate.record(Rank(rank), word)
 
 
-def take(gate: Gate[Word], rank: int, step: int, word: Word) -> tuple[Word, ...]:
+def take(gate: StepGate[Word], rank: int, step: int, word: Word) -> tuple[Word, ...]:
     """With the last rank of the step."""
     gate.check(Rank(rank), step, word)
     taken = gate.with_last(Rank(rank), word)
@@ -45,7 +45,7 @@ def take(gate: Gate[Word], rank: int, step: int, word: Word) -> tuple[Word, ...]
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(4))))
 def test_rule_b2_step_is_in_rank_order_whatever_the_order_of_arrival(arrival: tuple[int, ...]) -> None:
-    gate: Gate[Word] = Gate(PARTITION, 4)
+    gate: StepGate[Word] = StepGate(PARTITION, 4)
     for rank in arrival[:-1]:
         give(gate, rank, 0, Word(f"of rank {rank}"))
     taken = take(gate, arrival[-1], 0, Word(f"of rank {arrival[-1]}"))
@@ -53,7 +53,7 @@ def test_rule_b2_step_is_in_rank_order_whatever_the_order_of_arrival(arrival: tu
 
 
 def test_missing_names_the_ranks_that_have_not_contributed() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 3)
+    gate: StepGate[Word] = StepGate(PARTITION, 3)
     assert gate.missing() == (0, 1, 2)
     give(gate, 1, 0, Word("a"))
     assert gate.missing() == (0, 2)
@@ -64,7 +64,7 @@ def test_missing_names_the_ranks_that_have_not_contributed() -> None:
 
 
 def test_rank_completes_a_step_where_it_alone_is_missing() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 3)
+    gate: StepGate[Word] = StepGate(PARTITION, 3)
     for _ in range(2):
         step = gate.step
         assert not any(gate.completes(Rank(rank)) for rank in range(3))
@@ -76,7 +76,7 @@ def test_rank_completes_a_step_where_it_alone_is_missing() -> None:
 
 
 def test_next_step_is_gathered_from_nothing() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 2)
+    gate: StepGate[Word] = StepGate(PARTITION, 2)
     for step in range(3):
         assert gate.step == step
         assert gate.missing() == (0, 1)
@@ -85,7 +85,7 @@ def test_next_step_is_gathered_from_nothing() -> None:
 
 
 def test_later_step_is_not_ready() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 2)
+    gate: StepGate[Word] = StepGate(PARTITION, 2)
     give(gate, 0, 0, Word("a"))
     with pytest.raises(NotReady, match="step 1 in partition 2, which gathers step 0"):
         gate.check(Rank(0), 1, Word("b"))
@@ -93,14 +93,14 @@ def test_later_step_is_not_ready() -> None:
 
 
 def test_rank_that_does_not_exist_is_refused() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 2)
+    gate: StepGate[Word] = StepGate(PARTITION, 2)
     with pytest.raises(InvalidRequest, match="logical rank 2; the job has 2"):
         gate.check(Rank(2), 0, Word("a"))
     assert gate.missing() == (0, 1)
 
 
 def test_rule_b5_ranks_of_a_step_that_use_different_rates_are_an_error() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 3)
+    gate: StepGate[Word] = StepGate(PARTITION, 3)
     give(gate, 2, 0, Word("a", groups=((0.1, 0.0), (0.5, 0.0))))
     with pytest.raises(RateMismatch) as refused:
         gate.check(Rank(0), 0, Word("b", groups=((0.1, 0.0), (0.25, 0.0))))
@@ -111,20 +111,20 @@ def test_rule_b5_ranks_of_a_step_that_use_different_rates_are_an_error() -> None
 
 
 def test_rule_b5_ranks_with_different_numbers_of_groups_are_an_error() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 2)
+    gate: StepGate[Word] = StepGate(PARTITION, 2)
     give(gate, 0, 0, Word("a", groups=((0.1,),)))
     with pytest.raises(RateMismatch, match="of a different number of parameter groups"):
         gate.check(Rank(1), 0, Word("b", groups=((0.1,), (0.2,))))
 
 
 def test_rule_b5_rates_may_change_from_step_to_step() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 1)
+    gate: StepGate[Word] = StepGate(PARTITION, 1)
     for step, rate in enumerate((0.1, 0.05)):
         take(gate, 0, step, Word("a", groups=((rate,),)))
 
 
 def test_named_empty_push_has_no_rates_to_disagree_with() -> None:
-    gate: Gate[Word] = Gate(PARTITION, 3)
+    gate: StepGate[Word] = StepGate(PARTITION, 3)
     give(gate, 0, 0, EMPTY)
     give(gate, 1, 0, Word("a", groups=((0.1,),)))
     assert len(take(gate, 2, 0, EMPTY)) == 3

@@ -11,8 +11,9 @@ from types import ModuleType
 import pytest
 from google.protobuf.message import Message
 
-from shardyard.ground.types import PartitionId, PushKind
-from shardyard.wire import convert, frames
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.pushes import PushKind
+from shardyard.wire import frames, layout_messages, push_messages
 from shardyard.wire.v1 import agent_pb2, coordinator_pb2, parameter_server_pb2
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -59,15 +60,15 @@ def test_own_codec_reads_and_writes_the_golden_frames(name: str) -> None:
 def test_golden_push_headers_pass_the_door_and_come_back(name: str) -> None:
     before = None
     if MESSAGES[name].again:
-        before = convert.push_from_header(VECTORS["PushHeader.logical_rank"])
-    order = convert.push_from_header(VECTORS[name], before)
+        before = push_messages.push_from_header(VECTORS["PushHeader.logical_rank"])
+    order = push_messages.push_from_header(VECTORS[name], before)
     if before is not None and order.kind is not PushKind.NOTHING:
         assert order.caller == before.caller
         assert order.parts == before.parts
         assert order.pull is not None
         assert before.pull is not None
         assert order.pull.partitions == before.pull.partitions
-    assert convert.push_to_wire(order, before).SerializeToString(deterministic=True) == VECTORS[name]
+    assert push_messages.push_to_wire(order, before).SerializeToString(deterministic=True) == VECTORS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(VECTORS) if name.startswith("PullHeader.")])
@@ -76,17 +77,17 @@ def test_golden_pull_headers_come_back(name: str) -> None:
     if "attached" in name:
         pulled = ()
     pushed = (PartitionId(0), PartitionId(2)) if MESSAGES[name].HasField("push") else ()
-    answer = convert.pulled_from_header(VECTORS[name], pulled, pushed)
+    answer = push_messages.pulled_from_header(VECTORS[name], pulled, pushed)
     assert tuple(part.partition for part in answer.parts) == (() if answer.missing else pulled)
     assert tuple(part.partition for part in answer.push) == pushed
-    assert convert.pulled_to_header(answer) == VECTORS[name]
+    assert push_messages.pulled_to_header(answer) == VECTORS[name]
 
 
 def test_golden_layout_and_map_pass_the_door_and_come_back() -> None:
-    layout = convert.layout_from_wire(MESSAGES["JobLayout"])
-    assert convert.layout_to_wire(layout).SerializeToString(deterministic=True) == VECTORS["JobLayout"]
-    map_ = convert.map_from_wire(MESSAGES["PartitionMap"])
-    assert convert.map_to_wire(map_).SerializeToString(deterministic=True) == VECTORS["PartitionMap"]
+    layout = layout_messages.layout_from_wire(MESSAGES["JobLayout"])
+    assert layout_messages.layout_to_wire(layout).SerializeToString(deterministic=True) == VECTORS["JobLayout"]
+    map_ = layout_messages.map_from_wire(MESSAGES["PartitionMap"])
+    assert layout_messages.map_to_wire(map_).SerializeToString(deterministic=True) == VECTORS["PartitionMap"]
 
 
 def test_worked_example_of_the_protocol_is_a_golden_vector() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import optimizers
-from shardyard.ground.errors import InvalidRequest
-from shardyard.ground.types import OptimizerSpec
+from shardyard.domain import optimizers
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.optimizers import OptimizerSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 

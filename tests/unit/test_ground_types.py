@@ -5,30 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.ground.limits import BLOCK_ALIGN_BYTES
-from shardyard.ground.types import (
-    Caller,
-    DataShardSource,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    PartitionId,
-    PartitionMap,
-    PartitionOwner,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    Token,
-    VariableSpec,
-    Version,
-    WorkerSource,
-    aligned_bytes,
-)
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner, aligned_bytes
+from shardyard.domain.limits import BLOCK_ALIGN_BYTES
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey, WorkerSource
+from shardyard.domain.pushes import PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
 
 
 @pytest.mark.parametrize(("nbytes", "room"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128), (1 << 40, 1 << 40)])
@@ -96,5 +78,5 @@ def test_map_groups_partitions_by_server_in_order() -> None:
 def test_push_has_the_bytes_of_its_parts() -> None:
     parts = (PushPart(PartitionId(0), 64), PushPart(PartitionId(1), 0), PushPart(PartitionId(2), 128))
     name = PushName(SourceKey(RankSource(Rank(0))), Token(0), 0, 0)
-    order = PushOrder(Caller(), Incarnation(1), Generation(1), name, PushKind.GRADIENT, parts, 1.0, ())
+    order = PushHeader(Caller(), Incarnation(1), Generation(1), name, PushKind.GRADIENT, parts, 1.0, ())
     assert order.payload_bytes == 192

@@ -15,29 +15,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, NotFound, NotReady, TooLarge, VersionPassed
-from shardyard.ground.table_settings import ExpirySettings
-from shardyard.ground.types import (
-    Caller,
-    Generation,
-    Incarnation,
-    PinWish,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    WorkerSource,
-)
-from shardyard.wire import convert, tables
-from shardyard_ps_server import partition as partitions
-from shardyard_ps_server.former_rows import FormerRows
-from shardyard_ps_server.held_rows import FAN, HeldRows, merged, put_back
-from shardyard_ps_server.partition import Asked, Partition
-from shardyard_ps_server.partition_tables import PartitionTables
-from shardyard_ps_server.pins import Pin
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import Wanted
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, NotFound, NotReady, TooLarge, VersionPassed
+from shardyard.domain.ids import Caller, Generation, Incarnation, Term, Token
+from shardyard.domain.pulls import PinRequest
+from shardyard.domain.push_names import SourceKey, WorkerSource
+from shardyard.domain.tables.table_settings import ExpirySettings
+from shardyard.wire import pull_messages, table_messages
+from shardyard_ps_server.hosting.pins import Pin
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition import partition as partitions
+from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import PartitionTables
+from shardyard_ps_server.rows.pinned_rows import FAN, PinnedRows, merged, put_back
+from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_ps_server.values.versions import VersionPin
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -71,8 +64,8 @@ PIN = bytes(range(16))
 DEADLINE_S = 30.0
 
 
-def wish(pin: bytes = PIN, **changed: Any) -> PinWish:
-    return dataclasses.replace(PinWish(READER, HERE, GENERATION, pin, None, lease_ms=60_000, rows=True), **changed)
+def wish(pin: bytes = PIN, **changed: Any) -> PinRequest:
+    return dataclasses.replace(PinRequest(READER, HERE, GENERATION, pin, None, lease_ms=60_000, rows=True), **changed)
 
 
 def push_ones(store: Store, sequence: int, table: int = 0) -> None:
@@ -178,10 +171,10 @@ def test_all_rows_of_a_pin_that_is_not_there_are_refused() -> None:
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> None:
-    def read(partition: Partition, wanted: Wanted) -> None:
+    def read(partition: Partition, wanted: VersionPin) -> None:
         for _ in range(3):
             out = np.zeros((steps_of.IDS.size, 2), np.float32)
-            partition.look_up_held([Asked(0, steps_of.IDS, out)], wanted)
+            partition.look_up_held([RowsToRead(0, steps_of.IDS, out)], wanted)
             assert (out == -np.float32(wanted.number)).all()
 
     read_while_others_push(mode, read, times=100)
@@ -189,7 +182,7 @@ def test_what_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> N
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_all_that_is_read_is_of_one_version_while_others_push(mode: UpdateMode) -> None:
-    def read(partition: Partition, wanted: Wanted) -> None:
+    def read(partition: Partition, wanted: VersionPin) -> None:
         for _, rows in partition.items_held(0, wanted):
             assert (rows == -np.float32(wanted.number)).all()
 
@@ -197,7 +190,7 @@ def test_all_that_is_read_is_of_one_version_while_others_push(mode: UpdateMode) 
 
 
 def read_while_others_push(
-    mode: UpdateMode, read: Callable[[Partition, Wanted], None], *, times: int, pause_s: float = 0.0
+    mode: UpdateMode, read: Callable[[Partition, VersionPin], None], *, times: int, pause_s: float = 0.0
 ) -> None:
     """Every push takes one from every row: rows say of how many versions they are. `pause_s`: after a push."""
     partition, push_one = counting(mode)
@@ -255,7 +248,7 @@ def void(_: object) -> None:
     return None
 
 
-def newest(partition: Partition, mode: UpdateMode) -> Wanted:
+def newest(partition: Partition, mode: UpdateMode) -> VersionPin:
     """The newest version, held with its rows; of a synchronous job by its name."""
     while True:
         number = partition.describe()[0].number if mode is UpdateMode.SYNC else None
@@ -273,7 +266,7 @@ def test_who_pins_in_the_midst_of_a_push_reads_one_version(
     partition, push_one = counting(UpdateMode.ASYNC)
     if is_held_before:
         partition.want(None, rows=True)
-    found: list[Wanted] = []
+    found: list[VersionPin] = []
     asking = threading.Thread(target=lambda: found.append(partition.want(None, rows=True)))
     real = PartitionTables.push
 
@@ -317,9 +310,9 @@ def test_the_step_before_the_newest_can_be_held() -> None:
     assert refused.value.facts == {"newest": "4"}
 
 
-def held(partition: Partition, wanted: Wanted) -> np.ndarray:
+def held(partition: Partition, wanted: VersionPin) -> np.ndarray:
     out = np.full((steps_of.IDS.size, 2), np.nan, np.float32)
-    partition.look_up_held([Asked(0, steps_of.IDS, out)], wanted)
+    partition.look_up_held([RowsToRead(0, steps_of.IDS, out)], wanted)
     return out
 
 
@@ -331,16 +324,16 @@ def test_what_is_put_back_is_what_was_set_aside_first_however_it_is_merged() -> 
     for _ in range(20):
         truth = draw.standard_normal((50, 2)).astype(np.float32)
         now = truth.copy()
-        kept = HeldRows(10, bytes_max=1 << 30)
+        kept = PinnedRows(10, bytes_max=1 << 30)
         parts: Any = ()
         for number in range(5, 5 + int(draw.integers(1, 200))):
             chosen = np.sort(draw.choice(50, draw.integers(0, 9), replace=False)).astype(np.int64)
             if number < 10:
                 truth[chosen] += 1
                 now = truth.copy()
-                kept.add(FormerRows(number, {0: (chosen, now[chosen])}))
+                kept.add(PreviousRows(number, {0: (chosen, now[chosen])}))
                 continue
-            kept.add(FormerRows(number, {0: (chosen, now[chosen].copy())} if chosen.size else {}))
+            kept.add(PreviousRows(number, {0: (chosen, now[chosen].copy())} if chosen.size else {}))
             now[chosen] += draw.standard_normal((chosen.size, 2)).astype(np.float32)
             if draw.random() < 0.2:
                 parts = kept.parts()
@@ -351,10 +344,10 @@ def test_what_is_put_back_is_what_was_set_aside_first_however_it_is_merged() -> 
 
 
 def test_what_is_looked_through_grows_with_the_logarithm_of_the_updates() -> None:
-    kept = HeldRows(0, bytes_max=1 << 30)
+    kept = PinnedRows(0, bytes_max=1 << 30)
     ids = np.arange(3, dtype=np.int64)
     for number in range(1_000):
-        kept.add(FormerRows(number, {0: (ids, np.full((3, 1), number, np.float32))}))
+        kept.add(PreviousRows(number, {0: (ids, np.full((3, 1), number, np.float32))}))
     parts = merged(kept.parts())
     assert len(parts) <= 4 * (FAN - 1)
     before = kept.nbytes
@@ -364,13 +357,13 @@ def test_what_is_looked_through_grows_with_the_logarithm_of_the_updates() -> Non
 
 def test_what_is_kept_takes_no_more_memory_than_it_may_however_small_its_parts_are() -> None:
     most = 1 << 20
-    kept = HeldRows(0, most)
+    kept = PinnedRows(0, most)
     number = 0
     tracemalloc.start()
     try:
         while kept.nbytes or not number:
             row = np.full((1, 1), number, np.float32)
-            kept.add(FormerRows(number, {0: (np.array([number]), row), 1: (np.array([number]), row.copy())}))
+            kept.add(PreviousRows(number, {0: (np.array([number]), row), 1: (np.array([number]), row.copy())}))
             number += 1
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -408,7 +401,7 @@ def test_a_server_without_memory_for_readers_trains_on(mode: UpdateMode, monkeyp
     push_one(1)
     real, refused = PartitionTables.set_aside, []
 
-    def short(self: PartitionTables, *given: Any) -> FormerRows:
+    def short(self: PartitionTables, *given: Any) -> PreviousRows:
         if not refused:
             refused.append(True)
             raise TooLarge("no memory")
@@ -499,10 +492,10 @@ def test_a_look_up_of_another_generation_is_refused() -> None:
 
 
 def test_a_pin_and_a_look_up_say_what_they_mean_on_the_wire() -> None:
-    assert convert.pin_from_wire(convert.pin_to_wire(wish())) == wish()
-    assert convert.pin_from_wire(convert.pin_to_wire(wish(rows=False))) == wish(rows=False)
+    assert pull_messages.pin_from_wire(pull_messages.pin_to_wire(wish())) == wish()
+    assert pull_messages.pin_from_wire(pull_messages.pin_to_wire(wish(rows=False))) == wish(rows=False)
     asked = steps_of.asked(pin=PIN)
-    assert tables.look_up_from_header(tables.look_up_to_header(asked)) == asked
+    assert table_messages.look_up_from_header(table_messages.look_up_to_header(asked)) == asked
 
 
 @pytest.mark.parametrize(
@@ -510,6 +503,6 @@ def test_a_pin_and_a_look_up_say_what_they_mean_on_the_wire() -> None:
     [({"pin": b"short"}, MalformedPayload), ({"number": 3}, InvalidRequest), ({"wait_ms": 1}, InvalidRequest)],
 )
 def test_a_pinned_look_up_that_makes_no_sense_is_refused(changed: dict[str, Any], refused: type[Exception]) -> None:
-    header = tables.look_up_to_header(steps_of.asked(**({"pin": PIN} | changed)))
+    header = table_messages.look_up_to_header(steps_of.asked(**({"pin": PIN} | changed)))
     with pytest.raises(refused):
-        tables.look_up_from_header(header)
+        table_messages.look_up_from_header(header)

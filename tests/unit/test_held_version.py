@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import (
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     Internal,
     MalformedPayload,
     NotFound,
@@ -21,29 +22,18 @@ from shardyard.ground.errors import (
     ShardyardError,
     VersionPassed,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.table_settings import TableSettings
-from shardyard.ground.types import (
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    PartitionMap,
-    PartitionOwner,
-    PulledPart,
-    UpdateMode,
-    Version,
-)
-from shardyard.runtime.waiting import Vigil
-from shardyard.wire import convert, methods
+from shardyard.domain.ids import Generation, Incarnation, JobId, PartitionId, Version
+from shardyard.domain.layout.layouts import JobLayout, PartitionLayout, PartitionMap, PartitionOwner
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PulledPart
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.wire import methods, pull_messages
 from shardyard.wire.frames import Frame
-from shardyard_worker import held_version
-from shardyard_worker.distinct import distinct
-from shardyard_worker.held_version import HeldVersion, Leases, Pin, ReadServer, View
-from shardyard_worker.rows_ahead import Asked
+from shardyard_worker.reader import pinned_version
+from shardyard_worker.reader.pinned_version import Leases, Pin, PinnedVersion, ReadServer, View
+from shardyard_worker.rows.dedup import unique_ids
+from shardyard_worker.rows.row_prefetch import RowQuery
 
 DEADLINE_S = 30.0
 SERVERS = (Incarnation(11), Incarnation(12))
@@ -71,7 +61,7 @@ class Server:
             return self.rows()
         if method is methods.PIN:
             self.pinned()
-            return convert.pinned_to_wire((PulledPart(self.partition, HELD[self.partition]),), ())
+            return pull_messages.pinned_to_wire((PulledPart(self.partition, HELD[self.partition]),), ())
         return None
 
     def receive(self, method: object, request: object, *, timeout_ms: int) -> Iterator[Frame]:
@@ -99,13 +89,15 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def vigil() -> Iterator[Vigil]:
-    made = Vigil()
+def vigil() -> Iterator[WaitRegistry]:
+    made = WaitRegistry()
     yield made
     made.close()
 
 
-def made(peers: Sequence[Server], pool: ThreadPoolExecutor, vigil: Vigil, *, as_of: float | None = None) -> HeldVersion:
+def made(
+    peers: Sequence[Server], pool: ThreadPoolExecutor, vigil: WaitRegistry, *, as_of: float | None = None
+) -> PinnedVersion:
     def everywhere(servers: Sequence[ReadServer], ask: Callable[[ReadServer], Any]) -> list[Any]:
         calls = [pool.submit(ask, server) for server in servers]
         errors = [error for call in calls if (error := call.exception(DEADLINE_S)) is not None]
@@ -118,7 +110,7 @@ def made(peers: Sequence[Server], pool: ThreadPoolExecutor, vigil: Vigil, *, as_
         for incarnation, peer in zip(SERVERS, peers, strict=True)
     ]
     begun = time.monotonic() if as_of is None else as_of
-    return HeldVersion(view(), servers, Pin(bytes(16), None, rows=True), HELD, begun, everywhere, vigil)
+    return PinnedVersion(view(), servers, Pin(bytes(16), None, rows=True), HELD, begun, everywhere, vigil)
 
 
 def two() -> list[Server]:
@@ -140,9 +132,9 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def test_leases_of_others_are_renewed_whatever_a_server_says_of_one(
-    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, vigil: Vigil
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, vigil: WaitRegistry
 ) -> None:
-    monkeypatch.setattr(held_version, "RENEW_MS", 5)
+    monkeypatch.setattr(pinned_version, "RENEW_MS", 5)
     broken, whole = two(), two()
     broken[1].pinned = failing(Internal("something unforeseen"))
     first, second = made(broken, pool, vigil), made(whole, pool, vigil)
@@ -158,7 +150,7 @@ def test_leases_of_others_are_renewed_whatever_a_server_says_of_one(
     leases.close()
 
 
-def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(pool: ThreadPoolExecutor, vigil: WaitRegistry) -> None:
     servers = two()
     held, leases = made(servers, pool, vigil), Leases()
     leases.close()
@@ -168,7 +160,7 @@ def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(pool: ThreadPool
 
 
 def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
-    pool: ThreadPoolExecutor, vigil: Vigil
+    pool: ThreadPoolExecutor, vigil: WaitRegistry
 ) -> None:
     frozen, waited_for = two(), threading.Event()
 
@@ -179,7 +171,7 @@ def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
     for server in frozen:
         server.rows = away
     held = made(frozen, pool, vigil)
-    asked = [Asked(0, distinct(IDS, len(PARTITIONS)), 1)]
+    asked = [RowQuery(0, unique_ids(IDS, len(PARTITIONS)), 1)]
     lost: list[VersionPassed] = []
 
     def look_up() -> None:
@@ -198,13 +190,13 @@ def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
     assert len(frozen[0].asked) + len(frozen[1].asked) == 1
 
 
-def test_a_lease_that_may_have_run_out_is_not_renewed(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+def test_a_lease_that_may_have_run_out_is_not_renewed(pool: ThreadPoolExecutor, vigil: WaitRegistry) -> None:
     """A pin that a server gives anew has rows of another moment, which its version need not tell (hybrid)."""
     renewed = made(two(), pool, vigil)
     renewed.renew()
     assert not renewed.is_lost
     servers = two()
-    asleep = made(servers, pool, vigil, as_of=time.monotonic() - held_version.LEASE_MS / 1000)
+    asleep = made(servers, pool, vigil, as_of=time.monotonic() - pinned_version.LEASE_MS / 1000)
     asleep.renew()
     assert asleep.is_lost
     assert [server.asked[-1] for server in servers] == [methods.UNPIN] * 2
@@ -219,7 +211,9 @@ def piece(before: int, *numbers: int) -> Frame:
     return Frame(b"", before, ids.tobytes() + ids.astype(np.float32).tobytes())
 
 
-def test_all_rows_of_a_partition_come_once_however_often_they_are_sent(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+def test_all_rows_of_a_partition_come_once_however_often_they_are_sent(
+    pool: ThreadPoolExecutor, vigil: WaitRegistry
+) -> None:
     servers = two()
     servers[0].all_rows = lambda: iter([piece(0, 7, -3), piece(2, 9), piece(3, 7, 4)])
     servers[1].all_rows = lambda: iter([piece(0, 8)])
@@ -236,7 +230,7 @@ def test_all_rows_of_a_partition_come_once_however_often_they_are_sent(pool: Thr
 
 @pytest.mark.parametrize("error", [NotFound("a pin that is not here"), ServerUnavailable("it does not answer")])
 def test_all_rows_of_a_version_that_a_server_does_not_hold_are_lost_with_it(
-    pool: ThreadPoolExecutor, vigil: Vigil, error: ShardyardError
+    pool: ThreadPoolExecutor, vigil: WaitRegistry, error: ShardyardError
 ) -> None:
     servers = two()
     servers[1].all_rows = failing(error)
@@ -247,7 +241,7 @@ def test_all_rows_of_a_version_that_a_server_does_not_hold_are_lost_with_it(
     assert held.is_lost
 
 
-def test_who_reads_all_rows_waits_while_somebody_else_does(pool: ThreadPoolExecutor, vigil: Vigil) -> None:
+def test_who_reads_all_rows_waits_while_somebody_else_does(pool: ThreadPoolExecutor, vigil: WaitRegistry) -> None:
     servers, refused = two(), []
 
     def read() -> Iterator[Frame]:
@@ -264,7 +258,7 @@ def test_who_reads_all_rows_waits_while_somebody_else_does(pool: ThreadPoolExecu
 
 
 def test_who_waits_for_rows_of_a_version_that_is_lost_meanwhile_hears_of_it(
-    pool: ThreadPoolExecutor, vigil: Vigil
+    pool: ThreadPoolExecutor, vigil: WaitRegistry
 ) -> None:
     servers = two()
     held = made(servers, pool, vigil)
@@ -279,7 +273,7 @@ def test_who_waits_for_rows_of_a_version_that_is_lost_meanwhile_hears_of_it(
 
 
 @pytest.mark.parametrize("frames", [[piece(1, 7)], [piece(0, 7), piece(2, 8)], [Frame(b"", 0, b"thirteen byte")]])
-def test_rows_that_do_not_fit_are_refused(pool: ThreadPoolExecutor, vigil: Vigil, frames: list[Frame]) -> None:
+def test_rows_that_do_not_fit_are_refused(pool: ThreadPoolExecutor, vigil: WaitRegistry, frames: list[Frame]) -> None:
     servers = two()
     servers[0].all_rows = lambda: iter(frames)
     with pytest.raises(MalformedPayload, match="of rows of 12 as those from"):

@@ -12,35 +12,22 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.ground.errors import ConfigurationError, Internal, InvalidRequest, TableFull, TooLarge
-from shardyard.ground.failpoints import armed
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    NO_CLIPPING,
-    Caller,
-    Clipping,
-    Durability,
-    JobId,
-    Outcome,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    SourceMark,
-    Term,
-    Token,
-    UpdateMode,
-    Version,
-)
-from shardyard.runtime import configuration
-from shardyard_coordinator.tables import check_settings
-from shardyard_ps_server import row_sums
-from shardyard_ps_server.checkpoints import SaveOrder
-from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
+from shardyard.config import configuration
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, Durability, UpdateMode
+from shardyard.domain.errors import ConfigurationError, Internal, InvalidRequest, TableFull, TooLarge
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import Caller, JobId, Rank, Term, Token, Version
+from shardyard.domain.push_names import PushName, RankSource, SourceKey, SourceMark
+from shardyard.domain.pushes import Outcome
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
+from shardyard_coordinator.placement.table_specs import check_settings
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.ledger import Ledger
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows import row_sums
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -247,7 +234,7 @@ def saved_in_the_midst_of_step_1(tmp_path: Path) -> Restore:
     for rank in range(2):
         push(partition, rank, 0, work({0: 2.0}, dense=2.0))
     push(partition, 0, 1, work({1: 2.0}, dense=4.0))
-    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveOrder(1, 1, 0, 0), str(tmp_path))
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 1, 0, 0), str(tmp_path))
     push(partition, 1, 1, work({0: 64.0}))  # never happened
     assert saved.version.number == 1
     return Restore(

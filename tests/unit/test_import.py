@@ -76,8 +76,8 @@ def test_coordinator_needs_no_compiler() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(numba=None, llvmlite=None)\n"
-        "import shardyard_coordinator.process, shardyard_launcher.checkpoint_command\n"
-        "import shardyard.checkpoints.library, shardyard.checkpoints.row_exports, shardyard.wire.convert\n"
+        "import shardyard_coordinator.service.process, shardyard_launcher.commands.checkpoint\n"
+        "import shardyard.checkpoints.library, shardyard.checkpoints.row_exports, shardyard.wire.push_messages\n"
         "print(len(sys.modules))"
     )
     assert int(run(code)) > 0
@@ -149,8 +149,8 @@ def test_installed_wheel_lives_beside_modules_named_like_roles(wheel: Path, tmp_
         "assert worker.MINE and coordinator.MINE and launcher.MINE and ps_server.MINE\n"
         f"for name in {PACKAGES!r}:\n"
         "    print(importlib.import_module(name).__file__)\n"
-        "import shardyard_coordinator.shell, shardyard_ps_server.store, shardyard_launcher.command_line\n"
-        "print(shardyard_ps_server.store.__file__); print(shardyard.__version__)"
+        "import shardyard_coordinator.service.service, shardyard_ps_server.hosting.store, shardyard_launcher.cli\n"
+        "print(shardyard_ps_server.hosting.store.__file__); print(shardyard.__version__)"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SHARDYARD"))}
     done = subprocess.run(

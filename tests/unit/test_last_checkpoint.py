@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import (
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import (
     InvalidRequest,
     JobFailed,
     NotFound,
@@ -17,21 +19,14 @@ from shardyard.ground.errors import (
     ShardyardError,
     StorageUnavailable,
 )
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DoneDataShards,
-    DType,
-    MemberRole,
-    OptimizerSpec,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.feeds import FeedSpec
-from shardyard_coordinator.progress import Report
+from shardyard.domain.ids import Caller, MemberRole
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease, DoneDataShards
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.work.feeds import FeedSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -117,9 +112,9 @@ class Yard(MachineYard):
     def leave(self) -> None:
         self.handle(events.MemberLeft(self.worker.incarnation, ""))
 
-    def ask(self, ticket: int = 0, name: str = "") -> effects.CheckpointStanding:
-        answer = self.handle(events.CheckpointAsked(None, name, ticket))
-        assert isinstance(answer, effects.CheckpointStanding)
+    def ask(self, ticket: int = 0, name: str = "") -> effects.CheckpointProgress:
+        answer = self.handle(events.CheckpointRequested(None, name, ticket))
+        assert isinstance(answer, effects.CheckpointProgress)
         return answer
 
     @property
@@ -357,10 +352,10 @@ def test_nobody_is_written_down_who_cannot_be() -> None:
     with pytest.raises(InvalidRequest, match="2 jobs run: 'default', 'other'"):
         yard.ask()
     with pytest.raises(InvalidRequest, match="is not written down"):
-        yard.handle(events.CheckpointAsked(other, "", 0))
+        yard.handle(events.CheckpointRequested(other, "", 0))
     third = yard.join(JobSettings(name="third"))
     with pytest.raises(NotReady, match="no values yet"):
-        yard.handle(events.CheckpointAsked(third, "", 0))
+        yard.handle(events.CheckpointRequested(third, "", 0))
 
 
 def test_ticket_of_a_job_that_failed_brings_its_failure() -> None:

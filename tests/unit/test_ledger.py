@@ -8,19 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import InvalidRequest, SequenceGap, ShardyardError, StaleToken, StraddlingRange
-from shardyard.ground.types import (
-    DataShardSource,
-    Incarnation,
-    PartitionId,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    Token,
-    WorkerSource,
-)
-from shardyard_ps_server.ledger import Ledger
+from shardyard.domain.errors import InvalidRequest, SequenceGap, ShardyardError, StaleToken, StraddlingRange
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey, WorkerSource
+from shardyard_ps_server.partition.ledger import Ledger
 
 SHARD = SourceKey(DataShardSource(0, 2, 5))
 WORKER = SourceKey(WorkerSource(Incarnation(7)))

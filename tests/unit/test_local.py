@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardyard.ground import errors
-from shardyard.ground.types import Rank
-from shardyard.ground.units import Units
-from shardyard.runtime.settings import ConsistencySettings
-from shardyard_worker.local import Inner, LocalOptimizer, Rounds, outer_optimizer
-from shardyard_worker.schedule import JobScheduler
+from shardyard.config.settings import ConsistencySettings
+from shardyard.domain import errors
+from shardyard.domain.ids import Rank
+from shardyard.domain.units import EpochPlan
+from shardyard_worker.consistency.local_sgd import InnerOptimizer, LocalOptimizer, Rounds, outer_optimizer
+from shardyard_worker.optimizers.lr_schedule import JobScheduler
 
 
 def test_the_outer_optimizer_is_sgd_with_nesterov_momentum() -> None:
@@ -28,30 +28,30 @@ def test_the_outer_optimizer_is_sgd_with_nesterov_momentum() -> None:
 def test_steps_are_counted_as_they_are_taken() -> None:
     rounds = Rounds(10)
     assert [rounds.steps_before(each) for each in (0, 1, 7)] == [0, 10, 70]
-    short = Units(110, 5, 2, drop_last=False, local_steps=10)  # 11 steps an epoch: rounds of 10 and 1
+    short = EpochPlan(110, 5, 2, drop_last=False, local_steps=10)  # 11 steps an epoch: rounds of 10 and 1
     rounds.add(0, short, epochs=2)
     assert [rounds.steps_before(each) for each in range(5)] == [0, 10, 11, 21, 22]
     assert rounds.steps_before(6) == 42, "what comes behind all that is known is whole"
-    rounds.add(4, Units(30, 5, 2, drop_last=True, local_steps=10), epochs=1)
+    rounds.add(4, EpochPlan(30, 5, 2, drop_last=True, local_steps=10), epochs=1)
     assert [rounds.steps_before(each) for each in (3, 4, 5, 6)] == [21, 22, 25, 35]
 
 
 def test_a_data_set_that_is_opened_again_is_the_same() -> None:
     rounds = Rounds(10)
     for _ in range(2):
-        rounds.add(0, Units(110, 5, 2, drop_last=False, local_steps=10), epochs=1)
+        rounds.add(0, EpochPlan(110, 5, 2, drop_last=False, local_steps=10), epochs=1)
     assert rounds.steps_before(2) == 11
 
 
 # ---- inner states
 
 
-def adam(*, steps: int = 0) -> tuple[torch.nn.Parameter, Inner]:
+def adam(*, steps: int = 0) -> tuple[torch.nn.Parameter, InnerOptimizer]:
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.Adam([parameter], lr=0.1)
     for _ in range(steps):
         take(parameter, optimizer)
-    return parameter, Inner(optimizer)
+    return parameter, InnerOptimizer(optimizer)
 
 
 def take(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
@@ -59,7 +59,7 @@ def take(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, gradie
     optimizer.step()
 
 
-def count(inner: Inner) -> float:
+def count(inner: InnerOptimizer) -> float:
     return sum(float(state["step"]) for state in inner.optimizer.state.values())
 
 
@@ -128,7 +128,7 @@ def test_a_rank_that_comes_from_elsewhere_begins_anew_and_is_counted(caplog: pyt
 
 def test_an_optimizer_without_state_loses_none() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
-    inner = Inner(torch.optim.SGD([parameter], lr=0.1))
+    inner = InnerOptimizer(torch.optim.SGD([parameter], lr=0.1))
     inner.begin(Rank(0), 5)
     take(parameter, inner.optimizer)
     inner.end(keeps=True)
@@ -163,7 +163,7 @@ def test_any_optimizer_has_a_state_that_can_be_put_back(make: Any) -> None:
     for interrupted in (False, True):
         parameter = torch.nn.Parameter(torch.zeros(3))
         optimizer = make(parameter)
-        inner = Inner(optimizer)
+        inner = InnerOptimizer(optimizer)
         for round_ in range(3):
             if interrupted:
                 before = parameter.detach().clone()

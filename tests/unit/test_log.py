@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardyard.ground import limits
+from shardyard.domain import limits
 from shardyard.runtime import log
-from shardyard.runtime.waiting import ExplainedWait
+from shardyard.runtime.waits import ExplainedWait
 
 logger = logging.getLogger("shardyard.test")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.transport import mapping as module
-from shardyard.transport.mapping import HUGE_BYTES, Mapping
+from shardyard.transport import huge_pages as module
+from shardyard.transport.huge_pages import HUGE_BYTES, HugePageMapping
 
 PAGE = mmap.PAGESIZE
 READ, WRITE = mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
@@ -48,7 +48,7 @@ def huge_bytes(address: int) -> int:
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, HUGE_BYTES, 2 * HUGE_BYTES + PAGE])
 def test_address_fits_and_nothing_is_left(file: int, nbytes: int) -> None:
     before = mapped()
-    found = Mapping(file, nbytes, flags=mmap.MAP_SHARED, protection=WRITE)
+    found = HugePageMapping(file, nbytes, flags=mmap.MAP_SHARED, protection=WRITE)
     assert (found.address % HUGE_BYTES, len(found.bytes), found.bytes.ctypes.data) == (0, nbytes, found.address)
     assert mapped().count("memfd:mapped") == 1
     found.bytes[-1] = 7
@@ -62,13 +62,13 @@ def test_address_fits_and_nothing_is_left(file: int, nbytes: int) -> None:
 
 
 def test_what_may_only_be_read_cannot_be_written(file: int) -> None:
-    found = Mapping(file, PAGE, flags=mmap.MAP_SHARED, protection=READ)
+    found = HugePageMapping(file, PAGE, flags=mmap.MAP_SHARED, protection=READ)
     with pytest.raises(ValueError, match="read-only"):
         found.bytes[0] = 1
 
 
 def test_private_mapping_keeps_its_writes_to_itself(file: int) -> None:
-    found = Mapping(file, PAGE, flags=mmap.MAP_PRIVATE, protection=WRITE)
+    found = HugePageMapping(file, PAGE, flags=mmap.MAP_PRIVATE, protection=WRITE)
     found.bytes[0] = 1
     assert os.pread(file, 1, 0) == b"\x00"
 
@@ -76,18 +76,18 @@ def test_private_mapping_keeps_its_writes_to_itself(file: int) -> None:
 def test_file_that_cannot_be_mapped_leaves_nothing() -> None:
     before = mapped()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        Mapping(-1, PAGE, flags=mmap.MAP_SHARED, protection=WRITE)
+        HugePageMapping(-1, PAGE, flags=mmap.MAP_SHARED, protection=WRITE)
     assert mapped() == before
 
 
 def test_advice_that_is_no_advice_is_an_error(file: int) -> None:
-    found = Mapping(file, PAGE, flags=mmap.MAP_SHARED, protection=WRITE)
+    found = HugePageMapping(file, PAGE, flags=mmap.MAP_SHARED, protection=WRITE)
     with pytest.raises(OSError, match="Invalid argument"):
         found.madvise(99_999, 0, PAGE)
 
 
 def test_whole_huge_pages_of_a_range_are_made_and_hold_what_they_held(file: int) -> None:
-    found = Mapping(file, 4 * HUGE_BYTES, flags=mmap.MAP_SHARED, protection=WRITE)
+    found = HugePageMapping(file, 4 * HUGE_BYTES, flags=mmap.MAP_SHARED, protection=WRITE)
     pattern = np.arange(len(found.bytes) // 8)
     found.bytes.view(np.int64)[:] = pattern
     made = found.collapse(PAGE, 3 * HUGE_BYTES)
@@ -96,7 +96,7 @@ def test_whole_huge_pages_of_a_range_are_made_and_hold_what_they_held(file: int)
 
 
 def test_range_without_a_whole_huge_page_has_none(file: int) -> None:
-    found = Mapping(file, 4 * HUGE_BYTES, flags=mmap.MAP_SHARED, protection=WRITE)
+    found = HugePageMapping(file, 4 * HUGE_BYTES, flags=mmap.MAP_SHARED, protection=WRITE)
     found.bytes[:] = 1
     assert not found.collapse(PAGE, 2 * HUGE_BYTES - PAGE - 1)
     assert not found.collapse(0, 0)
@@ -105,7 +105,7 @@ def test_range_without_a_whole_huge_page_has_none(file: int) -> None:
 
 def test_kernel_that_makes_no_huge_pages_does_without(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MADV_COLLAPSE", 99_999)
-    found = Mapping(file, HUGE_BYTES, flags=mmap.MAP_SHARED, protection=WRITE)
+    found = HugePageMapping(file, HUGE_BYTES, flags=mmap.MAP_SHARED, protection=WRITE)
     found.bytes[:] = 5
     assert not found.collapse(0, HUGE_BYTES)
     assert set(found.bytes) == {5}

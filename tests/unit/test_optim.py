@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard_worker import optim
+from shardyard_worker.optimizers import extra
 
 STEPS = 30
 SHAPES = ((7, 3), (5,), (11,))
@@ -100,21 +100,21 @@ def _ftrl(options: dict[str, Any]) -> Callable[[np.ndarray], Paper]:
 
 CASES = [
     pytest.param(
-        optim.LAMB,
+        extra.LAMB,
         _lamb,
         {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1},
         {"lr": 0.05, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0},
         id="lamb",
     ),
     pytest.param(
-        optim.Lion,
+        extra.Lion,
         _lion,
         {"lr": 0.02, "betas": (0.9, 0.99), "weight_decay": 0.1},
         {"lr": 0.05, "betas": (0.5, 0.8), "weight_decay": 0.0},
         id="lion",
     ),
     pytest.param(
-        optim.FTRL,
+        extra.FTRL,
         _ftrl,
         {"lr": 0.3, "beta": 1.0, "l1": 0.5, "l2": 0.2},
         {"lr": 0.1, "beta": 0.2, "l1": 0.0, "l2": 0.0},
@@ -178,7 +178,7 @@ def test_lamb_uses_the_rate_as_it_is_where_a_norm_is_0() -> None:
     assert still.tolist() == [1.0, 1.0]
 
 
-ALL: Sequence[type[torch.optim.Optimizer]] = (optim.LAMB, optim.Lion, optim.FTRL)
+ALL: Sequence[type[torch.optim.Optimizer]] = (extra.LAMB, extra.Lion, extra.FTRL)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -215,15 +215,15 @@ def test_state_goes_on_from_a_state_dict(kind: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda p: optim.LAMB(p, lr=-1.0), "lr"),
-        (lambda p: optim.LAMB(p, betas=(0.9, 1.0)), "beta2"),
-        (lambda p: optim.LAMB(p, eps=float("nan")), "eps"),
-        (lambda p: optim.Lion(p, betas=(-0.1, 0.9)), "beta1"),
-        (lambda p: optim.Lion(p, weight_decay=-0.1), "weight_decay"),
-        (lambda p: optim.FTRL(p, lr=0.0), "lr"),
-        (lambda p: optim.FTRL(p, beta=-1.0), "beta"),
-        (lambda p: optim.FTRL(p, l1=-1.0), "l1"),
-        (lambda p: optim.FTRL(p, l2=float("inf")), "l2"),
+        (lambda p: extra.LAMB(p, lr=-1.0), "lr"),
+        (lambda p: extra.LAMB(p, betas=(0.9, 1.0)), "beta2"),
+        (lambda p: extra.LAMB(p, eps=float("nan")), "eps"),
+        (lambda p: extra.Lion(p, betas=(-0.1, 0.9)), "beta1"),
+        (lambda p: extra.Lion(p, weight_decay=-0.1), "weight_decay"),
+        (lambda p: extra.FTRL(p, lr=0.0), "lr"),
+        (lambda p: extra.FTRL(p, beta=-1.0), "beta"),
+        (lambda p: extra.FTRL(p, l1=-1.0), "l1"),
+        (lambda p: extra.FTRL(p, l2=float("inf")), "l2"),
     ],
 )
 def test_option_out_of_range_is_refused_by_name(make: Callable[[Any], object], named: str) -> None:

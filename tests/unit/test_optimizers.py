@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardyard.ground.errors import InvalidRequest
-from shardyard.ground.optimizers import KINDS, check_group, make_group
-from shardyard_ps_server import kernels, optimizers
-from shardyard_ps_server.optimizers import Slot
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.optimizers import KINDS, check_group, make_group
+from shardyard_ps_server.values import kernels, optimizers
+from shardyard_ps_server.values.optimizers import Slot
 
 sys.path.insert(0, str(Path(__file__).parent))
 

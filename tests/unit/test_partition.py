@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import (
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
@@ -26,37 +27,20 @@ from shardyard.ground.errors import (
     StraddlingRange,
     TooLarge,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DataShardSource,
-    DType,
-    Incarnation,
-    JobLayout,
-    Missing,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PartResult,
-    PushName,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
-from shardyard_ps_server import blocks as blocks_module
-from shardyard_ps_server import versions as versions_module
-from shardyard_ps_server.blocks import Contribution, Groups
-from shardyard_ps_server.cuts import PIECE_BYTES
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import NotReadyPart
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
+from shardyard.domain.pushes import Outcome, PartResult
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.partition import dense_state as blocks_module
+from shardyard_ps_server.partition.cuts import PIECE_BYTES
+from shardyard_ps_server.partition.dense_state import Contribution, Groups
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values import versions as versions_module
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 DEADLINE_S = 10.0
 ELEMENTS = 8
@@ -119,7 +103,7 @@ def take_steps(partition: Partition, ranks: int, steps: int) -> None:
 def values(partition: Partition, number: int | None = None) -> list[float]:
     """Of that version, or of the newest."""
     found = partition.hold(number or 0, number is not None, 0.0)
-    assert not isinstance(found, Missing), found
+    assert not isinstance(found, NotReadyPart), found
     _, buffer = found
     read: list[float] = buffer.view(np.float64).tolist()
     partition.release(buffer)
@@ -404,7 +388,7 @@ def test_steps_pushed_by_a_thread_for_each_rank_are_counted_once() -> None:
     def push(number: int) -> None:
         for step in range(steps):
             found = partition.hold(step, True, time.monotonic() + DEADLINE_S)
-            assert not isinstance(found, Missing), found
+            assert not isinstance(found, NotReadyPart), found
             assert found[1].view(np.float64)[0] == -2 * step
             partition.release(found[1])
             for _ in range(2):
@@ -423,14 +407,14 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
-        update = blocks_module.Blocks.update
+        update = blocks_module.DenseState.update
 
-        def wait_and_update(blocks: blocks_module.Blocks, *given: Any, **more: Any) -> None:
+        def wait_and_update(blocks: blocks_module.DenseState, *given: Any, **more: Any) -> None:
             self.begun.set()
             assert self.may_end.wait(DEADLINE_S)
             update(blocks, *given, **more)
 
-        patch.setattr(blocks_module.Blocks, "update", wait_and_update)
+        patch.setattr(blocks_module.DenseState, "update", wait_and_update)
 
 
 @pytest.mark.parametrize("mode", UpdateMode)
@@ -520,7 +504,7 @@ def test_pull_of_a_version_or_a_newer_one_gives_the_newest() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 5)
     found = partition.hold(2, False, 0.0)
-    assert not isinstance(found, Missing)
+    assert not isinstance(found, NotReadyPart)
     assert found[0] == Version(1, 5)
     partition.release(found[1])
 
@@ -529,7 +513,7 @@ def test_buffer_that_is_held_keeps_its_bytes_through_later_steps() -> None:
     partition = synchronous(1)
     take_steps(partition, 1, 1)
     found = partition.hold(1, True, 0.0)
-    assert not isinstance(found, Missing)
+    assert not isinstance(found, NotReadyPart)
     take_steps(partition, 1, 8)
     assert found[1].view(np.float64)[0] == -1
     partition.release(found[1])
@@ -539,19 +523,19 @@ def test_promise_7_missing_version_names_the_ranks_that_it_waits_for() -> None:
     partition = synchronous(12)
     partition.push(rank(1, 0), gradient(1), current)
     found = partition.hold(1, True, 0.0)
-    assert found == Missing(
+    assert found == NotReadyPart(
         PartitionId(0), Version(1, 0), 1, waiting_for="logical rank 0, 2, 3, 4, 5, 6, 7, 8 of step 0"
     )
     for number in (0, *range(3, 12)):
         partition.push(rank(number, 0), gradient(1), current)
     found = partition.hold(1, False, 0.0)
-    assert isinstance(found, Missing)
+    assert isinstance(found, NotReadyPart)
     assert found.waiting_for == "logical rank 2 of step 0"
 
 
 def test_promise_7_missing_version_of_an_asynchronous_partition_waits_for_a_push() -> None:
     found = asynchronous().hold(1, False, 0.0)
-    assert found == Missing(PartitionId(0), Version(1, 0), 1, waiting_for="a push")
+    assert found == NotReadyPart(PartitionId(0), Version(1, 0), 1, waiting_for="a push")
 
 
 def test_pull_waits_until_the_version_is_there() -> None:
@@ -561,7 +545,7 @@ def test_pull_waits_until_the_version_is_there() -> None:
     def work(number: int) -> None:
         if number:
             held = partition.hold(3, True, time.monotonic() + DEADLINE_S)
-            found.append(held if isinstance(held, Missing) else held[0])
+            found.append(held if isinstance(held, NotReadyPart) else held[0])
         else:
             take_steps(partition, 1, 3)
 
@@ -572,7 +556,7 @@ def test_pull_waits_until_the_version_is_there() -> None:
 def test_pull_waits_no_longer_than_it_was_told() -> None:
     partition = synchronous(1)
     begun = time.monotonic()
-    assert isinstance(partition.hold(1, True, begun + 0.05), Missing)
+    assert isinstance(partition.hold(1, True, begun + 0.05), NotReadyPart)
     assert 0.05 <= time.monotonic() - begun < DEADLINE_S
 
 

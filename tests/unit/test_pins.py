@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.partition_file import BlockState, PartitionState
-from shardyard.ground import limits
-from shardyard.ground.errors import (
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     InvalidRequest,
     NotFound,
     NotReady,
@@ -23,28 +24,15 @@ from shardyard.ground.errors import (
     StaleIncarnation,
     TooLarge,
 )
-from shardyard.ground.types import (
-    Caller,
-    Generation,
-    Incarnation,
-    JobId,
-    Missing,
-    PartitionId,
-    PinWish,
-    PullWish,
-    Rank,
-    RankSource,
-    Term,
-    Token,
-    UpdateMode,
-    Version,
-)
-from shardyard_ps_server import pins, store
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.pins import Pins
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import KEPT, Versions, Wanted
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.pulls import NotReadyPart, PinRequest, PullHeader
+from shardyard.domain.push_names import RankSource
+from shardyard_ps_server.hosting import pins, store
+from shardyard_ps_server.hosting.pins import Pins
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import KEPT, VersionPin, Versions
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,14 +43,14 @@ PIN = bytes(range(16))
 DEADLINE_S = 30.0
 
 
-def wish(pin: bytes = PIN, number: int | None = None, **changed: object) -> PinWish:
-    found = PinWish(READER, HERE, GENERATION, pin, number, lease_ms=1_000)
+def wish(pin: bytes = PIN, number: int | None = None, **changed: object) -> PinRequest:
+    found = PinRequest(READER, HERE, GENERATION, pin, number, lease_ms=1_000)
     return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
 
 
 def pull(found: Store, pin: bytes = PIN, owned: list[PartitionId] = OWNED) -> dict[int, tuple[Version, set[float]]]:
     """Version and values of each partition."""
-    asked = PullWish(READER, HERE, GENERATION, tuple(owned), 0, exactly=False, pin=pin)
+    asked = PullHeader(READER, HERE, GENERATION, tuple(owned), 0, exactly=False, pin=pin)
     result, held = found.hold(found.admit_pull(asked), asked)
     try:
         return {
@@ -181,7 +169,7 @@ def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkey
     asked, given = threading.Event(), threading.Event()
     real = Partition.want
 
-    def slow(self: Partition, *wanted: Any, **more: Any) -> Wanted:
+    def slow(self: Partition, *wanted: Any, **more: Any) -> VersionPin:
         asked.set()
         assert given.wait(DEADLINE_S)
         return real(self, *wanted, **more)
@@ -203,7 +191,7 @@ def test_lease_that_runs_out_takes_nothing_from_a_pull_under_way(clock: Clock) -
     found = server()
     push(found, 0)
     found.pin(wish())
-    asked = PullWish(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False, pin=PIN)
+    asked = PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False, pin=PIN)
     _, held = found.hold(found.admit_pull(asked), asked)
     clock.now_ms += 2_000
     found.expire_pins()
@@ -306,7 +294,7 @@ def test_pin_before_there_are_values_is_to_come_again() -> None:
 def test_reader_without_an_incarnation_reads_its_pin_and_nothing_else() -> None:
     found = server()
     with pytest.raises(InvalidRequest, match="without an incarnation"):
-        found.admit_pull(PullWish(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False))
+        found.admit_pull(PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False))
 
 
 def test_partitions_that_move_end_their_pins() -> None:
@@ -316,7 +304,7 @@ def test_partitions_that_move_end_their_pins() -> None:
     assert len(pins_of(found)) == 0
     with pytest.raises(StaleGeneration):
         pull(found)
-    again = PullWish(READER, HERE, Generation(5), tuple(OWNED), 0, exactly=False, pin=PIN)
+    again = PullHeader(READER, HERE, Generation(5), tuple(OWNED), 0, exactly=False, pin=PIN)
     with pytest.raises(NotFound):
         found.hold(found.admit_pull(again), again)
 
@@ -348,7 +336,7 @@ def test_waiting_for_a_version_ends_in_time() -> None:
     found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
     found.open()
     wanted = found.want(1)
-    assert isinstance(found.await_wanted(wanted, 0.0), Missing)
+    assert isinstance(found.await_wanted(wanted, 0.0), NotReadyPart)
 
 
 def test_version_that_is_wanted_is_never_written() -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from shardyard.ground.orders import order
-from shardyard.ground.types import DataShardSource, Rank, RankSource
-from shardyard.wire import convert
+from shardyard.domain.ids import Rank
+from shardyard.domain.orders import order
+from shardyard.domain.push_names import DataShardSource, RankSource
+from shardyard.wire import common_messages
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher import quarantine_command
+from shardyard_launcher.commands import quarantine
 
 REPLY = wire.ListQuarantinedReply(
     batches=[
         wire.QuarantinedBatch(
             feed=0,
             epoch=1,
-            source=convert.source_to_wire(DataShardSource(0, 1, 2)),
+            source=common_messages.source_to_wire(DataShardSource(0, 1, 2)),
             sequence=3,
             begin=4,
             end=6,
@@ -24,7 +25,7 @@ REPLY = wire.ListQuarantinedReply(
         wire.QuarantinedBatch(
             feed=0,
             epoch=0,
-            source=convert.source_to_wire(RankSource(Rank(1))),
+            source=common_messages.source_to_wire(RankSource(Rank(1))),
             sequence=8,
             begin=0,
             end=2,
@@ -38,7 +39,7 @@ REPLY = wire.ListQuarantinedReply(
 
 
 def test_each_batch_has_its_samples_and_why_it_does_not_count() -> None:
-    killed, not_finite = quarantine_command.described("digits", REPLY)
+    killed, not_finite = quarantine.described("digits", REPLY)
     indices = [order(seed=7, feed=0, epoch=epoch, samples=10, shuffle=True).tolist() for epoch in range(2)]
     assert killed == {
         "job": "digits",
@@ -57,7 +58,7 @@ def test_each_batch_has_its_samples_and_why_it_does_not_count() -> None:
 
 
 def test_people_read_why(capsys: pytest.CaptureFixture[str]) -> None:
-    quarantine_command._show(quarantine_command.described("digits", REPLY))
+    quarantine._show(quarantine.described("digits", REPLY))
     _, killed, not_finite = capsys.readouterr().out.splitlines()
     assert "3 of data shard 2" in killed
     assert "3 deaths" in killed

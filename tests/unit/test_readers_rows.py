@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import VersionPassed
-from shardyard_ps_server.former_rows import FormerRows
-from shardyard_ps_server.held_rows import put_back
-from shardyard_ps_server.readers_rows import ReadersRows
-from shardyard_ps_server.versions import Wanted
+from shardyard.domain.errors import VersionPassed
+from shardyard_ps_server.rows.pin_rows import PinRows
+from shardyard_ps_server.rows.pinned_rows import put_back
+from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_ps_server.values.versions import VersionPin
 
 IDS = np.arange(3, dtype=np.int64)
 MANY = 1 << 20
 
 
-def changed(number: int, row: int) -> FormerRows:
+def changed(number: int, row: int) -> PreviousRows:
     """A push that changes one row, which was `number` at that version."""
-    return FormerRows(number, {0: (IDS[row : row + 1], np.full((1, 1), number, np.float32))})
+    return PreviousRows(number, {0: (IDS[row : row + 1], np.full((1, 1), number, np.float32))})
 
 
-def read(readers: ReadersRows, wanted: Wanted, now: float) -> list[float]:
+def read(readers: PinRows, wanted: VersionPin, now: float) -> list[float]:
     held = readers.find(wanted)
     assert held is not None
     out = np.full((3, 1), now, np.float32)
@@ -28,14 +28,14 @@ def read(readers: ReadersRows, wanted: Wanted, now: float) -> list[float]:
     return [float(value) for value in out[:, 0]]
 
 
-def held(readers: ReadersRows, number: int, *, newest: int | None = None, former: FormerRows | None = None) -> Wanted:
-    wanted = Wanted(number)
+def held(readers: PinRows, number: int, *, newest: int | None = None, former: PreviousRows | None = None) -> VersionPin:
+    wanted = VersionPin(number)
     assert readers.hold(wanted, number if newest is None else newest, former)
     return wanted
 
 
 def test_a_push_of_which_nobody_holds_anything_sets_nothing_aside_and_who_comes_waits_for_its_end() -> None:
-    readers = ReadersRows(MANY)
+    readers = PinRows(MANY)
     assert not readers.want_former(begins=True)
     assert readers.come_too_late
     assert not readers.want_former(begins=False)
@@ -44,7 +44,7 @@ def test_a_push_of_which_nobody_holds_anything_sets_nothing_aside_and_who_comes_
 
 
 def test_who_comes_in_the_midst_of_a_push_that_sets_aside_reads_what_was_before_it() -> None:
-    readers = ReadersRows(MANY)
+    readers = PinRows(MANY)
     first = held(readers, 5)
     assert readers.want_former(begins=True)
     readers.keep_under_way([changed(5, 1)])
@@ -58,7 +58,7 @@ def test_who_comes_in_the_midst_of_a_push_that_sets_aside_reads_what_was_before_
 
 
 def test_a_push_whose_last_reader_leaves_in_the_midst_lets_nobody_in_until_it_has_counted() -> None:
-    readers = ReadersRows(MANY)
+    readers = PinRows(MANY)
     wanted = held(readers, 5)
     assert readers.want_former(begins=True)
     readers.keep_under_way([changed(5, 1)])
@@ -73,7 +73,7 @@ def test_a_push_whose_last_reader_leaves_in_the_midst_lets_nobody_in_until_it_ha
 
 
 def test_where_there_is_no_memory_all_lose_their_versions_and_who_comes_waits() -> None:
-    readers = ReadersRows(MANY)
+    readers = PinRows(MANY)
     wanted = held(readers, 5)
     assert readers.want_former(begins=True)
     readers.give_up("no memory")
@@ -84,16 +84,16 @@ def test_where_there_is_no_memory_all_lose_their_versions_and_who_comes_waits() 
 
 
 def test_the_version_before_a_step_can_be_held_and_no_earlier_one() -> None:
-    readers = ReadersRows(MANY)
+    readers = PinRows(MANY)
     former = changed(5, 0)
     assert read(readers, held(readers, 5, newest=6, former=former), 6) == [5, 6, 6]
     assert read(readers, held(readers, 6, newest=6, former=former), 6) == [6, 6, 6]
-    assert not readers.hold(Wanted(4), 6, former)
-    assert not readers.hold(Wanted(5), 6, None)
+    assert not readers.hold(VersionPin(4), 6, former)
+    assert not readers.hold(VersionPin(5), 6, None)
 
 
 def test_a_version_that_is_to_come_keeps_what_changes_after_it() -> None:
-    readers = ReadersRows(MANY)
+    readers = PinRows(MANY)
     wanted = held(readers, 7, newest=5)
     for number in range(5, 9):
         readers.keep([changed(number, number % 3)])

@@ -9,36 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground import errors
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    WorkerSource,
-)
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.push_names import SourceKey, WorkerSource
+from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.wire import convert, methods
+from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator.journal import Journal
-from shardyard_coordinator.losses import LostPushes, LostRange, described
 from shardyard_coordinator.records import Body, DamagedRecord
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.work.losses import LostPushes, LostRange, described
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service.servicer import Servicer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -117,7 +104,7 @@ def store(mode: UpdateMode = UpdateMode.ASYNC) -> Store:
 
 
 def order(term: int = SERVER_TERM, generation: int = GENERATION, next_sequence: int = 5) -> server_wire.PassOverRequest:
-    caller = convert.caller_to_wire(Caller(JOB, term=Term(term)))
+    caller = common_messages.caller_to_wire(Caller(JOB, term=Term(term)))
     return server_wire.PassOverRequest(
         caller=caller, server=HERE, generation=generation, worker=FIRST, next=next_sequence
     )

@@ -8,25 +8,25 @@ import threading
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import NotShareable, TooLarge
-from shardyard.ground.limits import BLOCK_ALIGN_BYTES
-from shardyard.ground.types import Place
-from shardyard.transport.same_host import Attached, Shared, attach
-from shardyard_ps_server import regions as module
-from shardyard_ps_server.regions import VERSIONS_PER_REGION, Regions
-from shardyard_ps_server.versions import Bytes
+from shardyard.domain.errors import NotShareable, TooLarge
+from shardyard.domain.limits import BLOCK_ALIGN_BYTES
+from shardyard.domain.pulls import ShmLocation
+from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach
+from shardyard_ps_server.values import shm_regions as module
+from shardyard_ps_server.values.shm_regions import VERSIONS_PER_REGION, ShmRegions
+from shardyard_ps_server.values.versions import Bytes
 
 PAGE = mmap.PAGESIZE
 
 
-def taken(regions: Regions, nbytes: int) -> tuple[Bytes, Place]:
+def taken(regions: ShmRegions, nbytes: int) -> tuple[Bytes, ShmLocation]:
     buffer, place = regions.take(nbytes)
     assert place is not None
     return buffer, place
 
 
 def test_buffer_is_found_at_its_place_by_who_attaches() -> None:
-    regions = Regions(3 * PAGE)
+    regions = ShmRegions(3 * PAGE)
     for number in range(1, 6):
         buffer, place = taken(regions, PAGE + 100)
         assert buffer.shape == (PAGE + 100,)
@@ -37,7 +37,7 @@ def test_buffer_is_found_at_its_place_by_who_attaches() -> None:
 
 
 def test_buffers_begin_at_a_page_and_never_overlap() -> None:
-    regions, sizes = Regions(4 * PAGE), [64, PAGE, PAGE + 1, 3 * PAGE, 64]
+    regions, sizes = ShmRegions(4 * PAGE), [64, PAGE, PAGE + 1, 3 * PAGE, 64]
     spans = []
     for nbytes in sizes * 4:
         buffer, place = taken(regions, nbytes)
@@ -53,10 +53,10 @@ def test_buffers_begin_at_a_page_and_never_overlap() -> None:
 
 
 def test_full_region_is_followed_by_another_which_is_told_on() -> None:
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     for number in range(2 * VERSIONS_PER_REGION + 1):
         _, place = taken(regions, PAGE)
-        assert place == Place(number // VERSIONS_PER_REGION, number % VERSIONS_PER_REGION * PAGE)
+        assert place == ShmLocation(number // VERSIONS_PER_REGION, number % VERSIONS_PER_REGION * PAGE)
     assert [ticket.region for ticket in regions.tickets()] == [0, 1, 2]
     assert [ticket.region for ticket in regions.tickets(known=1)] == [1, 2]
     assert regions.tickets(known=3) == ()
@@ -64,7 +64,7 @@ def test_full_region_is_followed_by_another_which_is_told_on() -> None:
 
 
 def test_buffer_larger_than_a_region_gets_one_of_its_own() -> None:
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     nbytes = 2 * VERSIONS_PER_REGION * PAGE
     buffer, place = taken(regions, nbytes)
     assert len(buffer) == nbytes
@@ -73,7 +73,7 @@ def test_buffer_larger_than_a_region_gets_one_of_its_own() -> None:
 
 
 def test_nobody_else_can_write_to_a_region() -> None:
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     taken(regions, PAGE)
     (ticket,) = regions.tickets()
     with open(f"/proc/{ticket.pid}/fd/{ticket.fd}", "r+b") as file, pytest.raises(PermissionError):
@@ -82,7 +82,7 @@ def test_nobody_else_can_write_to_a_region() -> None:
 
 
 def test_partition_without_values_needs_no_place() -> None:
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     buffer, place = regions.take(0)
     assert len(buffer) == 0
     assert place is None
@@ -90,9 +90,9 @@ def test_partition_without_values_needs_no_place() -> None:
 
 
 def test_closed_regions_cannot_be_attached_and_what_was_taken_can_be_used() -> None:
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     buffer, _ = taken(regions, PAGE)
-    attached: Attached = attach(regions.tickets()[0])
+    attached: AttachedMemory = attach(regions.tickets()[0])
     (ticket,) = regions.tickets()
     regions.close()
     buffer[:] = 5
@@ -103,7 +103,7 @@ def test_closed_regions_cannot_be_attached_and_what_was_taken_can_be_used() -> N
 
 def test_without_shared_memory_buffers_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Shared", lambda *_, **__: pytest.fail("memory was shared"))
-    regions = Regions(PAGE, shareable=False)
+    regions = ShmRegions(PAGE, shareable=False)
     buffer, place = regions.take(PAGE)
     assert (len(buffer), place, regions.tickets()) == (PAGE, None, ())
 
@@ -111,11 +111,11 @@ def test_without_shared_memory_buffers_are_private(monkeypatch: pytest.MonkeyPat
 def test_where_the_system_forbids_it_buffers_are_private_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def forbidden(nbytes: int, **_: object) -> Shared:
+    def forbidden(nbytes: int, **_: object) -> SharedMemory:
         asked.append(nbytes)
         raise NotShareable("a container forbids it")
 
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     monkeypatch.setattr(module, "Shared", forbidden)
     for _ in range(3):
         buffer, place = regions.take(PAGE)
@@ -126,21 +126,21 @@ def test_where_the_system_forbids_it_buffers_are_private_from_then_on(monkeypatc
 
 
 def test_pages_that_are_not_there_are_refused_and_their_place_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    regions = Regions(PAGE)
+    regions = ShmRegions(PAGE)
     with monkeypatch.context() as patch:
 
         def full(*_: object) -> None:
             raise TooLarge("no memory")
 
-        patch.setattr(Shared, "populate", full)
+        patch.setattr(SharedMemory, "populate", full)
         with pytest.raises(TooLarge):
             regions.take(PAGE)
-    assert taken(regions, PAGE)[1] == Place(0, 0)
+    assert taken(regions, PAGE)[1] == ShmLocation(0, 0)
     regions.close()
 
 
 def test_threads_that_take_at_once_get_memory_of_their_own() -> None:
-    regions, found, barrier = Regions(PAGE), [], threading.Barrier(4)
+    regions, found, barrier = ShmRegions(PAGE), [], threading.Barrier(4)
 
     def take(number: int) -> None:
         barrier.wait(10)

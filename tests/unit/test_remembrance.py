@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.manifest import FeedbackFile, FileRef, feedback_path
-from shardyard.checkpoints.storage import Written, open_storage
-from shardyard.ground.errors import NotFound
-from shardyard.ground.failpoints import armed
-from shardyard.ground.types import Caller, Incarnation, JobId
-from shardyard.runtime.settings import JobSettings
-from shardyard.runtime.waiting import Vigil
+from shardyard.checkpoints.manifest import FileRef, ResidualFile, feedback_path
+from shardyard.config.settings import JobSettings
+from shardyard.domain.errors import NotFound
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import Caller, Incarnation, JobId
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.storage import Written, open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker import remembrance
-from shardyard_worker.remembrance import Remembrance, refuse
-from shardyard_worker.session import Progress
+from shardyard_worker.compression import residual_state
+from shardyard_worker.compression.residual_state import ResidualCheckpointer, refuse
+from shardyard_worker.session.session import Progress
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -42,11 +42,12 @@ LEFT = f"{NAME}-left"
 
 @dataclass
 class Coordinator:
-    """What a session is to Remembrance, with a coordinator that takes whatever comes, unless it is told otherwise."""
+    """What a session is to ResidualCheckpointer, with a coordinator that takes whatever comes, unless it is told
+    otherwise."""
 
     caller: Caller = field(default_factory=lambda: Caller(JobId(1), ME))
     job_settings: JobSettings = field(default_factory=lambda: JobSettings(name="digits"))
-    vigil: Vigil = field(default_factory=Vigil)
+    vigil: WaitRegistry = field(default_factory=WaitRegistry)
     progress: Progress = field(default_factory=Progress)
     asked: list[Any] = field(default_factory=list)
     taken: bool = True
@@ -93,11 +94,11 @@ class Worker:
     folder: Path
     feedback: Any = field(default_factory=lambda: feedbacks.feedback("topk:0.01"))
     session: Any = field(default_factory=Coordinator)
-    made: Remembrance = field(init=False)
+    made: ResidualCheckpointer = field(init=False)
 
     def __post_init__(self) -> None:
         self.session.url = str(self.folder)
-        self.made = Remembrance(self.session, self.feedback, feedbacks.layout())
+        self.made = ResidualCheckpointer(self.session, self.feedback, feedbacks.layout())
 
     @property
     def library(self) -> CheckpointLibrary:
@@ -125,7 +126,7 @@ class Worker:
         wait_until(lambda: any(each.number == number and each.stage == ENDED for each in self.session.reports))
         last = self.session.reports[-1]
         file = FileRef(feedback_path(number, NAME), Written(last.length, last.sha256.hex()))
-        return dict(self.library.load_feedback("digits", FeedbackFile(NAME, file), feedbacks.layout()))
+        return dict(self.library.load_feedback("digits", ResidualFile(NAME, file), feedbacks.layout()))
 
     def handed(self, worker: str, state: dict[str, np.ndarray], *, generation: int = 2, own: bool = False) -> Any:
         file = self.library.write_feedback("digits", 3, worker, state).file
@@ -142,7 +143,7 @@ class Worker:
     def left(self, request: Any) -> dict[str, np.ndarray]:
         """What was written to be handed over."""
         file = FileRef(feedback_path(request.number, LEFT), Written(request.length, request.sha256.hex()))
-        return dict(self.library.load_feedback("digits", FeedbackFile(LEFT, file), feedbacks.layout()))
+        return dict(self.library.load_feedback("digits", ResidualFile(LEFT, file), feedbacks.layout()))
 
     @property
     def files(self) -> list[str]:
@@ -376,7 +377,7 @@ def test_worker_that_leaves_waits_for_the_checkpoint_that_has_what_it_remembers(
 
 
 def test_worker_that_leaves_does_not_wait_for_ever(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembrance, "SETTLE_MS", 50)
+    monkeypatch.setattr(residual_state, "SETTLE_MS", 50)
     worker.push(0)
     worker.save(4)
     worker.saved(4)
@@ -522,7 +523,7 @@ def test_what_cannot_be_handed_over_is_lost_and_told_and_the_worker_leaves(
     elif why == "refused":
         worker.session.refusal = NotFound("no storage")
     elif why == "silent":
-        monkeypatch.setattr(remembrance, "SETTLE_MS", 200)
+        monkeypatch.setattr(residual_state, "SETTLE_MS", 200)
     worker.push(0)
     worker.made.hand_over()
     (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]

@@ -16,24 +16,24 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground import errors, limits
-from shardyard.runtime.configuration import load
-from shardyard.transport.channel import GrpcNetwork
-from shardyard_launcher import status_view
-from shardyard_launcher.cluster import LocalCluster
-from shardyard_launcher.restarts import BACKOFF_MS, BACKOFF_MS_MAX, Again, GivenUp, Restarts
-from shardyard_launcher.role_process import RoleProcess, RunningRole
-from shardyard_launcher.standing import StandingYard
-from shardyard_launcher.yard_state import RoleRestart, YardState, read_state
+from shardyard.config.configuration import load
+from shardyard.domain import errors, limits
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard_launcher.commands import status
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from shardyard_launcher.yard.restart_policy import BACKOFF_MS, BACKOFF_MS_MAX, GivenUp, RestartAt, RestartPolicy
+from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
+from shardyard_launcher.yard.running_yard import RunningYard
+from shardyard_launcher.yard.state_file import RoleRestart, YardState, read_state
 
 WINDOW_MS = 60_000
 
 
 def test_pause_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> None:
-    core, now_ms, pauses = Restarts(restarts_max=7, window_ms=WINDOW_MS), 1_000, []
+    core, now_ms, pauses = RestartPolicy(restarts_max=7, window_ms=WINDOW_MS), 1_000, []
     for number in range(1, 8):
         decided = core.died("server-0", now_ms)
-        assert isinstance(decided, Again)
+        assert isinstance(decided, RestartAt)
         assert decided.number == number
         pauses.append(decided.at_ms - now_ms)
         now_ms = decided.at_ms + 1
@@ -43,8 +43,8 @@ def test_pause_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> Non
 
 
 def test_who_was_given_up_stays_given_up() -> None:
-    core = Restarts(restarts_max=1, window_ms=WINDOW_MS)
-    assert isinstance(core.died("agent", 0), Again)
+    core = RestartPolicy(restarts_max=1, window_ms=WINDOW_MS)
+    assert isinstance(core.died("agent", 0), RestartAt)
     assert isinstance(core.died("agent", 1), GivenUp)
     assert core.died("agent", 10 * WINDOW_MS) == GivenUp(
         "it was started again once within 60 s (yard.role_restarts_max)"
@@ -52,22 +52,22 @@ def test_who_was_given_up_stays_given_up() -> None:
 
 
 def test_each_process_has_a_budget_of_its_own() -> None:
-    core = Restarts(restarts_max=1, window_ms=WINDOW_MS)
-    assert core.died("server-0", 0) == Again(BACKOFF_MS, 1)
-    assert core.died("server-1", 0) == Again(BACKOFF_MS, 1)
+    core = RestartPolicy(restarts_max=1, window_ms=WINDOW_MS)
+    assert core.died("server-0", 0) == RestartAt(BACKOFF_MS, 1)
+    assert core.died("server-1", 0) == RestartAt(BACKOFF_MS, 1)
     assert isinstance(core.died("server-0", 1_000), GivenUp)
 
 
 def test_window_that_has_passed_gives_the_budget_back() -> None:
-    core = Restarts(restarts_max=2, window_ms=WINDOW_MS)
-    assert core.died("server-0", 0) == Again(BACKOFF_MS, 1)
+    core = RestartPolicy(restarts_max=2, window_ms=WINDOW_MS)
+    assert core.died("server-0", 0) == RestartAt(BACKOFF_MS, 1)
     # counted from the restart, not from the death
-    assert core.died("server-0", WINDOW_MS + BACKOFF_MS - 1) == Again(WINDOW_MS + 3 * BACKOFF_MS - 1, 2)
-    assert core.died("server-0", 2 * WINDOW_MS + 3 * BACKOFF_MS) == Again(2 * WINDOW_MS + 4 * BACKOFF_MS, 1)
+    assert core.died("server-0", WINDOW_MS + BACKOFF_MS - 1) == RestartAt(WINDOW_MS + 3 * BACKOFF_MS - 1, 2)
+    assert core.died("server-0", 2 * WINDOW_MS + 3 * BACKOFF_MS) == RestartAt(2 * WINDOW_MS + 4 * BACKOFF_MS, 1)
 
 
 def test_budget_of_none_gives_up_at_the_first_death() -> None:
-    decided = Restarts(restarts_max=0, window_ms=WINDOW_MS).died("coordinator", 5)
+    decided = RestartPolicy(restarts_max=0, window_ms=WINDOW_MS).died("coordinator", 5)
     assert decided == GivenUp("it is not to be started again (yard.role_restarts_max is 0)")
 
 
@@ -77,7 +77,7 @@ def test_budget_of_none_gives_up_at_the_first_death() -> None:
     st.lists(st.integers(0, 40_000), max_size=40),
 )
 def test_no_window_holds_more_restarts_than_allowed(restarts_max: int, window_ms: int, lives_ms: list[int]) -> None:
-    core, now_ms, restarts = Restarts(restarts_max=restarts_max, window_ms=window_ms), 0, []
+    core, now_ms, restarts = RestartPolicy(restarts_max=restarts_max, window_ms=window_ms), 0, []
     for life_ms in lives_ms:
         now_ms += life_ms
         decided = core.died("server-0", now_ms)
@@ -150,8 +150,8 @@ def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monke
     def refuse(*_: object, **__: object) -> RunningRole:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shardyard_launcher.cluster.start_role", refuse)
-    monkeypatch.setattr("shardyard_launcher.restarts.BACKOFF_MS", 0)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", refuse)
+    monkeypatch.setattr("shardyard_launcher.yard.restart_policy.BACKOFF_MS", 0)
     (first,) = cluster.tend()
     assert "restart 1 of 1 within 60 s" in first
     (second,) = cluster.tend()
@@ -169,8 +169,8 @@ def test_state_that_cannot_be_written_lets_no_process_begin(tmp_path: Path, monk
     def full(_: YardState) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shardyard_launcher.cluster.start_role", start)
-    monkeypatch.setattr("shardyard_launcher.restarts.BACKOFF_MS", 0)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start)
+    monkeypatch.setattr("shardyard_launcher.yard.restart_policy.BACKOFF_MS", 0)
     cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True)
     cluster.adopt(dead_yard(tmp_path, "server-0"))
     cluster._on_change = full
@@ -234,9 +234,9 @@ def test_a_yard_may_take_long_to_start_where_a_process_says_why(
         return RunningRole(RoleProcess(name, role, child.pid, 0.0, log), child)
 
     monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 200)
-    monkeypatch.setattr("shardyard_launcher.cluster.READY_MS_MAX", 1_000)
-    monkeypatch.setattr("shardyard_launcher.cluster.start_role", start)
-    monkeypatch.setattr("shardyard_launcher.cluster.unregistered", lambda *_: [])
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.READY_MS_MAX", 1_000)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.unregistered", lambda *_: [])
     monkeypatch.setattr(RunningRole, "release", lambda _: None)
     states: list[YardState] = []
     settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0}).settings
@@ -254,7 +254,7 @@ def test_a_yard_may_take_long_to_start_where_a_process_says_why(
     assert [each.ready for each in before.roles if each.role == "server"] == [False]
     before.write(tmp_path)
     assert read_state(tmp_path) == before
-    assert re.search(r"server-0 \(pid \d+; it compiles loops\)", StandingYard(tmp_path, before).waited_for)
+    assert re.search(r"server-0 \(pid \d+; it compiles loops\)", RunningYard(tmp_path, before).waited_for)
     assert cluster.state.address_of("server") == "127.0.0.1:5"
 
 
@@ -273,20 +273,18 @@ def test_status_of_a_coordinator_that_is_gone_says_what_became_of_it() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         restart = RoleRestart("coordinator", 7, "was killed by SIGKILL", 1.5, 2, 5, WINDOW_MS)
 
-        def refusal(local: status_view.LocalReport) -> errors.ShardyardError:
+        def refusal(local: status.LocalReport) -> errors.ShardyardError:
             with pytest.raises(errors.CoordinatorUnavailable) as raised:
-                status_view.ask(GrpcNetwork(), address, local)
+                status.ask(GrpcNetwork(), address, local)
             return raised.value
 
-        mending = refusal(status_view.LocalReport(1, (restart,), {}))
+        mending = refusal(status.LocalReport(1, (restart,), {}))
         assert "coordinator (pid 7) was killed by SIGKILL; restart 2 of 5 within 60 s" in mending.what
         assert "ask again" in mending.todo_text
-        given_up = refusal(
-            status_view.LocalReport(1, (restart,), {"coordinator": "has ended and is not started again"})
-        )
+        given_up = refusal(status.LocalReport(1, (restart,), {"coordinator": "has ended and is not started again"}))
         assert "it has ended and is not started again" in given_up.what
         assert "shardyard down" in given_up.todo_text
-        unwatched = refusal(status_view.LocalReport(0, (restart,), {}))
+        unwatched = refusal(status.LocalReport(0, (restart,), {}))
         assert "restart" not in unwatched.what
 
 
@@ -329,7 +327,7 @@ def test_restarts_come_back_as_they_were_written(tmp_path: Path) -> None:
 def test_yard_of_another_coordinator_is_not_shown(tmp_path: Path) -> None:
     process = RoleProcess("coordinator", "coordinator", 8, 1.5, tmp_path / "x.log", "127.0.0.1:5", ready=True)
     YardState((process,)).write(tmp_path)
-    assert status_view.look_here(tmp_path, "127.0.0.1:6") is None
-    local = status_view.look_here(tmp_path, "127.0.0.1:5")
+    assert status.look_here(tmp_path, "127.0.0.1:6") is None
+    local = status.look_here(tmp_path, "127.0.0.1:5")
     assert local is not None
     assert local.supervisor == 0

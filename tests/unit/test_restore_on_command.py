@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import (
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, JobSettings
+from shardyard.domain.consistency import ConsistencyMode, UpdateMode
+from shardyard.domain.errors import (
     CheckpointDamaged,
     ConfigurationError,
     InvalidRequest,
@@ -16,27 +18,16 @@ from shardyard.ground.errors import (
     NotReady,
     VariableConflict,
 )
-from shardyard.ground.types import (
-    Caller,
-    ConsistencyMode,
-    DataLease,
-    DType,
-    Generation,
-    JobId,
-    MemberRole,
-    OptimizerSpec,
-    PartitionId,
-    Token,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard.runtime.settings import CheckpointSettings, ConsistencySettings, JobSettings
-from shardyard_coordinator import effects, events
-from shardyard_coordinator.effects import JobState
-from shardyard_coordinator.feeds import FeedOpening, FeedSpec
-from shardyard_coordinator.origins import Origin
-from shardyard_coordinator.placement import plan
-from shardyard_coordinator.step_ledger import StepLedger
+from shardyard.domain.ids import Caller, Generation, JobId, MemberRole, PartitionId, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataLease
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.placement.placement import plan
+from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
+from shardyard_coordinator.work.step_ledger import StepLedger
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -61,7 +52,7 @@ LEDGER = {
     "closed": 1,
     "token": 44,
 }
-ORIGIN = Origin(
+ORIGIN = RestorePoint(
     "default",
     "elsewhere",
     7,
@@ -86,7 +77,7 @@ class Yard(MachineYard):
     def join(self, settings: JobSettings = SETTINGS) -> Caller:
         return self.join_as(self.register(MemberRole.WORKER), settings)
 
-    def order(self, origin: Origin = ORIGIN) -> bool:
+    def order(self, origin: RestorePoint = ORIGIN) -> bool:
         answer = self.handle(events.RestoreOrdered(origin))
         assert isinstance(answer, effects.RestorePlanned)
         return answer.running
@@ -142,7 +133,7 @@ def test_next_run_begins_with_the_checkpoint_and_leases_what_it_lacks(restarts: 
     perhaps(yard, restarts)
     assert yard.state is JobState.RUNNING
     placed = yard.handle(events.VariablesRegistered(worker, VARIABLES, SGD))
-    assert isinstance(placed, effects.Placed)
+    assert isinstance(placed, effects.VariablesPlaced)
     assert not placed.initializer
     opening = yard.handle(events.FeedOpened(worker, 0, FEED))
     assert opening == FeedOpening(2, 5, 0, done=False)
@@ -259,7 +250,7 @@ def test_order_can_be_taken_back() -> None:
 # ---- a job that runs
 
 
-def running() -> tuple[Yard, Caller, Origin]:
+def running() -> tuple[Yard, Caller, RestorePoint]:
     """With a checkpoint 1 of step 0, which is the origin."""
     yard = Yard()
     worker = yard.join()
@@ -334,7 +325,7 @@ def test_job_does_not_go_back_to_another_runs_checkpoint_nor_while_one_is_writte
     yard, worker, origin = running()
     with pytest.raises(InvalidRequest, match="is of another run"):
         yard.order(dataclasses.replace(origin, job=ORIGIN.job))
-    yard.handle(events.CheckpointAsked(worker, "", 0))
+    yard.handle(events.CheckpointRequested(worker, "", 0))
     yard.handle(events.Ticked())
     with pytest.raises(NotReady, match="is written down"):
         yard.order(origin)

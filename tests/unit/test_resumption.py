@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_launcher.resumption import describe_job
-from shardyard_launcher.status_view import YardReport, show, to_json
+from shardyard_launcher.commands.resume_notice import describe_job
+from shardyard_launcher.commands.status import YardReport, show, to_json
 
 NOW_S = 1_700_000_100
 CHECKPOINT = wire.CheckpointStatus(number=11, step=4_950, created_s=NOW_S - 32)

@@ -15,8 +15,8 @@ from shardyard.codecs import (
     encode_rows,
     first_code,
 )
-from shardyard.codecs.form import varint
-from shardyard.ground.errors import MalformedPayload, TooLarge
+from shardyard.codecs.format.form import varint
+from shardyard.domain.errors import MalformedPayload, TooLarge
 
 LAST, FIRST = (1 << 63) - 1, -(1 << 63)
 GOLDEN = {

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.ground.errors import InvalidRequest, TableError
-from shardyard.ground.table_settings import AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import JobLayout, OptimizerSpec, PartitionId, PartitionLayout
-from shardyard_ps_server.table_states import make_tables
+from shardyard.domain.errors import InvalidRequest, TableError
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings, TableSettings
+from shardyard_ps_server.rows.table_states import make_tables
 
 IDS = torch.arange(6)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardyard.ground import row_ids, row_routes
-from shardyard.ground.errors import InvalidRequest
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_values import initial_rows, row_key
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.tables import row_ids, row_routing
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_values import initial_rows, row_key
 
 EDGES = np.array([0, 1, -1, 2**63 - 1, -(2**63), 42], np.int64)
 RUNNING = np.arange(100_000, dtype=np.int64)
@@ -35,7 +35,7 @@ def words_of(ids: np.ndarray, key: int) -> np.ndarray:
 
 
 PartitionOf = Callable[[np.ndarray, int], np.ndarray]
-both = pytest.mark.parametrize("partition_of", [row_ids.partition_of, row_routes.partition_of], ids=["plain", "loop"])
+both = pytest.mark.parametrize("partition_of", [row_ids.partition_of, row_routing.partition_of], ids=["plain", "loop"])
 
 
 @both

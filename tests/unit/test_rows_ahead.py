@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.ground.types import PartitionId
-from shardyard_worker import rows_ahead
-from shardyard_worker.distinct import distinct
-from shardyard_worker.rows_ahead import Asked, RowsAhead, part_of
+from shardyard.domain.ids import PartitionId
+from shardyard_worker.rows import row_prefetch
+from shardyard_worker.rows.dedup import unique_ids
+from shardyard_worker.rows.row_prefetch import RowPrefetch, RowQuery, part_of
 
 PARTITIONS, DIM = 4, 2
 OWNED = tuple(PartitionId(p) for p in range(PARTITIONS))
 
 
-def come(ids: np.ndarray) -> RowsAhead:
+def come(ids: np.ndarray) -> RowPrefetch:
     """All of them, from two servers; a row is its id, twice."""
-    found = distinct(ids, PARTITIONS)
-    made = RowsAhead([Asked(7, distinct(ids[:1], PARTITIONS), DIM), Asked(3, found, DIM)])
+    found = unique_ids(ids, PARTITIONS)
+    made = RowPrefetch([RowQuery(7, unique_ids(ids[:1], PARTITIONS), DIM), RowQuery(3, found, DIM)])
     for owned in OWNED[:1], OWNED[1:]:
         question = made.question(owned)
         if question is None:
@@ -41,7 +41,7 @@ def test_rows_that_came_are_taken_and_the_others_are_told(seed: int) -> None:
     there = random.integers(-40, 40, 30)
     ahead = come(there)
     for wanted in (there, there[: seed + 1], random.integers(-60, 60, 25), np.arange(100, 140), np.arange(0)):
-        found = distinct(wanted, PARTITIONS)
+        found = unique_ids(wanted, PARTITIONS)
         rows, lacking = ahead.take(3, found, DIM)
         lacks = np.zeros(found.ids.size, np.bool_) if lacking is None else lacking
         assert (lacks == ~np.isin(found.ids, there)).all()
@@ -50,7 +50,7 @@ def test_rows_that_came_are_taken_and_the_others_are_told(seed: int) -> None:
 
 
 def test_of_another_table_none_has_come() -> None:
-    found = distinct(np.arange(9), PARTITIONS)
+    found = unique_ids(np.arange(9), PARTITIONS)
     rows, lacking = come(np.arange(9)).take(4, found, 5)
     assert rows.shape == (9, 5)
     assert lacking is not None
@@ -58,16 +58,16 @@ def test_of_another_table_none_has_come() -> None:
 
 
 def test_a_part_of_distinct_ids_stands_by_partition() -> None:
-    found = distinct(np.arange(50), PARTITIONS)
+    found = unique_ids(np.arange(50), PARTITIONS)
     chosen = found.ids % 3 == 0
-    part, expected = part_of(found, chosen), distinct(np.arange(0, 50, 3), PARTITIONS)
+    part, expected = part_of(found, chosen), unique_ids(np.arange(0, 50, 3), PARTITIONS)
     assert (part.ids == expected.ids).all()
     assert (part.starts == expected.starts).all()
 
 
 def test_what_one_answer_has_no_room_for_is_not_asked_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [Asked(0, distinct(np.arange(5), 1), 4), Asked(1, distinct(np.arange(3), 1), 8)]
-    monkeypatch.setattr(rows_ahead, "ROWS_ALONG_BYTES_MAX", 5 * 16 + 3 * 32)
-    assert RowsAhead.fit(asked)
-    monkeypatch.setattr(rows_ahead, "ROWS_ALONG_BYTES_MAX", 5 * 16 + 3 * 32 - 1)
-    assert not RowsAhead.fit(asked)
+    asked = [RowQuery(0, unique_ids(np.arange(5), 1), 4), RowQuery(1, unique_ids(np.arange(3), 1), 8)]
+    monkeypatch.setattr(row_prefetch, "ROWS_ALONG_BYTES_MAX", 5 * 16 + 3 * 32)
+    assert RowPrefetch.fit(asked)
+    monkeypatch.setattr(row_prefetch, "ROWS_ALONG_BYTES_MAX", 5 * 16 + 3 * 32 - 1)
+    assert not RowPrefetch.fit(asked)

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.ground.limits import ROWS_IN_FLIGHT_MAX
-from shardyard.ground.table_settings import ExpirySettings
-from shardyard.ground.types import Caller, Incarnation, PartitionId, PushName, SourceKey, Token, WorkerSource
-from shardyard_ps_server import rows_in_flight
-from shardyard_ps_server.rows_in_flight import RowsInFlight, TablePart
-from shardyard_ps_server.store import Store
+from shardyard.domain.ids import Caller, Incarnation, PartitionId, Token
+from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
+from shardyard.domain.push_names import PushName, SourceKey, WorkerSource
+from shardyard.domain.tables.table_settings import ExpirySettings
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.rows import lookups_in_flight
+from shardyard_ps_server.rows.lookups_in_flight import LookupsInFlight, TablePart
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -56,9 +57,9 @@ def ids(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def flight() -> tuple[RowsInFlight, Clock]:
+def flight() -> tuple[LookupsInFlight, Clock]:
     clock = Clock()
-    return RowsInFlight(clock), clock
+    return LookupsInFlight(clock), clock
 
 
 def test_what_was_looked_up_stays_until_it_is_pushed() -> None:
@@ -85,13 +86,13 @@ def test_tables_partitions_and_workers_are_told_apart() -> None:
 
 
 def test_what_is_never_pushed_does_not_stay_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_in_flight, "IDS_MAX", 10)
+    monkeypatch.setattr(lookups_in_flight, "IDS_MAX", 10)
     rows, clock = flight()
     for number in range(20):
         rows.begin(WORKER, [(TablePart(PartitionId(number % 2), 0), ids(number, number + 100))])
     assert len(rows) == 10
     assert rows.without(HERE, np.arange(20)).tolist() == [number for number in range(20) if number not in (16, 18)]
-    clock.ms += rows_in_flight.KEPT_MS
+    clock.ms += lookups_in_flight.KEPT_MS
     assert 18 not in rows.without(HERE, np.arange(20))
     clock.ms += 1
     assert rows.without(HERE, np.arange(20)).tolist() == list(range(20))
@@ -113,7 +114,7 @@ def test_what_is_not_pushed_with_the_steps_that_may_be_in_flight_goes() -> None:
 
 
 def test_one_look_up_of_many_ids_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_in_flight, "IDS_MAX", 10)
+    monkeypatch.setattr(lookups_in_flight, "IDS_MAX", 10)
     rows, _ = flight()
     rows.begin(WORKER, [(HERE, ids(77))])
     rows.begin(WORKER, [(HERE, np.arange(50)), (TablePart(PartitionId(1), 0), np.arange(50))])

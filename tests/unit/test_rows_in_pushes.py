@@ -1,5 +1,5 @@
-"""Rows of tables at a server: pushed with the rest of a push, counted by its name, looked up; and all that is refused,
-which has changed nothing."""
+"""PushedTableRows of tables at a server: pushed with the rest of a push, counted by its name, looked up; and all that
+is refused, which has changed nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.codecs.form import CodeId
-from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, decode_rows, encode_rows, first_code
-from shardyard.ground import limits
-from shardyard.ground.errors import (
+from shardyard.codecs.format.form import CodeId
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.codecs.rows.row_values import RowCode, decode_rows, encode_rows, first_code
+from shardyard.domain import limits
+from shardyard.domain.consistency import StaleRule, UpdateMode
+from shardyard.domain.errors import (
     Internal,
     InvalidRequest,
     MalformedPayload,
@@ -34,40 +35,25 @@ from shardyard.ground.errors import (
     TooLarge,
     UnsupportedOptimizer,
 )
-from shardyard.ground.failpoints import armed
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    NO_NAME,
-    Caller,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    LookUp,
-    Outcome,
-    PartitionId,
-    PullWish,
-    PushedRows,
-    PushKind,
-    PushOrder,
-    PushPart,
-    StaleRule,
-    UpdateMode,
-    Version,
-    WantedRows,
-)
-from shardyard.transport.same_host import Shared
-from shardyard.wire import convert, frames, tables
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.pulls import LookupRequest, PullHeader, RequestedRows
+from shardyard.domain.push_names import NO_NAME
+from shardyard.domain.pushes import Outcome, PushedRows, PushHeader, PushKind, PushPart
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.transport.shared_memory import SharedMemory
+from shardyard.wire import common_messages, frames, layout_messages, push_messages, table_messages
 from shardyard.wire.frames import Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.exchanges import Exchanges
-from shardyard_ps_server.partition_tables import PartitionTables, Rows, unpack_pushed
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.servicer import Servicer
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows.partition_tables import PartitionTables, PushedTableRows, unpack_pushed
+from shardyard_ps_server.service.exchange_stream import ExchangeStream
+from shardyard_ps_server.service.servicer import Servicer
 from shardyard_ps_server.tables.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -177,16 +163,16 @@ def test_rows_beside_a_payload_in_shared_memory() -> None:
     store = server()
     store._shareable = True
     store.hosted()[0].regions = type(store.hosted()[0].regions)(128, shareable=True)
-    shared = Shared(4096, read_only=False)
+    shared = SharedMemory(4096, read_only=False)
     try:
         shared.bytes[64:192] = np.frombuffer(DENSE, np.uint8)
         writer = HeaderWriter()
         rows, data = coded(ones())
         sent: list[Frame] = []
-        answers = Exchanges(store).run(iter_of(sent))
+        answers = ExchangeStream(store).run(iter_of(sent))
         attach = push_order(0, kind=PushKind.NOTHING, parts=(), groups=(), weight=0.0, name=NO_NAME)
         sent.append(Frame(writer.write(dataclasses.replace(attach, attach=shared.ticket())), 0, b""))
-        assert convert.pulled_from_header(next(answers).header, ()).attached
+        assert push_messages.pulled_from_header(next(answers).header, ()).attached
         sent += frames.cut(writer.write(push_order(0, rows, shared_at=64)), [data], 64)
         next(answers)
     finally:
@@ -213,16 +199,16 @@ def test_headers_that_differ_in_their_rows_alone_are_not_read_anew(monkeypatch: 
     writer, reader = HeaderWriter(), HeaderReader()
     parts = tuple(PushPart(p, 64) for p in PARTS)
 
-    def numbered(sequence: int) -> PushOrder:
+    def numbered(sequence: int) -> PushHeader:
         each = dataclasses.replace(GOOD[0], rows=(sequence + 1, 5), row_bytes=(9 * sequence + 9, 60))
-        wanted = (WantedRows(0, PARTS, (sequence + 2, 3), (30 + sequence, 20)),)
-        pull = PullWish(push_order(0).caller, HERE, GENERATION, PARTS, 0, exactly=False)
+        wanted = (RequestedRows(0, PARTS, (sequence + 2, 3), (30 + sequence, 20)),)
+        pull = PullHeader(push_order(0).caller, HERE, GENERATION, PARTS, 0, exactly=False)
         return push_order(sequence, (each,), parts=tuple(parts), wanted=wanted, pull=pull, rows_at=0, wanted_at=64)
 
     for sequence in range(3):
         assert reader.read(writer.write(numbered(sequence))) == numbered(sequence)
-    monkeypatch.setattr(convert, "push_from_header", None)
-    monkeypatch.setattr(convert, "push_to_wire", None)
+    monkeypatch.setattr(push_messages, "push_from_header", None)
+    monkeypatch.setattr(push_messages, "push_to_wire", None)
     for sequence in range(3, 6):
         assert reader.read(writer.write(numbered(sequence))) == numbered(sequence)
 
@@ -242,7 +228,7 @@ def test_rows_of_a_header_that_is_alike_are_checked_as_of_any_other(more: dict[s
     for sequence in range(3):
         reader.read(writer.write(push_order(sequence, GOOD, parts=parts)))
     header = writer.write(push_order(3, (dataclasses.replace(GOOD[0], **more),), parts=parts))
-    for read in (reader.read, lambda given: convert.push_from_header(given, reader.before)):
+    for read in (reader.read, lambda given: push_messages.push_from_header(given, reader.before)):
         with pytest.raises((InvalidRequest, MalformedPayload, TooLarge), match=text):
             read(header)
     assert reader.before is not None
@@ -257,10 +243,10 @@ def test_rows_are_read_wherever_they_stand(place: str) -> None:
         first = (dataclasses.replace(GOOD[0], rows=(number, 1)),)
         second = (dataclasses.replace(GOOD[0], table=1, rows=(2, 3)),)
         order = push_order(number, (*first, *second))
-        rest = convert.push_to_wire(order, before, named=False).SerializeToString()
-        name = wire.PushHeader(name=convert.name_to_wire(order.name)).SerializeToString()
+        rest = push_messages.push_to_wire(order, before, named=False).SerializeToString()
+        name = wire.PushHeader(name=common_messages.name_to_wire(order.name)).SerializeToString()
         one, two, rows = (
-            wire.PushHeader(rows=tables.pushed_to_wire(each)).SerializeToString()
+            wire.PushHeader(rows=table_messages.pushed_to_wire(each)).SerializeToString()
             for each in (first, second, (*first, *second))
         )
         header = {
@@ -270,7 +256,7 @@ def test_rows_are_read_wherever_they_stand(place: str) -> None:
             "before the name": rows + name + rest,
         }[place]
         found = reader.read(header)
-        assert found == convert.push_from_header(header, before)
+        assert found == push_messages.push_from_header(header, before)
         assert found.rows == order.rows
         before = found
 
@@ -287,10 +273,11 @@ def test_a_header_with_rows_is_not_like_one_without() -> None:
     writer, reader = HeaderWriter(), HeaderReader()
     for sequence in range(3):
         reader.read(writer.write(push_order(sequence)))
-    name = wire.PushHeader(name=convert.name_to_wire(push_order(3).name)).SerializeToString()
+    name = wire.PushHeader(name=common_messages.name_to_wire(push_order(3).name)).SerializeToString()
     rest = writer.write(push_order(3))[len(name) :]
     assert (
-        reader.read_alike(name + wire.PushHeader(rows=tables.pushed_to_wire(GOOD)).SerializeToString() + rest) is None
+        reader.read_alike(name + wire.PushHeader(rows=table_messages.pushed_to_wire(GOOD)).SerializeToString() + rest)
+        is None
     )
     assert reader.read_alike(name + rest) == push_order(3)
 
@@ -300,7 +287,7 @@ def test_all_rows_of_a_partition_are_read() -> None:
     push(store, push_order(0, coded(ones())[0]), DENSE + coded(ones())[1])
     for p in PARTS:
         request = wire.ReadRowsRequest(
-            caller=convert.caller_to_wire(Caller(JOB)), server=HERE, generation=GENERATION, partition=p, table=0
+            caller=common_messages.caller_to_wire(Caller(JOB)), server=HERE, generation=GENERATION, partition=p, table=0
         )
         found = {}
         for frame in Servicer(store).read_rows(request, CONTEXT):
@@ -321,7 +308,7 @@ def test_rows_that_are_large_are_read_in_frames_that_are_taken() -> None:
     rows, data = coded([(0, 0, ids, np.zeros((ids.size, dim), np.float32))])
     push(store, push_order(0, rows, table_groups=(RATE,)), DENSE + data, frame_bytes=1 << 20)
     request = wire.ReadRowsRequest(
-        caller=convert.caller_to_wire(Caller(JOB)), server=HERE, generation=GENERATION, partition=0, table=0
+        caller=common_messages.caller_to_wire(Caller(JOB)), server=HERE, generation=GENERATION, partition=0, table=0
     )
     found = [frames.decode(frames.encode(each)) for each in Servicer(store).read_rows(request, CONTEXT)]
     assert len(found) > 1
@@ -338,8 +325,8 @@ def test_first_rows_are_given_before_a_job_is_open_and_may_come_again() -> None:
     empty = tuple(PushPart(p, 0) for p in PARTS)
     giving = dataclasses.replace(order, rows=rows, parts=empty)
 
-    def initialize(order: PushOrder, data: bytes) -> None:
-        header = convert.push_to_wire(order).SerializeToString()
+    def initialize(order: PushHeader, data: bytes) -> None:
+        header = push_messages.push_to_wire(order).SerializeToString()
         Servicer(store).initialize(frames.cut(header, [data]), CONTEXT)
 
     initialize(order, DENSE)
@@ -515,13 +502,21 @@ def test_rows_that_are_half_applied_stop_the_partition_and_tell_the_server() -> 
 @pytest.mark.parametrize(
     ("more", "kind", "text"),
     [
-        ({"wanted": (WantedRows(2, (PARTS[0],), (1,), (10,)),)}, InvalidRequest, "the job has 2 tables"),
-        ({"wanted": (WantedRows(0, (PARTS[0],), (1,), (9,)),)}, MalformedPayload, "1 ids of table 'wide' in 9 bytes"),
-        ({"wanted": (WantedRows(0, (PARTS[0],), (1,), (10,)),)}, MalformedPayload, "bytes of ids; announced 10"),
-        ({"wanted": (WantedRows(0, PARTS, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
-        ({"wanted": (WantedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)}, TooLarge, "in one partition"),
-        ({"wanted": (WantedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
-        ({"wanted": (WantedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
+        ({"wanted": (RequestedRows(2, (PARTS[0],), (1,), (10,)),)}, InvalidRequest, "the job has 2 tables"),
+        (
+            {"wanted": (RequestedRows(0, (PARTS[0],), (1,), (9,)),)},
+            MalformedPayload,
+            "1 ids of table 'wide' in 9 bytes",
+        ),
+        ({"wanted": (RequestedRows(0, (PARTS[0],), (1,), (10,)),)}, MalformedPayload, "bytes of ids; announced 10"),
+        ({"wanted": (RequestedRows(0, PARTS, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),)}, TooLarge, "at a time"),
+        (
+            {"wanted": (RequestedRows(0, (PARTS[0],), (limits.LOOK_UP_IDS_MAX + 1,), (10,)),)},
+            TooLarge,
+            "in one partition",
+        ),
+        ({"wanted": (RequestedRows(0, (), (), ()),)}, MalformedPayload, "name no partition"),
+        ({"wanted": (RequestedRows(0, PARTS, (1,), (10, 10)),)}, MalformedPayload, "numbers of rows"),
         ({"generation": Generation(3)}, StaleGeneration, "generation 3"),
         ({"server": Incarnation(9)}, StaleIncarnation, "here is server"),
         ({"caller": Caller(JobId(2))}, NotFound, "job 2"),
@@ -540,9 +535,12 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
     store = server()
     code_of = [bytes(encode_ids(IDS[p == OWNER])) for p in PARTS]
     n = tuple(int((p == OWNER).sum()) for p in PARTS)
-    wanted = (WantedRows(0, PARTS, n, tuple(map(len, code_of))), WantedRows(1, PARTS[:1], n[:1], (len(code_of[0]),)))
-    asked = LookUp(Caller(JOB), HERE, GENERATION, wanted, code=code)
-    assert tables.look_up_from_header(tables.look_up_to_header(asked)) == asked
+    wanted = (
+        RequestedRows(0, PARTS, n, tuple(map(len, code_of))),
+        RequestedRows(1, PARTS[:1], n[:1], (len(code_of[0]),)),
+    )
+    asked = LookupRequest(Caller(JOB), HERE, GENERATION, wanted, code=code)
+    assert table_messages.look_up_from_header(table_messages.look_up_to_header(asked)) == asked
     data = store.look_up(asked, np.frombuffer(b"".join([*code_of, code_of[0]]), np.uint8)).data
     rest, found = memoryview(bytes(data)), []
     for rows, dim in ((n[0], 3), (n[1], 3), (n[0], 1)):
@@ -562,14 +560,14 @@ def test_rows_are_answered_in_a_code(code: RowCode, each: int) -> None:
 def test_an_answer_in_an_unknown_code_is_refused() -> None:
     header = wire.LookUpHeader(server=HERE, generation=GENERATION, code=7)
     with pytest.raises(MalformedPayload, match="the code of a look-up's answer is 7"):
-        tables.look_up_from_header(header.SerializeToString())
+        table_messages.look_up_from_header(header.SerializeToString())
 
 
 def test_a_look_up_of_another_partitions_ids_is_refused() -> None:
     store = server()
     code = encode_ids(IDS[OWNER == 1])
-    asked = LookUp(
-        Caller(JOB), HERE, GENERATION, (WantedRows(0, (PARTS[0],), (int((OWNER == 1).sum()),), (len(code),)),)
+    asked = LookupRequest(
+        Caller(JOB), HERE, GENERATION, (RequestedRows(0, (PARTS[0],), (int((OWNER == 1).sum()),), (len(code),)),)
     )
     with pytest.raises(InvalidRequest, match="in partition 0"):
         store.look_up(asked, np.frombuffer(code, np.uint8))
@@ -579,7 +577,7 @@ def test_a_look_up_of_another_partitions_ids_is_refused() -> None:
 
 
 def spec(**more: Any) -> common.TableSpec:
-    made = tables.table_to_wire(WIDE)
+    made = table_messages.table_to_wire(WIDE)
     for name, value in more.items():
         setattr(made, name, value)
     return made
@@ -595,7 +593,7 @@ def test_tables_travel_as_they_are() -> None:
         TableSettings("in time", 7, expiry=ExpirySettings(age_ms=2_000, grace_ms=3)),
     )  # fmt: skip
     layout = dataclasses.replace(LAYOUT, tables=every)
-    assert convert.layout_from_wire(convert.layout_to_wire(layout)) == layout
+    assert layout_messages.layout_from_wire(layout_messages.layout_to_wire(layout)) == layout
 
 
 @pytest.mark.parametrize(
@@ -616,7 +614,7 @@ def test_tables_travel_as_they_are() -> None:
 )
 def test_tables_that_cannot_be_are_refused(messages: Any, kind: type[ShardyardError], text: str) -> None:
     with pytest.raises(kind, match=text):
-        tables.tables_from_wire(messages())
+        table_messages.tables_from_wire(messages())
 
 
 FTRL = dataclasses.replace(LAYOUT, tables=(WIDE, dataclasses.replace(NARROW, optimizer="ftrl", group=())))
@@ -687,7 +685,7 @@ def aging(clock: Clock) -> PartitionTables:
 def pushed(into: PartitionTables, step: int, *ids: int) -> int:
     """How many rows there are then."""
     values = np.ones((len(ids), 1), np.float32)
-    into.push([Rows(0, np.array(ids, np.int64), values)], [into.by_name["t"].settings.group], step)
+    into.push([PushedTableRows(0, np.array(ids, np.int64), values)], [into.by_name["t"].settings.group], step)
     return into.by_name["t"].rows
 
 
@@ -757,14 +755,16 @@ def test_outcomes_are_those_of_the_push() -> None:
     store = server()
     order = push_order(0, GOOD)
     for expected in (Outcome.APPLIED, Outcome.DUPLICATE):
-        results = convert.results_from_wire(push(store, order, DENSE + GOOD_DATA), PARTS)
+        results = push_messages.results_from_wire(push(store, order, DENSE + GOOD_DATA), PARTS)
         assert {result.outcome for result in results} == {expected}
 
 
 # ---- all parts of a table at once
 
 
-def unpacked(said: tuple[PushedRows, ...], data: bytes, among: set[int] | None = None) -> dict[tuple[int, int], Rows]:
+def unpacked(
+    said: tuple[PushedRows, ...], data: bytes, among: set[int] | None = None
+) -> dict[tuple[int, int], PushedTableRows]:
     chosen = None if among is None else {PartitionId(number) for number in among}
     found = unpack_pushed(LAYOUT, said, np.frombuffer(data, np.uint8), chosen)
     return {(rows.table, partition): rows for partition, rows in found}

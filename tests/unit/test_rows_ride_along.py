@@ -12,41 +12,24 @@ import numpy as np
 import pytest
 
 from shardyard.codecs.decoding import decode
-from shardyard.codecs.ids import encode_ids
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
-from shardyard.ground.limits import FRAME_BYTES
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.types import (
-    NO_NAME,
-    Caller,
-    Incarnation,
-    Pace,
-    PullResult,
-    PullWish,
-    PushedRows,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    SourceKey,
-    Stride,
-    Term,
-    Token,
-    UpdateMode,
-    WantedRows,
-    WorkerSource,
-)
-from shardyard.transport.same_host import Shared
-from shardyard.wire import convert, frames
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
+from shardyard.domain.ids import Caller, Incarnation, Rank, Term, Token
+from shardyard.domain.limits import FRAME_BYTES
+from shardyard.domain.pulls import PullHeader, RequestedRows
+from shardyard.domain.push_names import NO_NAME, PushName, RankSource, SourceKey, WorkerSource
+from shardyard.domain.pushes import ExchangeReply, PushedRows, PushHeader, PushKind, PushPart
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard.transport.shared_memory import SharedMemory
+from shardyard.wire import frames, push_messages
 from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.headers import HeaderReader, HeaderWriter
-from shardyard_ps_server.exchanges import Exchanges
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.servicer import Servicer
-from shardyard_ps_server.store import Store
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service.exchange_stream import ExchangeStream
+from shardyard_ps_server.service.servicer import Servicer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -73,10 +56,10 @@ def by_partition(ids: np.ndarray) -> list[np.ndarray]:
     return [np.sort(ids[partition_of(ids, 2) == p]) for p in PARTS]
 
 
-def asked(ids: np.ndarray = IDS) -> tuple[tuple[WantedRows, ...], bytes]:
+def asked(ids: np.ndarray = IDS) -> tuple[tuple[RequestedRows, ...], bytes]:
     codes = [bytes(encode_ids(mine)) for mine in by_partition(ids)]
     rows = tuple(mine.size for mine in by_partition(ids))
-    return (WantedRows(0, PARTS, rows, tuple(map(len, codes))),), b"".join(codes)
+    return (RequestedRows(0, PARTS, rows, tuple(map(len, codes))),), b"".join(codes)
 
 
 def pushed(ids: np.ndarray = IDS, scale: float = 1.0) -> tuple[tuple[PushedRows, ...], bytes]:
@@ -97,25 +80,27 @@ class Wire:
     def __init__(self, store: Store) -> None:
         self._writer = HeaderWriter()
         self._sent: list[Frame] = []
-        self._answers = Exchanges(store).run(self._frames())
+        self._answers = ExchangeStream(store).run(self._frames())
 
     def _frames(self) -> Iterator[Frame]:
         while self._sent:
             yield frames.decode(frames.encode(self._sent.pop(0)))
 
-    def exchange(self, order: PushOrder, data: bytes = b"", *, frame_bytes: int = 50) -> tuple[PullResult, list[Frame]]:
+    def exchange(
+        self, order: PushHeader, data: bytes = b"", *, frame_bytes: int = 50
+    ) -> tuple[ExchangeReply, list[Frame]]:
         """The answer's head, and its frames."""
         self._sent += frames.cut(self._writer.write(order), [data], frame_bytes)
         first = frames.decode(frames.encode(next(self._answers)))
         pulled = () if order.pull is None else order.pull.partitions
-        result = convert.pulled_from_header(first.header, pulled, [part.partition for part in order.parts])
+        result = push_messages.pulled_from_header(first.header, pulled, [part.partition for part in order.parts])
         found = [first]
         while sum(len(frame.data) for frame in found) < self._expected(order, result):
             found.append(frames.decode(frames.encode(next(self._answers))))
         return result, found
 
     @staticmethod
-    def _expected(order: PushOrder, result: PullResult) -> int:
+    def _expected(order: PushHeader, result: ExchangeReply) -> int:
         if order.pull is None or result.missing:
             return 0
         values = sum(result.code_bytes) if order.pull.coding else 0 if order.pull.shared else PAYLOAD_BYTES
@@ -124,14 +109,14 @@ class Wire:
         )
 
 
-def wish(**more: Any) -> PullWish:
-    return dataclasses.replace(PullWish(Caller(JOB, WORKER), HERE, GENERATION, PARTS, 0, False), **more)
+def wish(**more: Any) -> PullHeader:
+    return dataclasses.replace(PullHeader(Caller(JOB, WORKER), HERE, GENERATION, PARTS, 0, False), **more)
 
 
-def order(sequence: int | None, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushOrder:
+def order(sequence: int | None, rows: tuple[PushedRows, ...] = (), **more: Any) -> PushHeader:
     """A push, or None: none."""
     caller = Caller(JOB, WORKER)
-    made = PushOrder(caller, HERE, GENERATION, NO_NAME, PushKind.NOTHING, (), 0.0, (), pull=wish())
+    made = PushHeader(caller, HERE, GENERATION, NO_NAME, PushKind.NOTHING, (), 0.0, (), pull=wish())
     if sequence is not None:
         name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), sequence, sequence)
         parts = tuple(PushPart(p, 64) for p in PARTS)
@@ -193,7 +178,7 @@ def test_rows_follow_codes_and_places(store: Store) -> None:
     assert (values == 0).all()
     assert (rows == INITIAL).all()
 
-    memory = Shared(4096, read_only=False)
+    memory = SharedMemory(4096, read_only=False)
     try:
         memory.bytes[64:192] = np.frombuffer(DENSE, np.uint8)
         wire = Wire(store)
@@ -218,7 +203,7 @@ class Room:
     PUSHED, WANTED = 100, 1024
 
     def __init__(self, wire: Wire, nbytes: int = 2048) -> None:
-        self.memory = Shared(nbytes, read_only=False)
+        self.memory = SharedMemory(nbytes, read_only=False)
         self.memory.bytes[:] = 0xAB
         head, _ = wire.exchange(order(None, pull=None, attach_rows=self.memory.ticket()))
         assert (head.rows_attached, head.rows_not_attached) == (True, "")
@@ -311,9 +296,9 @@ def test_rows_in_shared_memory_and_as_data_too_are_refused(store: Store) -> None
 
 
 def test_memory_for_rows_that_cannot_be_opened_is_said_and_the_stream_goes_on(store: Store) -> None:
-    wire, memory = Wire(store), Shared(2048, read_only=False)
+    wire, memory = Wire(store), SharedMemory(2048, read_only=False)
     wanted, ids = asked()
-    shown = Shared(2048, read_only=True)  # nobody else can write there
+    shown = SharedMemory(2048, read_only=True)  # nobody else can write there
     for ticket in (dataclasses.replace(memory.ticket(), nonce=bytes(32)), shown.ticket()):
         head, _ = wire.exchange(order(None, pull=None, attach_rows=ticket))
         assert not head.rows_attached
@@ -350,7 +335,9 @@ def test_rows_are_in_shared_memory_when_no_value_is_missing_and_not_before() -> 
     wire = Wire(store)
     room = Room(wire)
     wanted, ids = asked()
-    said = order(0, wanted=wanted, pace=Pace(Stride.STEPS, 0, 1, 0), rows_at=room.put(ids), wanted_at=Room.WANTED)
+    said = order(
+        0, wanted=wanted, pace=SspReport(SspPhase.STEPS, 0, 1, 0), rows_at=room.put(ids), wanted_at=Room.WANTED
+    )
     result, _ = wire.exchange(said, DENSE)
     assert result.missing
     assert (room.memory.bytes[Room.WANTED :] == 0xAB).all()
@@ -378,7 +365,7 @@ def test_rows_come_with_the_values_and_not_before() -> None:
     wanted, ids = asked()
     rows, data = pushed()
     ours, theirs = Wire(store), Wire(store)
-    pace = Pace(Stride.STEPS, 0, 1, 0)
+    pace = SspReport(SspPhase.STEPS, 0, 1, 0)
     result, found = ours.exchange(order(0, rows, wanted=wanted, pace=pace), DENSE + data + ids)
     assert result.missing
     assert sum(len(frame.data) for frame in found) == 0
@@ -409,10 +396,10 @@ WRONG: dict[str, tuple[dict[str, Any], bytes, type[ShardyardError], str]] = {
     "no such table": ({"wanted": (dataclasses.replace(GOOD[0], table=1),)}, GOOD_IDS, InvalidRequest, "has 1 tables"),
     "a table twice": ({"wanted": GOOD * 2}, GOOD_IDS * 2, MalformedPayload, "name a table twice"),
     "more than is given at a time": (
-        {"wanted": (WantedRows(0, PARTS, (1 << 24, 1 << 24), (1 << 24, 1 << 24)),)}, b"", TooLarge, "at a time"
+        {"wanted": (RequestedRows(0, PARTS, (1 << 24, 1 << 24), (1 << 24, 1 << 24)),)}, b"", TooLarge, "at a time"
     ),
     "ids that cannot be so short": (
-        {"wanted": (WantedRows(0, PARTS[:1], (1,), (9,)),)}, b"x" * 9, MalformedPayload, "1 ids of table 'wide' in 9"
+        {"wanted": (RequestedRows(0, PARTS[:1], (1,), (9,)),)}, b"x" * 9, MalformedPayload, "1 ids of table 'wide' in 9"
     ),
     "ids of no code": ({}, b"\xff" + GOOD_IDS[1:], MalformedPayload, "begins with 255"),
     "another partition's ids": (
@@ -437,7 +424,7 @@ def test_what_cannot_ride_along_is_refused_with_its_push(store: Store, name: str
 def test_rows_ride_along_in_exchanges_alone(store: Store) -> None:
     before = state(store)
     rows, data = pushed()
-    header = convert.push_to_wire(order(0, rows, wanted=GOOD)).SerializeToString()
+    header = push_messages.push_to_wire(order(0, rows, wanted=GOOD)).SerializeToString()
     sent = frames.cut(header, [DENSE + data + GOOD_IDS])
     with pytest.raises(InvalidRequest, match="outside of an exchange"):
         Servicer(store).push(sent, CONTEXT)
@@ -493,7 +480,7 @@ def test_rows_of_a_synchronous_job_come_with_a_version_that_is_named_or_not(
 def test_headers_that_are_alike_keep_what_is_wanted() -> None:
     writer, reader = HeaderWriter(), HeaderReader()
     parts, pull = tuple(PushPart(p, 64) for p in PARTS), wish()
-    fewer = (WantedRows(0, PARTS[:1], (1,), (10,)),)
+    fewer = (RequestedRows(0, PARTS[:1], (1,), (10,)),)
     for sequence, wanted in enumerate([GOOD, GOOD, GOOD, fewer, fewer, GOOD, (), GOOD]):
         made = order(sequence, wanted=wanted, parts=parts, pull=pull)
         found = reader.read(writer.write(made))

@@ -6,19 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardyard.ground.errors import InvalidRequest
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    DType,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    PartitionLayout,
-    VariableSpec,
-    aligned_bytes,
-)
-from shardyard_ps_server.runs import runs_in_order
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, aligned_bytes
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard_ps_server.service.pull_order import runs_in_order
 
 
 def layout_of(blocks: list[list[tuple[int, int]]], variables: int) -> JobLayout:

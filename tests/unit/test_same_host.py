@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import NotShareable, TooLarge
-from shardyard.ground.limits import NONCE_BYTES, SHARED_BYTES_MAX
-from shardyard.ground.types import Ticket
-from shardyard.transport import same_host
-from shardyard.transport.same_host import HEAD_BYTES, Attached, Shared, attach
+from shardyard.domain.errors import NotShareable, TooLarge
+from shardyard.domain.limits import NONCE_BYTES, SHARED_BYTES_MAX
+from shardyard.domain.pulls import ShmHandle
+from shardyard.transport import shared_memory as same_host
+from shardyard.transport.shared_memory import HEAD_BYTES, AttachedMemory, SharedMemory, attach
 
 PAGE = mmap.PAGESIZE
 F_ADD_SEALS, SEAL_SHRINK = 1033, 0x2
@@ -32,10 +32,10 @@ NOBODY = 65534
 # Exports memory of 3 pages whose bytes are 7, and says what is needed to open it; fills it with each number on stdin.
 EXPORTER = """
 import os, sys
-from shardyard.transport.same_host import Shared
+from shardyard.transport.shared_memory import SharedMemory
 if sys.argv[1:]:
     os.seteuid(int(sys.argv[1]))
-memory = Shared(3 * 4096, read_only=True)
+memory = SharedMemory(3 * 4096, read_only=True)
 memory.bytes[:] = 7
 ticket = memory.ticket(5)
 print(ticket.pid, ticket.fd, ticket.nbytes, ticket.nonce.hex(), ticket.region, flush=True)
@@ -51,7 +51,7 @@ class Exporter:
             [sys.executable, "-c", EXPORTER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         pid, fd, nbytes, nonce, region = self._line().split()
-        self.ticket = Ticket(int(pid), int(fd), int(nbytes), bytes.fromhex(nonce), int(region))
+        self.ticket = ShmHandle(int(pid), int(fd), int(nbytes), bytes.fromhex(nonce), int(region))
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -78,8 +78,8 @@ def exporting(*arguments: str) -> Iterator[Exporter]:
 
 
 @pytest.fixture
-def shared() -> Iterator[Shared]:
-    memory = Shared(4 * PAGE, read_only=True)
+def shared() -> Iterator[SharedMemory]:
+    memory = SharedMemory(4 * PAGE, read_only=True)
     yield memory
     memory.close()
 
@@ -110,21 +110,21 @@ def test_memory_outlives_a_killed_exporter_and_leaves_nothing_behind(
     assert shared_memory() == before
 
 
-def test_exported_memory_begins_at_a_page_and_is_zero(shared: Shared) -> None:
+def test_exported_memory_begins_at_a_page_and_is_zero(shared: SharedMemory) -> None:
     assert shared.bytes.ctypes.data % PAGE == 0
     assert shared.bytes.dtype == np.uint8
     assert shared.bytes.tobytes() == bytes(4 * PAGE)
-    assert Shared(0, read_only=True).bytes.size == 0
+    assert SharedMemory(0, read_only=True).bytes.size == 0
 
 
-def test_each_memory_has_a_nonce_of_its_own(shared: Shared) -> None:
-    other = Shared(PAGE, read_only=True)
+def test_each_memory_has_a_nonce_of_its_own(shared: SharedMemory) -> None:
+    other = SharedMemory(PAGE, read_only=True)
     assert len(shared.ticket().nonce) == len(other.ticket().nonce) == NONCE_BYTES
     assert shared.ticket().nonce != other.ticket().nonce
     other.close()
 
 
-def test_closed_memory_cannot_be_attached_but_is_read_by_who_has_it(shared: Shared) -> None:
+def test_closed_memory_cannot_be_attached_but_is_read_by_who_has_it(shared: SharedMemory) -> None:
     shared.bytes[:] = 3
     attached, ticket = attach(shared.ticket()), shared.ticket()
     shared.close()
@@ -138,11 +138,11 @@ def test_closed_memory_cannot_be_attached_but_is_read_by_who_has_it(shared: Shar
 # ---- seals
 
 
-def reopened(memory: Shared, flags: int) -> int:
+def reopened(memory: SharedMemory, flags: int) -> int:
     return os.open(f"/proc/self/fd/{memory.ticket().fd}", flags)
 
 
-def test_exported_memory_can_be_neither_shrunk_nor_grown_nor_unsealed(shared: Shared) -> None:
+def test_exported_memory_can_be_neither_shrunk_nor_grown_nor_unsealed(shared: SharedMemory) -> None:
     fd = reopened(shared, os.O_RDWR)
     try:
         for nbytes in (0, HEAD_BYTES, HEAD_BYTES + 5 * PAGE):
@@ -154,7 +154,7 @@ def test_exported_memory_can_be_neither_shrunk_nor_grown_nor_unsealed(shared: Sh
         os.close(fd)
 
 
-def test_nobody_else_can_write_to_memory_that_is_read_only(shared: Shared) -> None:
+def test_nobody_else_can_write_to_memory_that_is_read_only(shared: SharedMemory) -> None:
     fd = reopened(shared, os.O_RDWR)
     try:
         with pytest.raises(PermissionError):
@@ -167,7 +167,7 @@ def test_nobody_else_can_write_to_memory_that_is_read_only(shared: Shared) -> No
     assert attach(shared.ticket()).bytes[0] == 1
 
 
-def test_attached_memory_cannot_be_written(shared: Shared) -> None:
+def test_attached_memory_cannot_be_written(shared: SharedMemory) -> None:
     attached = attach(shared.ticket())
     with pytest.raises(ValueError, match="read-only"):
         attached.bytes[0] = 1
@@ -178,7 +178,7 @@ def test_attached_memory_cannot_be_written(shared: Shared) -> None:
 
 
 @contextmanager
-def memfd(nbytes: int, *, name: str = "shardyard", seals: int = SEAL_SHRINK, nonce: bytes = b"") -> Iterator[Ticket]:
+def memfd(nbytes: int, *, name: str = "shardyard", seals: int = SEAL_SHRINK, nonce: bytes = b"") -> Iterator[ShmHandle]:
     """Memory made by somebody who does as they like, and the ticket that they give."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -187,7 +187,7 @@ def memfd(nbytes: int, *, name: str = "shardyard", seals: int = SEAL_SHRINK, non
         os.pwrite(fd, nonce, 0)
         if seals:
             fcntl.fcntl(fd, F_ADD_SEALS, seals)
-        yield Ticket(os.getpid(), fd, nbytes, nonce)
+        yield ShmHandle(os.getpid(), fd, nbytes, nonce)
     finally:
         os.close(fd)
 
@@ -216,7 +216,7 @@ def test_memory_that_is_smaller_than_announced_is_refused(beyond: int) -> None:
         attach(dataclasses.replace(ticket, nbytes=PAGE + beyond))
 
 
-def test_neither_a_refusal_nor_an_attachment_that_is_gone_keeps_a_descriptor(shared: Shared) -> None:
+def test_neither_a_refusal_nor_an_attachment_that_is_gone_keeps_a_descriptor(shared: SharedMemory) -> None:
     gc.collect()  # what other tests have left
     before = os.listdir("/proc/self/fd")
     for changes in ({"nonce": bytes(NONCE_BYTES)}, {"nbytes": 5 * PAGE}, {"fd": 1 << 20}):
@@ -226,7 +226,7 @@ def test_neither_a_refusal_nor_an_attachment_that_is_gone_keeps_a_descriptor(sha
         attach(ticket)
     assert attach(shared.ticket()).bytes.size == attach(shared.ticket(), private=True).bytes.size
     for _ in range(3):
-        Shared(PAGE, read_only=True).close()
+        SharedMemory(PAGE, read_only=True).close()
     gc.collect()
     assert os.listdir("/proc/self/fd") == before
 
@@ -259,12 +259,12 @@ def test_another_kind_of_file_is_not_even_opened(
     try:
         monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
         with pytest.raises(NotShareable, match="there is no such memory"):
-            attach(Ticket(os.getpid(), fd, 0, bytes(NONCE_BYTES)))
+            attach(ShmHandle(os.getpid(), fd, 0, bytes(NONCE_BYTES)))
     finally:
         os.close(fd)
 
 
-def test_process_or_descriptor_that_does_not_exist_is_refused(shared: Shared) -> None:
+def test_process_or_descriptor_that_does_not_exist_is_refused(shared: SharedMemory) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for changes in ({"pid": gone.pid}, {"pid": (1 << 32) - 1}, {"fd": 1 << 20}, {"pid": 0}):
@@ -280,13 +280,13 @@ def test_memory_of_another_user_is_refused() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_cannot_open_ours(shared: Shared) -> None:
+def test_another_user_cannot_open_ours(shared: SharedMemory) -> None:
     ticket = shared.ticket()
     asked = (
         "import os, sys\n"
-        "from shardyard.ground.errors import NotShareable\n"
-        "from shardyard.ground.types import Ticket\n"
-        "from shardyard.transport.same_host import attach\n"
+        "from shardyard.domain.errors import NotShareable\n"
+        "from shardyard.domain.pulls import Ticket\n"
+        "from shardyard.transport.shared_memory import attach\n"
         "os.setuid(int(sys.argv[1]))\n"
         "try:\n"
         "    attach(Ticket(int(sys.argv[2]), int(sys.argv[3]), 1, bytes.fromhex(sys.argv[4])))\n"
@@ -298,10 +298,10 @@ def test_another_user_cannot_open_ours(shared: Shared) -> None:
     assert done.stdout.startswith("refused")
 
 
-def test_system_without_such_memory_is_told_in_words(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_such_memory_is_told_in_words(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_host, "available", lambda: False)
     with pytest.raises(NotShareable, match="shared memory on"):
-        Shared(PAGE, read_only=True)
+        SharedMemory(PAGE, read_only=True)
     with pytest.raises(NotShareable, match="shared memory on"):
         attach(shared.ticket())
 
@@ -312,12 +312,12 @@ def test_container_that_forbids_memfds_is_told_in_words(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
     with pytest.raises(NotShareable, match="Operation not permitted"):
-        Shared(PAGE, read_only=True)
+        SharedMemory(PAGE, read_only=True)
 
 
 def test_more_memory_than_can_be_shared_is_too_large() -> None:
     with pytest.raises(TooLarge):
-        Shared(SHARED_BYTES_MAX + 1, read_only=True)
+        SharedMemory(SHARED_BYTES_MAX + 1, read_only=True)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), OSError(14, "EFAULT")])
@@ -330,7 +330,7 @@ def test_pages_that_are_not_there_are_too_large_instead_of_a_signal(error: Excep
         same_host.populate(Full(), 0, 100)  # type: ignore[arg-type]
 
 
-def test_kernel_that_cannot_populate_does_without(shared: Shared) -> None:
+def test_kernel_that_cannot_populate_does_without(shared: SharedMemory) -> None:
     class Old:
         def madvise(self, *_: int) -> None:
             raise OSError(22, "EINVAL")
@@ -344,19 +344,19 @@ def test_kernel_that_cannot_populate_does_without(shared: Shared) -> None:
 
 
 @pytest.fixture
-def private(shared: Shared) -> Attached:
+def private(shared: SharedMemory) -> AttachedMemory:
     shared.bytes[:] = 1
     return attach(shared.ticket(), private=True)
 
 
-def test_a_write_to_a_private_attachment_is_seen_by_nobody_else(shared: Shared, private: Attached) -> None:
+def test_a_write_to_a_private_attachment_is_seen_by_nobody_else(shared: SharedMemory, private: AttachedMemory) -> None:
     private.bytes[PAGE] = 9
     assert private.bytes[PAGE] == 9
     assert set(shared.bytes) == {1}
     assert set(attach(shared.ticket()).bytes) == {1}
 
 
-def test_pages_that_were_not_written_follow_the_exporter(shared: Shared, private: Attached) -> None:
+def test_pages_that_were_not_written_follow_the_exporter(shared: SharedMemory, private: AttachedMemory) -> None:
     private.bytes[PAGE] = 9
     shared.bytes[:] = 2
     assert set(private.bytes[:PAGE]) == set(private.bytes[2 * PAGE :]) == {2}
@@ -364,7 +364,9 @@ def test_pages_that_were_not_written_follow_the_exporter(shared: Shared, private
     assert set(private.bytes[PAGE + 1 : 2 * PAGE]) == {1}  # the copy is of the whole page
 
 
-def test_refresh_drops_the_copies_of_a_range_and_says_whether_there_were_any(shared: Shared, private: Attached) -> None:
+def test_refresh_drops_the_copies_of_a_range_and_says_whether_there_were_any(
+    shared: SharedMemory, private: AttachedMemory
+) -> None:
     assert private.refresh(0, 4 * PAGE) is False
     private.bytes[PAGE] = 9
     private.bytes[3 * PAGE] = 9
@@ -379,7 +381,7 @@ def test_refresh_drops_the_copies_of_a_range_and_says_whether_there_were_any(sha
     assert set(private.bytes) == {2}
 
 
-def test_reading_makes_no_copy(shared: Shared, private: Attached) -> None:
+def test_reading_makes_no_copy(shared: SharedMemory, private: AttachedMemory) -> None:
     assert private.bytes.sum() == 4 * PAGE
     assert private.refresh(0, 4 * PAGE) is False
     shared.bytes[:] = 2
@@ -387,7 +389,7 @@ def test_reading_makes_no_copy(shared: Shared, private: Attached) -> None:
     assert private.refresh(0, 4 * PAGE) is False
 
 
-def test_tensors_on_a_private_attachment_are_seen_when_they_are_written(private: Attached) -> None:
+def test_tensors_on_a_private_attachment_are_seen_when_they_are_written(private: AttachedMemory) -> None:
     view = private.bytes[2 * PAGE : 3 * PAGE].view(np.float32)
     view += 1.0
     assert private.refresh(0, 2 * PAGE) is False
@@ -396,7 +398,7 @@ def test_tensors_on_a_private_attachment_are_seen_when_they_are_written(private:
 
 
 def test_where_nobody_may_know_of_copies_they_are_dropped(
-    shared: Shared, private: Attached, monkeypatch: pytest.MonkeyPatch
+    shared: SharedMemory, private: AttachedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     private.bytes[0] = 9
 
@@ -408,7 +410,7 @@ def test_where_nobody_may_know_of_copies_they_are_dropped(
     assert set(private.bytes) == {1}
 
 
-def test_what_pagemap_does_not_tell_counts_as_copied(private: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_pagemap_does_not_tell_counts_as_copied(private: AttachedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     private.bytes[0] = 9
     with tempfile.TemporaryFile(buffering=0) as empty:
 

@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 
-from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
-from shardyard_worker.scaling import COUNT_MAX, Counts, JobScaler, Rule, counts_of, unscaler
+from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
+from shardyard_worker.optimizers.grad_scaler import COUNT_MAX, JobScaler, ScaleCounts, ScaleRule, counts_of, unscaler
 
 
-def rule(initial: float = 65_536.0, growth: float = 2.0, backoff: float = 0.5, interval: int = 3) -> Rule:
-    return Rule(initial=initial, growth=growth, backoff=backoff, interval=interval)
+def rule(initial: float = 65_536.0, growth: float = 2.0, backoff: float = 0.5, interval: int = 3) -> ScaleRule:
+    return ScaleRule(initial=initial, growth=growth, backoff=backoff, interval=interval)
 
 
 def scaler(*, by_steps: bool = True, init_scale: float = 4.0, interval: int = 3, enabled: bool = True) -> JobScaler:
@@ -33,7 +33,7 @@ def scaler(*, by_steps: bool = True, init_scale: float = 4.0, interval: int = 3,
     [(65_536.0, 2.0, 0.5, 4), (1.0, 4.0, 0.25, 1), (2.0**127, 2.0, 0.5, 2), (3.0, 1.5, 0.75, 3)],
 )
 def test_scale_after_any_steps_is_torchs(initial: float, growth: float, backoff: float, interval: int) -> None:
-    mine, counts = rule(initial, growth, backoff, interval), Counts()
+    mine, counts = rule(initial, growth, backoff, interval), ScaleCounts()
     theirs, tracker = torch.full((), initial), torch.zeros((), dtype=torch.int32)
     rng = random.Random(5)
     for _ in range(400):
@@ -50,7 +50,7 @@ def test_counts_are_one_number_and_that_of_who_overflowed_is_the_largest() -> No
     rng = random.Random(6)
     made = rule(interval=1_000)
     for _ in range(300):
-        counts = Counts(rng.randrange(COUNT_MAX), rng.randrange(COUNT_MAX), rng.randrange(1_000))
+        counts = ScaleCounts(rng.randrange(COUNT_MAX), rng.randrange(COUNT_MAX), rng.randrange(1_000))
         assert counts_of(counts.number) == counts
         assert counts.number < 2**63
         fine, over = made.after(counts, overflow=False), made.after(counts, overflow=True)
@@ -60,7 +60,7 @@ def test_counts_are_one_number_and_that_of_who_overflowed_is_the_largest() -> No
 
 def test_more_overflows_than_can_be_counted_are_an_error() -> None:
     with pytest.raises(InvalidRequest, match="overflows"):
-        rule().after(Counts(COUNT_MAX), overflow=True)
+        rule().after(ScaleCounts(COUNT_MAX), overflow=True)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_steps_give_unscaled_gradients_and_the_scale_of_the_counts() -> None:
 def test_scale_does_not_change_while_gradients_are_accumulated() -> None:
     mine = scaler()
     first = mine.scale(torch.ones(()))
-    mine.state.fill_(Counts(1).number)
+    mine.state.fill_(ScaleCounts(1).number)
     assert mine.scale(torch.ones(())).item() == first.item() == 4.0
     mine._begun = False
     assert mine.scale(torch.ones(())).item() == 2.0

@@ -12,8 +12,9 @@ import pytest
 
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, file_from_wire
 from shardyard.checkpoints.manifest import PartitionEntry, PartitionFile
-from shardyard.ground import failpoints, limits
-from shardyard.ground.errors import (
+from shardyard.domain import failpoints, limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     InvalidRequest,
@@ -28,47 +29,31 @@ from shardyard.ground.errors import (
     StaleToken,
     TooLarge,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Caller,
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import (
     DataShardSource,
     DoneDataShards,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PullWish,
-    PushKind,
     PushName,
-    PushOrder,
-    PushPart,
-    Rank,
     RankSource,
     Source,
     SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
     WorkerSource,
 )
+from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.wire import convert, methods
+from shardyard.wire import common_messages, layout_messages, lease_messages, methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.checkpoints import Saved, SaveOrder
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.servicer import Servicer, _restore
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service.servicer import Servicer, _restore
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 WORKER = Incarnation(10)
 JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
@@ -139,13 +124,13 @@ def pushed(
     absent: Sequence[int] = (),
     generation: Generation = GENERATION,
     owned: Sequence[PartitionId] = OWNED,
-) -> PushOrder:
+) -> PushHeader:
     parts = tuple(PushPart(p, 128 - 64 * len(absent) * (p == 0), tuple(absent) if p == 0 else ()) for p in owned)
     name = PushName(SourceKey(source), Token(1), sequence, sequence)
-    return PushOrder(Caller(JOB, Incarnation(10)), HERE, generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
+    return PushHeader(Caller(JOB, Incarnation(10)), HERE, generation, name, PushKind.GRADIENT, parts, 1.0, RATE)
 
 
-def gradient(order: PushOrder) -> Bytes:
+def gradient(order: PushHeader) -> Bytes:
     payload = aligned_empty(order.payload_bytes)
     payload.view(np.float64)[:] = np.random.default_rng(order.name.first).normal(size=len(payload) // 8)
     return payload
@@ -154,7 +139,7 @@ def gradient(order: PushOrder) -> Bytes:
 def values(
     store: Store, owned: Sequence[PartitionId] = OWNED, generation: Generation = GENERATION
 ) -> tuple[bytes, ...]:
-    wish = PullWish(Caller(JOB, Incarnation(10)), HERE, generation, tuple(owned), 0, exactly=False)
+    wish = PullHeader(Caller(JOB, Incarnation(10)), HERE, generation, tuple(owned), 0, exactly=False)
     _, held = store.hold(store.admit_pull(wish), wish)
     found = tuple(buffer.tobytes() for _, buffer in held.buffers)
     held.release()
@@ -171,7 +156,7 @@ def save(
     wait_ms: int = 0,
     attempt: int = 0,
 ) -> list[Saved]:
-    order = SaveOrder(number, step, base, wait_ms, attempt=attempt)
+    order = SaveRequest(number, step, base, wait_ms, attempt=attempt)
     return store.save(COORDINATOR, HERE, GENERATION, order, str(folder))
 
 
@@ -512,7 +497,7 @@ def test_job_without_first_values_and_the_wrong_kind_of_order_are_refused(tmp_pa
     with pytest.raises(InvalidRequest, match="which is sync, without a step"):
         save(server(UpdateMode.SYNC), tmp_path, 1)
     with pytest.raises(StaleIncarnation):
-        store.save(COORDINATOR, Incarnation(9), GENERATION, SaveOrder(1, None, 0, 0), str(tmp_path))
+        store.save(COORDINATOR, Incarnation(9), GENERATION, SaveRequest(1, None, 0, 0), str(tmp_path))
 
 
 DONE = [DoneDataShards(SHARD.feed, 1 + SHARD.index, (1 + SHARD.epoch) * (1 + SHARD.index))]
@@ -592,22 +577,22 @@ def test_coordinator_saves_restores_and_forgets_by_messages(tmp_path: Path) -> N
     store = leased(server())
     network.listen("here:1", [Servicer(store).service()])
     peer = network.connect("here:1", name="server")
-    caller = convert.caller_to_wire(COORDINATOR)
+    caller = common_messages.caller_to_wire(COORDINATOR)
     push(store, 0)
     request = wire.SaveCheckpointRequest(caller=caller, server=HERE, generation=GENERATION, url=str(tmp_path), number=7)
     reply = peer.call(methods.SAVE_CHECKPOINT, request, timeout_ms=5_000)
     found = []
     for each in reply.partitions:
         file = file_from_wire(each.file)
-        version = convert.version_from_wire(each.version)
+        version = common_messages.version_from_wire(each.version)
         found.append(PartitionEntry(PartitionId(each.partition), Version(2, version.number), (file,)))
     assert [entry_from_wire(entry_to_wire(entry)) for entry in found] == found
     create = wire.CreatePartitionsRequest(
         caller=caller,
         generation=NEXT,
-        layout=convert.layout_to_wire(LAYOUT),
+        layout=layout_messages.layout_to_wire(LAYOUT),
         partitions=OWNED,
-        mode=convert.mode_to_wire(UpdateMode.ASYNC),
+        mode=common_messages.mode_to_wire(UpdateMode.ASYNC),
         logical_ranks=2,
         server=HERE,
         restore=wire.Restore(url=str(tmp_path), partitions=[entry_to_wire(entry) for entry in found]),
@@ -620,13 +605,13 @@ def test_coordinator_saves_restores_and_forgets_by_messages(tmp_path: Path) -> N
         caller=caller,
         server=HERE,
         generation=NEXT,
-        done=convert.done_to_wire(DONE),
+        done=lease_messages.done_to_wire(DONE),
         floor=2,
     )
     peer.call(methods.FORGET_SOURCES, forget, timeout_ms=5_000)
     with pytest.raises(StaleToken):
         push(store, 1, generation=NEXT)
-    stale = convert.caller_to_wire(Caller(JOB, term=Term(1)))
+    stale = common_messages.caller_to_wire(Caller(JOB, term=Term(1)))
     for method, message in ((methods.SAVE_CHECKPOINT, request), (methods.FORGET_SOURCES, forget)):
         message.caller.CopyFrom(stale)
         with pytest.raises(StaleTerm):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import InvalidRequest
-from shardyard.ground.optimizers import KINDS, make_group
-from shardyard.ground.row_optimizers import KINDS as ROW_KINDS
-from shardyard.ground.row_optimizers import make_group as row_group
-from shardyard.ground.types import Incarnation, PartitionId, StaleRule, Version
-from shardyard_ps_server.stale import GIVEN_KEPT, Base, Stale, Tally
-from shardyard_ps_server.versions import Bytes
+from shardyard.domain.consistency import StaleRule
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Incarnation, PartitionId, Version
+from shardyard.domain.optimizers import KINDS, make_group
+from shardyard.domain.tables.row_optimizers import KINDS as ROW_KINDS
+from shardyard.domain.tables.row_optimizers import make_group as row_group
+from shardyard_ps_server.partition.staleness import GIVEN_KEPT, Base, Staleness, Tally
+from shardyard_ps_server.values.versions import Bytes
 
 ANNA, BOB = Incarnation(10), Incarnation(11)
 
@@ -33,10 +34,10 @@ def version(number: int) -> Bytes:
     return np.array([number], np.uint8)
 
 
-def made(*, compensation: float = 1.0, logged: bool = False, kind: str = "sgd") -> tuple[Stale, Buffers]:
+def made(*, compensation: float = 1.0, logged: bool = False, kind: str = "sgd") -> tuple[Staleness, Buffers]:
     buffers = Buffers()
     rule = StaleRule(divides_rate=True, compensation=compensation)
-    return Stale(rule, PartitionId(3), kind, buffers, logged=logged), buffers
+    return Staleness(rule, PartitionId(3), kind, buffers, logged=logged), buffers
 
 
 def base(number: int, *, life: int = 1, worker: Incarnation = ANNA) -> Base:
@@ -56,7 +57,9 @@ def test_rate_of_every_group_is_divided_by_the_staleness_and_nothing_else_change
 
 @pytest.mark.parametrize("kind", sorted(set(ROW_KINDS) - {"ftrl"}))
 def test_rate_of_every_table_is_divided_by_the_staleness(kind: str) -> None:
-    stale = Stale(StaleRule(divides_rate=True), PartitionId(0), "sgd", Buffers(), logged=True, row_kinds=["sgd", kind])
+    stale = Staleness(
+        StaleRule(divides_rate=True), PartitionId(0), "sgd", Buffers(), logged=True, row_kinds=["sgd", kind]
+    )
     groups = (row_group("sgd", {"lr": 0.5}), row_group(kind, {"lr": 0.7}))
     assert stale.row_groups(groups, 4) == (row_group("sgd", {"lr": 0.5 / 4}), row_group(kind, {"lr": 0.7 / 4}))
     assert stale.row_groups(groups, 1) is groups
@@ -64,7 +67,7 @@ def test_rate_of_every_table_is_divided_by_the_staleness(kind: str) -> None:
 
 
 def test_rates_stay_where_only_the_compensation_is_asked_for() -> None:
-    stale = Stale(StaleRule(compensation=0.1), PartitionId(0), "sgd", Buffers(), logged=False)
+    stale = Staleness(StaleRule(compensation=0.1), PartitionId(0), "sgd", Buffers(), logged=False)
     groups = (make_group("sgd", {"lr": 0.7}),)
     assert stale.groups(groups, 9) is groups
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shardyard.ground import errors, limits
-from shardyard.ground.errors import ShardyardError
-from shardyard.transport import status
-from shardyard.transport.channel import GrpcNetwork
+from shardyard.domain import errors, limits
+from shardyard.domain.errors import ShardyardError
+from shardyard.transport import error_codes
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.in_process import InProcessNetwork
-from shardyard.transport.listener import Listener
-from shardyard.transport.peers import Context, Peer, Service, request_id
+from shardyard.transport.interfaces import Context, Peer, Service, request_id
 from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
@@ -82,7 +82,7 @@ class Thrower:
         service = Service("Coordinator")
         service.on(methods.STATUS, self._status)
         service.on(methods.LEAVE, lambda request, _: wire.LeaveReply())
-        self.listener = Listener("127.0.0.1:0", [service], threads=1)
+        self.listener = GrpcServer("127.0.0.1:0", [service], threads=1)
         self.listener.start()
         network = InProcessNetwork()
         network.listen("here:1", [service])
@@ -146,7 +146,7 @@ def test_limits_of_the_protocol_are_those_of_the_code() -> None:
 @pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
 def test_error_has_its_status_and_arrives_as_it_was_raised(kind: type[ShardyardError], thrower: Thrower) -> None:
     error = kind("it went wrong", facts={"partition": "3"})
-    assert status.status_of(error) is EXPECTED[kind]
+    assert error_codes.status_of(error) is EXPECTED[kind]
     for way in WAYS:
         arrived = thrower.provoke(way, error)
         assert type(arrived) is kind
@@ -155,7 +155,7 @@ def test_error_has_its_status_and_arrives_as_it_was_raised(kind: type[ShardyardE
     assert call.code() is EXPECTED[kind]
     assert call.details() == "it went wrong"
     trailers = dict(call.trailing_metadata())
-    detail = common.ErrorDetail.FromString(trailers[status.DETAIL_KEY])
+    detail = common.ErrorDetail.FromString(trailers[error_codes.DETAIL_KEY])
     assert (detail.code, detail.what, dict(detail.facts)) == (kind.__name__, "it went wrong", {"partition": "3"})
 
 
@@ -183,9 +183,9 @@ def test_error_with_endless_texts_still_arrives(way: str, letter: str, thrower: 
         arrived = thrower.provoke(way, raised)
         assert type(arrived) is errors.ShapeMismatch
         assert raised.what.startswith(arrived.what)
-        assert len(arrived.what.encode()) > status.WHAT_BYTES_MAX - 4
-        assert len(arrived.facts) == status.FACTS_MAX
-    assert len(status.to_detail(raised).SerializeToString()) * 4 // 3 + 3 * status.STATUS_BYTES_MAX < 8 * 1024
+        assert len(arrived.what.encode()) > error_codes.WHAT_BYTES_MAX - 4
+        assert len(arrived.facts) == error_codes.FACTS_MAX
+    assert len(error_codes.to_detail(raised).SerializeToString()) * 4 // 3 + 3 * error_codes.STATUS_BYTES_MAX < 8 * 1024
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -283,11 +283,11 @@ FOREIGN = {
 def test_status_without_our_detail_has_a_class_too(code: grpc.StatusCode) -> None:
     strange: list[tuple[tuple[str, str | bytes], ...]] = [
         (),
-        ((status.DETAIL_KEY, b"\xff\xff"),),
-        ((status.DETAIL_KEY, "text"),),
+        ((error_codes.DETAIL_KEY, b"\xff\xff"),),
+        ((error_codes.DETAIL_KEY, "text"),),
     ]
     for trailers in strange:
-        error = status.from_rpc_error(
+        error = error_codes.from_rpc_error(
             FakeRpcError(code, trailers), peer="server 3", path="/x/Push", unavailable=errors.ServerUnavailable
         )
         assert type(error) is FOREIGN.get(code, errors.Internal)
@@ -297,7 +297,7 @@ def test_status_without_our_detail_has_a_class_too(code: grpc.StatusCode) -> Non
 
 def test_detail_of_a_newer_peer_becomes_the_base() -> None:
     trailer = common.ErrorDetail(code="FromTheFuture", what="x", facts={"a": "b"}).SerializeToString()
-    rpc = FakeRpcError(UNAVAILABLE, (("other", "1"), (status.DETAIL_KEY, trailer)))
-    error = status.from_rpc_error(rpc, peer="server 3", path="/x/Push", unavailable=errors.ServerUnavailable)
+    rpc = FakeRpcError(UNAVAILABLE, (("other", "1"), (error_codes.DETAIL_KEY, trailer)))
+    error = error_codes.from_rpc_error(rpc, peer="server 3", path="/x/Push", unavailable=errors.ServerUnavailable)
     assert type(error) is ShardyardError
     assert (error.what, error.facts) == ("x", {"a": "b"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardyard_coordinator.step_times import LEFT_MS_MAX, LENGTHS_KEPT, StepTimes
+from shardyard_coordinator.work.step_times import LEFT_MS_MAX, LENGTHS_KEPT, StepTimes
 
 
 def decided(*at_ms: int) -> StepTimes:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from shardyard.ground import limits
-from shardyard.ground.errors import (
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     InvalidRequest,
     MalformedPayload,
     NotFound,
@@ -23,44 +24,21 @@ from shardyard.ground.errors import (
     StaleTerm,
     TooLarge,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Caller,
-    DataShardSource,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PartResult,
-    PullResult,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
-from shardyard.transport.same_host import Shared
-from shardyard_ps_server import blocks, exchanges, partition, regions, servicer, versions
-from shardyard_ps_server.hosted_job import HostedJob
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Counters, Store
-from shardyard_ps_server.versions import Bytes, aligned_empty
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
+from shardyard.domain.pushes import ExchangeReply, Outcome, PartResult, PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.transport.shared_memory import SharedMemory
+from shardyard_ps_server.hosting.hosted_job import HostedJob
+from shardyard_ps_server.hosting.store import Counters, Store
+from shardyard_ps_server.partition import dense_state, partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service import exchange_stream, servicer
+from shardyard_ps_server.values import shm_regions, versions
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
 JOB = JobId(1)
 HERE = Incarnation(3)
@@ -99,34 +77,34 @@ def parts(owned: Iterable[int] = OWNED, payload_bytes: int = PART_BYTES) -> tupl
     return tuple(PushPart(PartitionId(p), payload_bytes) for p in owned)
 
 
-def order(source: Source = SHARD, sequence: int = 0, **changed: object) -> PushOrder:
+def order(source: Source = SHARD, sequence: int = 0, **changed: object) -> PushHeader:
     """A gradient for both partitions."""
     name = PushName(SourceKey(source), TOKEN, sequence, sequence)
-    found = PushOrder(WORKER, HERE, GENERATION, name, PushKind.GRADIENT, parts(), 1.0, RATE)
+    found = PushHeader(WORKER, HERE, GENERATION, name, PushKind.GRADIENT, parts(), 1.0, RATE)
     return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
 
 
-def empty(source: Source = SHARD, sequence: int = 0, owned: Iterable[int] = OWNED) -> PushOrder:
+def empty(source: Source = SHARD, sequence: int = 0, owned: Iterable[int] = OWNED) -> PushHeader:
     return order(source, sequence, kind=PushKind.EMPTY, parts=parts(owned, 0), weight=0.0, groups=())
 
 
-def first_values(**changed: object) -> PushOrder:
+def first_values(**changed: object) -> PushHeader:
     return order(WorkerSource(WORKER.incarnation), kind=PushKind.VALUES, weight=0.0, groups=(), **changed)
 
 
-def payload(order: PushOrder, fill: float = 1.0) -> Bytes:
+def payload(order: PushHeader, fill: float = 1.0) -> Bytes:
     found = aligned_empty(order.payload_bytes)
     found.view(np.float64)[:] = fill
     return found
 
 
-def send(to: Store, order: PushOrder, fill: float = 1.0) -> tuple[PartResult, ...]:
+def send(to: Store, order: PushHeader, fill: float = 1.0) -> tuple[PartResult, ...]:
     return to.push(to.admit_push(order), order, payload(order, fill))
 
 
-def wish(*wanted: int, number: int = 0, exactly: bool = False, wait_ms: int = 0) -> PullWish:
+def wish(*wanted: int, number: int = 0, exactly: bool = False, wait_ms: int = 0) -> PullHeader:
     found = tuple(PartitionId(p) for p in wanted)
-    return PullWish(WORKER, HERE, GENERATION, found, number, exactly, wait_ms)
+    return PullHeader(WORKER, HERE, GENERATION, found, number, exactly, wait_ms)
 
 
 def values(of: Store) -> dict[int, list[float]]:
@@ -272,9 +250,9 @@ def test_job_for_which_there_is_no_memory_is_refused_and_not_half_there(
         return aligned_empty(nbytes)
 
     if shareable:
-        monkeypatch.setattr(Shared, "populate", lambda _, at, nbytes: enough_for_one(PART_BYTES))
+        monkeypatch.setattr(SharedMemory, "populate", lambda _, at, nbytes: enough_for_one(PART_BYTES))
     else:
-        monkeypatch.setattr(regions, "aligned_empty", enough_for_one)
+        monkeypatch.setattr(shm_regions, "aligned_empty", enough_for_one)
     here = Store(shareable=shareable)
     with pytest.raises(TooLarge, match="job 1, one of them with 128 bytes, for which this server has no memory"):
         here.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 0))
@@ -317,7 +295,7 @@ def test_opening_takes_the_present_generation() -> None:
 # ---- first values
 
 
-def initialize(to: Store, order: PushOrder, fill: float) -> None:
+def initialize(to: Store, order: PushHeader, fill: float) -> None:
     to.initialize(to.admit_push(order), order, payload(order, fill))
 
 
@@ -374,7 +352,7 @@ def test_first_values_must_be_all_of_them() -> None:
 # ---- what is refused before the payload comes
 
 
-REFUSED: list[tuple[Callable[[], PushOrder], type[ShardyardError], str]] = [
+REFUSED: list[tuple[Callable[[], PushHeader], type[ShardyardError], str]] = [
     (lambda: order(WorkerSource(Incarnation(11))), InvalidRequest, "worker 11 #0 sent by worker 10"),
     (lambda: order(name=PushName(SourceKey(SHARD, lane=1), TOKEN, 0, 0)), InvalidRequest, "this job has lane 0 only"),
     (lambda: order(weight=0.0), InvalidRequest, "a gradient of weight 0"),
@@ -393,7 +371,7 @@ REFUSED: list[tuple[Callable[[], PushOrder], type[ShardyardError], str]] = [
 
 @pytest.mark.parametrize(("make", "kind", "said"), REFUSED)
 def test_push_that_does_not_fit_is_refused_before_memory_is_asked_for(
-    make: Callable[[], PushOrder], kind: type[ShardyardError], said: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], PushHeader], kind: type[ShardyardError], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = server()
     before = state(here)
@@ -401,7 +379,7 @@ def test_push_that_does_not_fit_is_refused_before_memory_is_asked_for(
     def never(nbytes: int) -> Bytes:
         raise AssertionError(f"asked for {nbytes} bytes")
 
-    for module in (exchanges, servicer, regions, partition, blocks, versions):
+    for module in (exchange_stream, servicer, shm_regions, partition, dense_state, versions):
         monkeypatch.setattr(module, "aligned_empty", never)
     with pytest.raises(kind, match=said):
         here.admit_push(make())
@@ -517,7 +495,7 @@ def test_reading_the_ledger_makes_no_entry() -> None:
 # ---- pulls
 
 
-def pull(from_: Store, asked: PullWish) -> PullResult:
+def pull(from_: Store, asked: PullHeader) -> ExchangeReply:
     hosted = from_.admit_pull(asked)
     result, held = from_.hold(hosted, asked)
     assert [buffer.size for _, buffer in held.buffers] == [PART_BYTES for _ in result.parts]

@@ -1,5 +1,5 @@
-"""Rows of tables in synchronous steps (docs/ledger.md, rules B1 to B3, B6): summed over the ranks that count, once an
-id, and readable as of two versions."""
+"""PushedTableRows of tables in synchronous steps (docs/ledger.md, rules B1 to B3, B6): summed over the ranks that
+count, once an id, and readable as of two versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.ground.errors import (
+from shardyard.config import configuration
+from shardyard.domain.consistency import Clipping, UpdateMode
+from shardyard.domain.errors import (
     ConfigurationError,
     Internal,
     InvalidRequest,
@@ -27,39 +29,24 @@ from shardyard.ground.errors import (
     TableFull,
     TooLarge,
 )
-from shardyard.ground.failpoints import armed
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    Caller,
-    Clipping,
-    Generation,
-    JobLayout,
-    LookUp,
-    Outcome,
-    PushKind,
-    PushName,
-    PushOrder,
-    Rank,
-    RankSource,
-    SourceKey,
-    StepVerdict,
-    Term,
-    Token,
-    UpdateMode,
-    Version,
-)
-from shardyard.runtime import configuration
-from shardyard.wire import tables as wire_tables
-from shardyard_coordinator.tables import check_settings
-from shardyard_ps_server import partition_tables, row_sums
-from shardyard_ps_server.checkpoints import SaveOrder
-from shardyard_ps_server.former_rows import FormerRows
-from shardyard_ps_server.partition import Asked, Partition
-from shardyard_ps_server.partition_tables import PartitionTables, Rows
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.row_sums import Given, Mean
-from shardyard_ps_server.rules import UpdateRules
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import Caller, Generation, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import make_group
+from shardyard.domain.pulls import LookupRequest
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import Outcome, PushHeader, PushKind, StepVerdict
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.wire import table_messages as wire_tables
+from shardyard_coordinator.placement.table_specs import check_settings
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows import partition_tables, row_sums
+from shardyard_ps_server.rows.partition_tables import PartitionTables, PushedTableRows
+from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_ps_server.rows.row_sums import Given, Mean
 from shardyard_ps_server.tables import expiry, table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -103,7 +90,9 @@ def test_rule_b1_rows_are_the_mean_over_ranks_in_rank_order_whoever_came_first(a
     partition = partition_of(3)
     for rank in arrival:
         weight, places, values = given[rank]
-        contribution = work(weight=weight)._replace(rows=(Rows(0, IDS[places], values),), table_groups=(RATE, RATE))
+        contribution = work(weight=weight)._replace(
+            rows=(PushedTableRows(0, IDS[places], values),), table_groups=(RATE, RATE)
+        )
         outcome = push(partition, rank, 0, contribution)
     assert outcome is Outcome.APPLIED
     means: dict[int, np.ndarray] = {}
@@ -460,7 +449,7 @@ def test_a_step_that_a_verdict_tears_stops_the_server() -> None:
         raise MemoryError(name)
 
     name = PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)
-    order = PushOrder(Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.NOTHING, (), 0.0, ())
+    order = PushHeader(Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.NOTHING, (), 0.0, ())
     with armed("rows.before_update", fail, at=1), pytest.raises(MemoryError):
         store.take_verdict(store.hosted()[0], order, StepVerdict(0, gathered.square_norm))
     assert [type(each) for each in told] == [Internal]
@@ -480,7 +469,7 @@ def test_rule_b7_a_checkpoint_of_a_step_has_its_rows_and_comes_back_to_the_bit(t
     partition = only(store)
     steps(partition, 0, 3)
     with ThreadPoolExecutor(1) as pool:
-        order = SaveOrder(1, 5, 0, 30_000)
+        order = SaveRequest(1, 5, 0, 30_000)
         saving = pool.submit(store.save, Caller(JOB, term=Term(1)), HERE, GENERATION, order, str(tmp_path))
         until = time.monotonic() + 30
         while partition._named is None:
@@ -509,7 +498,7 @@ def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
     store = server()
     partition = only(store)
     steps(partition, 0, 2)
-    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveOrder(1, 2, 0, 0), str(tmp_path))
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 2, 0, 0), str(tmp_path))
     then = read(partition)
     steps(partition, 2, 4)
     assert partition._former is not None
@@ -612,7 +601,7 @@ def test_rule_b7_the_same_rows_expire_after_a_restore_and_whoever_comes_first(
     assert straight.tables["wide"].expired > 0
     store = server(layout=layout)
     train(only(store), 0, 61, (1, 0))
-    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveOrder(1, 61, 0, 0), str(tmp_path))
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 61, 0, 0), str(tmp_path))
     entry = PartitionEntry(saved.partition, Version(2, 61), (saved.file,), saved.tables)
     again = only(server(Restore(str(tmp_path), (entry,)), layout=layout))
     train(again, 61, 150, (1, 0))
@@ -653,7 +642,7 @@ def test_more_rows_expire_than_a_table_takes_at_a_time(monkeypatch: pytest.Monke
     assert partition.tables["wide"].rows == 1
     for place in range(0, 16, 2):
         out = np.empty((2, 2), np.float32)
-        partition.look_up([Asked(0, IDS[place : place + 2], out)], 6)
+        partition.look_up([RowsToRead(0, IDS[place : place + 2], out)], 6)
         moved_by = (out - INITIAL[place : place + 2])[:, 0]
         assert moved_by.tolist() == pytest.approx([-5.0 if at == 7 else -1.0 * (at < 7) for at in (place, place + 1)])
 
@@ -686,7 +675,7 @@ def test_a_reader_that_holds_a_version_has_the_rows_that_expired_since() -> None
         push(partition, 0, step, work({1: 1.0}))
     assert moved(partition) == pytest.approx({1: -9.0})
     out = np.empty((IDS.size, 2), np.float32)
-    partition.look_up_held([Asked(0, IDS, out)], wanted)
+    partition.look_up_held([RowsToRead(0, IDS, out)], wanted)
     assert (out - INITIAL)[:3, 0].tolist() == pytest.approx([-1.0, -1.0, 0.0])
 
 
@@ -694,7 +683,7 @@ def test_a_reader_that_holds_a_version_has_the_rows_that_expired_since() -> None
 
 
 @pytest.mark.parametrize("given", [asked(), asked(number=0), asked(number=7, wait_ms=1_000)])
-def test_a_look_up_says_its_version_on_the_wire(given: LookUp) -> None:
+def test_a_look_up_says_its_version_on_the_wire(given: LookupRequest) -> None:
     assert wire_tables.look_up_from_header(wire_tables.look_up_to_header(given)) == given
 
 
@@ -772,7 +761,7 @@ FORMER: dict[str, tuple[list[int], Callable[[], list[float]]]] = {
 @pytest.mark.parametrize("case", FORMER.values(), ids=FORMER.keys())
 def test_former_rows_are_put_back_where_they_are_known(case: tuple[list[int], Callable[[], list[float]]]) -> None:
     ids, expected = case
-    former = FormerRows(3, {0: (np.array([4, 6]), np.array([[-4.0], [-6.0]], np.float32))})
+    former = PreviousRows(3, {0: (np.array([4, 6]), np.array([[-4.0], [-6.0]], np.float32))})
     out = np.array([[10.0 * (at + 1)] for at in range(len(ids))], np.float32)
     other = out.copy()
     former.put_back(0, np.array(ids, np.int64), out)

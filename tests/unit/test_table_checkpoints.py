@@ -19,13 +19,12 @@ import shardyard as sy
 from shardyard.checkpoints import rows_file
 from shardyard.checkpoints import tables as documents
 from shardyard.checkpoints.convert import entry_from_wire, entry_to_wire, tables_from_wire, tables_to_wire
-from shardyard.checkpoints.documents import Node, canonical
 from shardyard.checkpoints.library import CheckpointLibrary, Finding, read_partition
 from shardyard.checkpoints.manifest import FileRef, Manifest, PartitionEntry, TableEntry, decode, encode
-from shardyard.checkpoints.rows_file import Cells, Entries, Place, Removed
-from shardyard.checkpoints.storage import Buffer, LocalStorage, Written
-from shardyard.ground import limits
-from shardyard.ground.errors import (
+from shardyard.checkpoints.rows_file import Cells, Entries, Removed, RowsFileKey
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     InvalidRequest,
@@ -34,32 +33,24 @@ from shardyard.ground.errors import (
     StorageUnavailable,
     TooLarge,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    Caller,
-    DType,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    PartitionId,
-    Term,
-    UpdateMode,
-    VariableSpec,
-)
-from shardyard_coordinator.placement import plan
-from shardyard_launcher.checkpoint_command import checkpoint
-from shardyard_ps_server import table_saver
-from shardyard_ps_server.checkpoints import Saved, SaveOrder
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.tables import cuts, tier
-from shardyard_ps_server.tables.budget import Budget
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.storage.json_reader import JsonNode, canonical
+from shardyard.storage.storage import Buffer, LocalStorage, Written
+from shardyard_coordinator.placement.placement import plan
+from shardyard_launcher.commands.checkpoint import checkpoint
+from shardyard_ps_server.checkpoint import table_saver
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.tables import cuts, disk_tier
+from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.table import Table
 
 JOB, HERE, GENERATION, NEXT = JobId(1), Incarnation(3), Generation(4), Generation(5)
@@ -84,7 +75,7 @@ BUDGETS: list[Budget | None] = []
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["in memory", "on disk"])
 def _where_rows_lie(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tier, "ROWS_LEAST", 50)
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 50)
     BUDGETS.append(Budget(1, lambda: os.memfd_create("rows")) if request.param else None)
     yield
     BUDGETS.pop()
@@ -159,7 +150,7 @@ Entered = list[PartitionEntry]
 
 def save(store: Store, folder: Path, number: int, base: int = 0, step: int | None = None) -> Entered:
     """What the manifest would say."""
-    order = SaveOrder(number, step, base, 0)
+    order = SaveRequest(number, step, base, 0)
     saved = store.save(COORDINATOR, HERE, store.hosted()[0].generation, order, str(folder))
     return [entry_of(folder, each) for each in saved]
 
@@ -343,7 +334,7 @@ def test_a_cut_has_the_tables_of_its_moment_whatever_is_pushed_while_it_is_writt
             train(store, next(pushes))
             return super().write(path, pieces)
 
-    saved = store.hosted()[0].saver.save(partitions(store)[:1], SaveOrder(1, None, 0, 0), Busy(tmp_path))
+    saved = store.hosted()[0].saver.save(partitions(store)[:1], SaveRequest(1, None, 0, 0), Busy(tmp_path))
     other = server()
     partitions(other)[0].restore(read_partition(LocalStorage(tmp_path), LAYOUT, entry_of(tmp_path, saved[0])))
     assert contents(other)[:2] == then[:2]
@@ -385,7 +376,7 @@ def test_what_was_given_up_is_let_go_and_breaks_the_chain_where_it_was_read(tmp_
     train(store, 2)
     saver = store.hosted()[0].saver
     with pytest.raises(StorageUnavailable):
-        saver.save(partitions(store), SaveOrder(2, None, 1, 0), Refusing(tmp_path, after))
+        saver.save(partitions(store), SaveRequest(2, None, 1, 0), Refusing(tmp_path, after))
     for partition in partitions(store):
         for table in partition.tables.values():
             assert table._memory.log_rows.nbytes < 1_000
@@ -525,8 +516,8 @@ def test_a_file_that_is_gone_is_found_and_named(tmp_path: Path) -> None:
 # ---- files that are whole, and wrong
 
 
-def place(table: int = 0, partition: int = 0, *, base: bool = True) -> Place:
-    return Place(LAYOUT, PartitionId(partition), table, base)
+def place(table: int = 0, partition: int = 0, *, base: bool = True) -> RowsFileKey:
+    return RowsFileKey(LAYOUT, PartitionId(partition), table, base)
 
 
 OWN = IDS[partition_of(IDS, 2) == 0][:6]
@@ -554,7 +545,7 @@ def test_parts_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 STRANGER = IDS[partition_of(IDS, 2) == 1][:1]
-WRONG: dict[str, tuple[str, rows_file.Part, Place, Place]] = {
+WRONG: dict[str, tuple[str, rows_file.Part, RowsFileKey, RowsFileKey]] = {
     "an id of another partition": (
         "cannot have", some_entries(ids=np.concatenate([OWN[:5], STRANGER])), place(), place(),
     ),
@@ -647,14 +638,14 @@ def test_settings_that_cannot_be_are_damaged(what: str) -> None:
     found = documents.to_document(USERS)
     BROKEN[what](found)
     with pytest.raises(CheckpointDamaged, match="file"):
-        documents.from_documents(Node.parse(canonical([found]), "file", at=0))
+        documents.from_documents(JsonNode.parse(canonical([found]), "file", at=0))
 
 
 def test_a_table_that_comes_twice_is_damaged() -> None:
     found = documents.to_document(USERS)
     for wrong in ([found, found], []):
         with pytest.raises(CheckpointDamaged, match="file"):
-            documents.from_documents(Node.parse(canonical(wrong), "file", at=0))
+            documents.from_documents(JsonNode.parse(canonical(wrong), "file", at=0))
 
 
 def some_ref(name: str, nbytes: int = 9) -> FileRef:

@@ -15,7 +15,7 @@ import torch
 
 import shardyard as sy
 from shardyard.checkpoints import row_exports
-from shardyard.ground.errors import (
+from shardyard.domain.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigurationError,
@@ -25,7 +25,7 @@ from shardyard.ground.errors import (
     ShardyardError,
     StorageUnavailable,
 )
-from shardyard_worker import table_files
+from shardyard_worker.embedding import table_io
 
 DIM = 3
 IDS = np.array([-(1 << 63), -2, 0, 7, (1 << 63) - 1])
@@ -171,7 +171,7 @@ def test_rows_of_another_dim_or_not_finite_are_refused_and_nothing_is_changed(na
         table.load(tmp_path / name)
     rows = ROWS.copy()
     rows[3, 1] = np.inf
-    table_files.write(tmp_path / name, DIM, lambda: iter([(IDS, rows)]))
+    table_io.write(tmp_path / name, DIM, lambda: iter([(IDS, rows)]))
     table = filled()
     with pytest.raises(InvalidRequest, match=r"1 rows .* not finite, the first of them that of id 7"):
         table.load(tmp_path / name)

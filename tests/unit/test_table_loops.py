@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import NotReady
-from shardyard.runtime.waiting import Vigil
-from shardyard_ps_server import table_loops
-from shardyard_ps_server.compiled_loops import is_marked, mark
-from shardyard_ps_server.table_loops import KIND, TableLoops, folder_of_loops
+from shardyard.domain.errors import NotReady
+from shardyard.runtime.waits import WaitRegistry
+from shardyard_ps_server.jit import table_warmup
+from shardyard_ps_server.jit.cache import is_marked, mark
+from shardyard_ps_server.jit.table_warmup import KIND, TableLoops, folder_of_loops
 
 DEADLINE_S = 30
 
@@ -29,7 +29,7 @@ class World:
     def __init__(self, folder: Path, script: str) -> None:
         self.folder = folder
         self.loads = 0
-        self.vigil = Vigil(logger=logging.getLogger("shardyard.server"))
+        self.vigil = WaitRegistry(logger=logging.getLogger("shardyard.server"))
         self.loops = TableLoops(
             self.vigil, self.load, lambda: self.loads > 0, lambda: folder, [sys.executable, "-c", script, str(folder)]
         )
@@ -180,9 +180,9 @@ def test_the_command_compiles_once_for_all_who_ask_at_the_same_time(
 ) -> None:
     """The process itself, with a compiler that counts."""
     compiled: list[int] = []
-    monkeypatch.setattr(table_loops, "folder_of_loops", lambda: tmp_path / "new")
-    monkeypatch.setattr(table_loops.partition_tables, "warm", lambda: compiled.append(1))
-    askers = [threading.Thread(target=table_loops.main, args=[[]]) for _ in range(4)]
+    monkeypatch.setattr(table_warmup, "folder_of_loops", lambda: tmp_path / "new")
+    monkeypatch.setattr(table_warmup.partition_tables, "warm", lambda: compiled.append(1))
+    askers = [threading.Thread(target=table_warmup.main, args=[[]]) for _ in range(4)]
     for asker in askers:
         asker.start()
     for asker in askers:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import TableSettings
-from shardyard_ps_server.tables.memory import HUGE_BYTES, Pages, populate, reserve
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard_ps_server.tables.memory.address_space import HUGE_BYTES, Pages, populate, reserve
 from shardyard_ps_server.tables.stripes import BUCKET_BYTES, Stripes, fitted, length_of
 from shardyard_ps_server.tables.table import Table
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import DTypeMismatch, ShapeMismatch, ShardyardError, TableError, TableFull, TooLarge
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.row_values import initial_rows, row_key
-from shardyard.ground.table_settings import AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.errors import DTypeMismatch, ShapeMismatch, ShardyardError, TableError, TableFull, TooLarge
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.row_values import initial_rows, row_key
+from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables import table as table_module
 from shardyard_ps_server.tables.cuts import Chunk
-from shardyard_ps_server.tables.layout import WINDOW_UNITS
+from shardyard_ps_server.tables.memory.layout import WINDOW_UNITS
 from shardyard_ps_server.tables.table import Table
 
 DIM = 4

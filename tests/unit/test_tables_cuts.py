@@ -11,14 +11,14 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import NotReady, TableError
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.domain.errors import NotReady, TableError
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard_ps_server.tables import stripes
-from shardyard_ps_server.tables.gate import Gate
-from shardyard_ps_server.tables.layout import BOUND, ENTRIES, FIELDS
-from shardyard_ps_server.tables.retirement import Retirement
+from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
+from shardyard_ps_server.tables.memory.layout import BOUND, ENTRIES, FIELDS
+from shardyard_ps_server.tables.memory.shared_exclusive import SharedExclusiveLock
 from shardyard_ps_server.tables.stripes import PARALLEL_STRIPES
 from shardyard_ps_server.tables.table import Table
 
@@ -323,7 +323,7 @@ def test_stripes_that_split_under_a_batch_are_followed(monkeypatch: pytest.Monke
 
 
 def test_who_is_alone_waits_for_those_inside_and_others_wait_for_it() -> None:
-    gate, order, inside = Gate(), [], threading.Event()
+    gate, order, inside = SharedExclusiveLock(), [], threading.Event()
 
     def alone() -> None:
         with gate.alone():
@@ -350,7 +350,7 @@ def test_memory_is_kept_until_all_who_read_then_have_left() -> None:
     class Memory:
         pass
 
-    retirement, gone = Retirement(), []
+    retirement, gone = EpochReclaim(), []
 
     def retire(name: str) -> None:
         memory = Memory()
@@ -375,7 +375,7 @@ def test_memory_is_kept_until_all_who_read_then_have_left() -> None:
 
 
 def test_readers_who_come_all_the_time_keep_nothing_for_ever() -> None:
-    retirement = Retirement()
+    retirement = EpochReclaim()
     readers = [retirement.reading() for _ in range(8)]
     readers[0].__enter__()
     retirement.retire(object())

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import TableError
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.domain.errors import TableError
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.table import Table
 
 DIM = 4

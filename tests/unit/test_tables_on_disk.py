@@ -23,16 +23,18 @@ import pytest
 import torch
 
 import shardyard as sy
-from shardyard.ground.errors import StorageUnavailable, TableFull
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import ExpirySettings, TableSettings
+from shardyard.domain.errors import StorageUnavailable, TableFull
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
 from shardyard.runtime.clock import SystemClock
-from shardyard_ps_server.partition_tables import PartitionTables, warm
-from shardyard_ps_server.tables import budget as budgets
-from shardyard_ps_server.tables import cold, heap, layout, moves, stripes, tier, walks
+from shardyard_ps_server.rows.partition_tables import PartitionTables, warm
+from shardyard_ps_server.tables import cold_file, disk_tier, stripes
 from shardyard_ps_server.tables import table as table_module
-from shardyard_ps_server.tables.budget import UNLIMITED, Budget, budget_in, open_unnamed
+from shardyard_ps_server.tables.loops import moves, walks
+from shardyard_ps_server.tables.memory import budget as budgets
+from shardyard_ps_server.tables.memory import heap, layout
+from shardyard_ps_server.tables.memory.budget import UNLIMITED, Budget, budget_in, open_unnamed
 from shardyard_ps_server.tables.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,7 +50,7 @@ _SEAL_FUTURE_WRITE = 0x10
 
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "ROWS_LEAST", LEAST)
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", LEAST)
 
 
 def in_memory() -> int:
@@ -198,7 +200,7 @@ def is_cold(table: Table, ids: np.ndarray) -> np.ndarray:
 def test_what_is_pushed_comes_into_memory_and_what_was_pushed_longest_ago_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tier, "ROWS_LEAST", 2_000)
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 2_000)
     table = make(Budget(1, in_memory))
     ids = np.random.default_rng(2).permutation(many(ROWS))
     table.push(ids, gradients(ids.size), 1)
@@ -438,7 +440,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cold.os, "posix_fallocate", full)
+    monkeypatch.setattr(cold_file.os, "posix_fallocate", full)
 
 
 def test_a_full_disk_is_told_and_rows_stay_in_memory_until_there_is_room(
@@ -446,7 +448,7 @@ def test_a_full_disk_is_told_and_rows_stay_in_memory_until_there_is_room(
 ) -> None:
     bounded, plain = make(budget_in(tmp_path, 400_000)), make(None)
     ids = many(ROWS)
-    monkeypatch.setattr(cold, "PIECE_BYTES_LEAST", 0)
+    monkeypatch.setattr(cold_file, "PIECE_BYTES_LEAST", 0)
     first, second = ids[:10_000], ids[10_000:]
     for table in (bounded, plain):
         table.push(first, gradients(first.size), 1)
@@ -455,7 +457,7 @@ def test_a_full_disk_is_told_and_rows_stay_in_memory_until_there_is_room(
     assert bounded.disk_refused == ""
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "shardyard.server"):
         refusing(patch)
-        patch.setattr(cold, "REFUSED_TURNS_MAX", 3)
+        patch.setattr(cold_file, "REFUSED_TURNS_MAX", 3)
         for table in (bounded, plain):
             for step in range(2, 8):
                 table.push(second, gradients(second.size, step), step)
@@ -575,8 +577,8 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 import numpy as np
-from shardyard.ground.table_settings import TableSettings
-from shardyard_ps_server.tables.budget import budget_in
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard_ps_server.tables.memory.budget import budget_in
 from shardyard_ps_server.tables.table import Table
 table = Table(TableSettings("t", 4, rows_max=1 << 20), budget_in(Path(sys.argv[1]), 1))
 table.push(np.arange(20_000), np.ones((20_000, 4), np.float32), 1)
@@ -596,7 +598,7 @@ time.sleep(600)
 
 def test_a_server_without_memory_to_move_rows_leaves_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     partition = steps_of.partition_of(1, budget=Budget(1, in_memory))
-    monkeypatch.setattr(tier, "ROWS_LEAST", 2)
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 2)
     everything = steps_of.work(dict.fromkeys(range(steps_of.IDS.size), 1.0))
     steps_of.push(partition, 0, 0, everything)
     table = partition.tables["wide"]
@@ -605,7 +607,7 @@ def test_a_server_without_memory_to_move_rows_leaves_them_where_they_are(monkeyp
         raise MemoryError
 
     with monkeypatch.context() as short:
-        short.setattr(cold.ColdFile, "write", none_left)
+        short.setattr(cold_file.ColdFile, "write", none_left)
         for step in range(1, 5):
             steps_of.push(partition, 0, step, everything)
     assert partition.torn is None
@@ -690,14 +692,14 @@ def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """How many rows have gone to files."""
     warm()  # which writes rows too
     written = [0]
-    write = cold.ColdFile.write
+    write = cold_file.ColdFile.write
 
-    def counting(self: cold.ColdFile, slots: np.ndarray, records: np.ndarray) -> int:
+    def counting(self: cold_file.ColdFile, slots: np.ndarray, records: np.ndarray) -> int:
         done = write(self, slots, records)
         written[0] += done
         return done
 
-    monkeypatch.setattr(cold.ColdFile, "write", counting)
+    monkeypatch.setattr(cold_file.ColdFile, "write", counting)
     return lambda: written[0]
 
 

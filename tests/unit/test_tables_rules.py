@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_optimizers import KINDS, make_group
-from shardyard.ground.table_settings import TableSettings
-from shardyard_ps_server import optimizers
+from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import KINDS, make_group
+from shardyard.domain.tables.table_settings import TableSettings
 from shardyard_ps_server.tables.table import Table
+from shardyard_ps_server.values import optimizers
 
 ROWS, DIM, STEPS = 37, 19, 60
 IDS = np.arange(ROWS, dtype=np.int64) * 1_000_003 - 9

@@ -9,30 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
-from shardyard.ground.limits import SEQUENCE_MAX
-from shardyard.ground.types import (
-    NO_CLIPPING,
-    Clipping,
-    Gathered,
-    Outcome,
-    PullResult,
-    PullWish,
-    PushKind,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    StepVerdict,
-    Term,
-    Token,
-    UpdateMode,
-)
-from shardyard.wire import convert
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, UpdateMode
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge
+from shardyard.domain.ids import Rank, Term, Token
+from shardyard.domain.limits import SEQUENCE_MAX
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import ExchangeReply, GatheredPart, Outcome, PushKind, StepVerdict
+from shardyard.wire import common_messages, push_messages
 from shardyard.wire.headers import HeaderReader, HeaderWriter
 from shardyard.wire.v1 import parameter_server_pb2 as wire_messages
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.update_rules import UpdateRules
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,11 +39,11 @@ def server(clipping: Clipping = NORM, mode: UpdateMode = UpdateMode.SYNC) -> Sto
     return found
 
 
-def exactly(wire: Wire, number: int, **more: object) -> PullWish:
-    return PullWish(wire.caller, HERE, GENERATION, OWNED, number, exactly=True, **more)  # type: ignore[arg-type]
+def exactly(wire: Wire, number: int, **more: object) -> PullHeader:
+    return PullHeader(wire.caller, HERE, GENERATION, OWNED, number, exactly=True, **more)  # type: ignore[arg-type]
 
 
-def contribute(wire: Wire, rank: int, step: int, value: float, **more: object) -> PullResult:
+def contribute(wire: Wire, rank: int, step: int, value: float, **more: object) -> ExchangeReply:
     name = PushName(SourceKey(RankSource(Rank(rank))), Token(1), step, step)
     return wire.push(value, name=name, **more)[0]
 
@@ -67,12 +55,12 @@ def test_exchange_tells_what_waits_and_brings_the_verdict_with_the_next() -> Non
     result = contribute(wire, 1, 0, 4.0, pull=exactly(wire, 1, wait_ms=1_000))
     assert [part.outcome for part in result.push] == [Outcome.RECORDED] * 2
     square_norm = ELEMENTS * 3.0**2
-    assert result.gathered == tuple(Gathered(number, 0, square_norm) for number in OWNED)
+    assert result.gathered == tuple(GatheredPart(number, 0, square_norm) for number in OWNED)
     assert [missing.waiting_for for missing in result.missing] == ["the verdict on step 0"] * 2
     verdict = StepVerdict(0, 2 * square_norm)
     result, payload = wire.ask(wire.order(pull=exactly(wire, 1), verdict=verdict))
     assert [part.version.number for part in result.parts] == [1] * 2
-    assert result.gathered == tuple(Gathered(number, 0, square_norm) for number in OWNED)
+    assert result.gathered == tuple(GatheredPart(number, 0, square_norm) for number in OWNED)
     scale = 1.0 / (math.sqrt(2 * square_norm) + 1e-6)
     assert set(np.frombuffer(payload, np.float64)) == {-3.0 * scale}
 
@@ -90,7 +78,7 @@ def test_shared_and_coded_answers_tell_too(how: str) -> None:
     assert [each.partition for each in told] == list(OWNED)
     verdict = StepVerdict(0, sum(each.square_norm for each in told))
     wire.send(wire.order(pull=wish, verdict=verdict))
-    result = convert.pulled_from_header(next(wire._answers).header, OWNED)
+    result = push_messages.pulled_from_header(next(wire._answers).header, OWNED)
     assert (result.gathered, [part.version.number for part in result.parts]) == (told, [1, 1])
 
 
@@ -165,11 +153,11 @@ def test_verdict_that_cannot_be_is_refused_at_the_door(
     message: wire_messages.StepVerdict, error: type[ShardyardError]
 ) -> None:
     with pytest.raises(error):
-        convert.verdict_from_wire(message)
+        push_messages.verdict_from_wire(message)
 
 
 def test_norm_that_is_not_a_number_passes_the_door() -> None:
-    found = convert.verdict_from_wire(wire_messages.StepVerdict(step=1, square_norm=math.nan))
+    found = push_messages.verdict_from_wire(wire_messages.StepVerdict(step=1, square_norm=math.nan))
     assert found.square_norm is not None
     assert math.isnan(found.square_norm)
 
@@ -187,14 +175,14 @@ def test_answer_that_tells_what_cannot_be_is_malformed(gathered: list[wire_messa
     missing = [wire_messages.Missing(partition=0, want=2)]
     header = wire_messages.PullHeader(not_yet=wire_messages.NotYet(missing=missing), gathered=gathered)
     with pytest.raises(MalformedPayload):
-        convert.pulled_from_header(header.SerializeToString(), OWNED)
+        push_messages.pulled_from_header(header.SerializeToString(), OWNED)
 
 
 @pytest.mark.parametrize("limit", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["norm", "value"])
 def test_clipping_to_what_is_no_limit_is_refused(name: str, limit: float) -> None:
     with pytest.raises(InvalidRequest, match=f"clipping by {name}"):
-        convert.clipping_from_wire(wire_messages.Clipping(**{name: limit}))
+        common_messages.clipping_from_wire(wire_messages.Clipping(**{name: limit}))
 
 
 def test_headers_that_differ_in_their_verdict_are_read_in_full() -> None:

@@ -11,36 +11,22 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, NotReady, StaleGeneration, TooLarge
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    Block,
-    Clipping,
-    DType,
-    Gathered,
-    JobLayout,
-    Missing,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PushName,
-    Rank,
-    RankSource,
-    SourceKey,
-    StepVerdict,
-    Token,
-    UpdateMode,
-    VariableKind,
-    VariableSpec,
-)
-from shardyard_ps_server import partition as partition_module
-from shardyard_ps_server.blocks import Contribution
-from shardyard_ps_server.gate import Gate, scale_of
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.versions import Bytes, aligned_empty
-from shardyard_worker.verdicts import Verdicts
+from shardyard.domain.consistency import Clipping, UpdateMode
+from shardyard.domain.errors import InvalidRequest, NotReady, StaleGeneration, TooLarge
+from shardyard.domain.ids import PartitionId, Rank, Token
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import NotReadyPart
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_ps_server.partition import partition as partition_module
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.step_gate import StepGate, scale_of
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
+from shardyard_worker.exchange.norm_sums import NormSums
 
 PARTITION = PartitionId(1)
 RATE = (make_group("sgd", {"lr": 1.0}),)
@@ -63,9 +49,9 @@ class Word:
     table_groups: tuple[tuple[float, ...], ...] = ()
 
 
-def gathered(ranks: int = 2, *, step: int = 0, square_norm: float = 4.0) -> Gate[Word]:
+def gathered(ranks: int = 2, *, step: int = 0, square_norm: float = 4.0) -> StepGate[Word]:
     """A gate that waits for a verdict."""
-    gate: Gate[Word] = Gate(PARTITION, ranks, step=step)
+    gate: StepGate[Word] = StepGate(PARTITION, ranks, step=step)
     for rank in range(ranks - 1):
         gate.record(Rank(rank), Word())
     gate.gather(square_norm)
@@ -87,14 +73,14 @@ def test_gate_waits_once_all_ranks_are_there_and_goes_on_once_the_step_is_taken(
 
 def test_what_a_verdict_is_made_of_is_told_until_the_next_step_is_taken() -> None:
     gate = gathered(square_norm=4.0)
-    assert (gate.gathered(0), gate.gathered(1)) == (Gathered(PARTITION, 0, 4.0), None)
+    assert (gate.gathered(0), gate.gathered(1)) == (GatheredPart(PARTITION, 0, 4.0), None)
     gate.next_step()
     gate.record(Rank(1), Word())
-    assert (gate.gathered(0), gate.gathered(1)) == (Gathered(PARTITION, 0, 4.0), None)
+    assert (gate.gathered(0), gate.gathered(1)) == (GatheredPart(PARTITION, 0, 4.0), None)
     gate.gather(9.0)
-    assert (gate.gathered(0), gate.gathered(1)) == (Gathered(PARTITION, 0, 4.0), Gathered(PARTITION, 1, 9.0))
+    assert (gate.gathered(0), gate.gathered(1)) == (GatheredPart(PARTITION, 0, 4.0), GatheredPart(PARTITION, 1, 9.0))
     gate.next_step()
-    assert (gate.gathered(0), gate.gathered(1)) == (None, Gathered(PARTITION, 1, 9.0))
+    assert (gate.gathered(0), gate.gathered(1)) == (None, GatheredPart(PARTITION, 1, 9.0))
 
 
 def test_verdict_is_taken_for_its_own_step_alone() -> None:
@@ -149,12 +135,12 @@ def test_scale_is_that_of_torch(square_norm: float, scale: float) -> None:
 
 def test_verdict_is_the_sum_in_the_order_of_partitions_whatever_the_order_of_answers() -> None:
     parts = [1e16, 1.0, 1.0, 1.0]
-    told = [Gathered(PartitionId(number), 5, part) for number, part in enumerate(parts)]
+    told = [GatheredPart(PartitionId(number), 5, part) for number, part in enumerate(parts)]
     wanted = ((1e16 + 1.0) + 1.0) + 1.0
     assert wanted != sum(sorted(parts))
     for seed in range(20):
         order = random.Random(seed).sample(told, len(told))
-        verdicts = Verdicts(4)
+        verdicts = NormSums(4)
         for each in order[:-1]:
             verdicts.hear([each])
             assert verdicts.on(5) is None
@@ -164,12 +150,12 @@ def test_verdict_is_the_sum_in_the_order_of_partitions_whatever_the_order_of_ans
 
 
 def test_verdict_has_no_part_of_another_step() -> None:
-    verdicts = Verdicts(2)
-    verdicts.hear([Gathered(PartitionId(0), 5, 1.0), Gathered(PartitionId(1), 4, 1.0)])
+    verdicts = NormSums(2)
+    verdicts.hear([GatheredPart(PartitionId(0), 5, 1.0), GatheredPart(PartitionId(1), 4, 1.0)])
     assert (verdicts.on(4), verdicts.on(5), verdicts.lacking(4)) == (None, None, (0, 1))
-    verdicts.hear([Gathered(PartitionId(1), 6, 2.0)])
+    verdicts.hear([GatheredPart(PartitionId(1), 6, 2.0)])
     assert verdicts.lacking(6) == (0,)
-    verdicts.hear([Gathered(PartitionId(1), 5, 1.0), Gathered(PartitionId(0), 6, 7.0)])
+    verdicts.hear([GatheredPart(PartitionId(1), 5, 1.0), GatheredPart(PartitionId(0), 6, 7.0)])
     assert verdicts.on(6) == StepVerdict(6, 9.0)
     assert verdicts.on(5) is None
 
@@ -206,7 +192,7 @@ def current() -> None:
 
 def values(partition: Partition) -> list[float]:
     found = partition.hold(0, False, 0.0)
-    assert not isinstance(found, Missing)
+    assert not isinstance(found, NotReadyPart)
     partition.release(found[1])
     return list(found[1].view(np.float64)[:10])
 
@@ -217,7 +203,7 @@ def test_step_waits_for_its_verdict_and_the_mean_is_scaled_by_it() -> None:
     assert partition.gathered(0) is None
     assert push(partition, 1, 0, gradient([1.0] * 8, 3.0, buffer=5.0)) is Outcome.RECORDED
     assert partition.describe()[0].number == 0
-    assert partition.gathered(0) == Gathered(PARTITION, 0, 8 * 1.5**2)  # of parameters alone
+    assert partition.gathered(0) == GatheredPart(PARTITION, 0, 8 * 1.5**2)  # of parameters alone
     partition.take_verdict(StepVerdict(0, 100.0), current)
     scale = 1.0 / (10.0 + 1e-6)
     assert values(partition) == [-1.5 * scale] * 8 + [4.0] * 2
@@ -286,7 +272,7 @@ def test_a_norm_within_the_limit_gives_the_bits_of_a_job_that_does_not_clip() ->
 def test_elements_are_clipped_before_the_norm_is_told() -> None:
     partition = clipped(1, norm=100.0, value=2.0)
     push(partition, 0, 0, gradient([5.0, -5.0, 1.0, -1.0, 2.0, -2.0, 0.0, math.inf], buffer=9.0))
-    assert partition.gathered(0) == Gathered(PARTITION, 0, 5 * 4.0 + 2 * 1.0)
+    assert partition.gathered(0) == GatheredPart(PARTITION, 0, 5 * 4.0 + 2 * 1.0)
     partition.take_verdict(StepVerdict(0, 22.0), current)
     assert values(partition) == [-2.0, 2.0, -1.0, 1.0, -2.0, 2.0, 0.0, -2.0, 9.0, 9.0]
 
@@ -320,7 +306,7 @@ def test_step_of_empty_pushes_has_a_norm_of_zero_and_changes_nothing() -> None:
     partition = clipped()
     for rank in range(2):
         push(partition, rank, 0, EMPTY)
-    assert partition.gathered(0) == Gathered(PARTITION, 0, 0.0)
+    assert partition.gathered(0) == GatheredPart(PARTITION, 0, 0.0)
     partition.take_verdict(StepVerdict(0, 9.0), current)
     assert (values(partition), partition.describe()[0].number) == ([0.0] * 10, 1)
 
@@ -345,7 +331,7 @@ def test_who_waits_for_the_version_is_told_at_once_that_a_verdict_is_due() -> No
     reader.join(30.0)
     assert not reader.is_alive()
     (missing,) = found
-    assert isinstance(missing, Missing)
+    assert isinstance(missing, NotReadyPart)
     assert missing.waiting_for == "the verdict on step 0"
 
 

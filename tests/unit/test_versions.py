@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shardyard.ground.errors import TooLarge
-from shardyard.ground.limits import BLOCK_ALIGN_BYTES
-from shardyard.ground.types import Version
-from shardyard_ps_server.versions import KEPT, Bytes, Versions, aligned_empty
+from shardyard.domain.errors import TooLarge
+from shardyard.domain.ids import Version
+from shardyard.domain.limits import BLOCK_ALIGN_BYTES
+from shardyard_ps_server.values.versions import KEPT, Bytes, Versions, aligned_empty
 
 NBYTES = 128
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardyard.ground import limits
-from shardyard.runtime import waiting
-from shardyard.runtime.waiting import Vigil
+from shardyard.domain import limits
+from shardyard.runtime import waits
+from shardyard.runtime.waits import WaitRegistry
 
 DEADLINE_S = 10.0
 
@@ -19,13 +19,13 @@ DEADLINE_S = 10.0
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 50)
-    monkeypatch.setattr(waiting, "_VIGIL_MS", 10)
+    monkeypatch.setattr(waits, "_VIGIL_MS", 10)
     caplog.set_level(logging.INFO)
 
 
 @pytest.fixture
-def vigil() -> Iterator[Vigil]:
-    found = Vigil()
+def vigil() -> Iterator[WaitRegistry]:
+    found = WaitRegistry()
     yield found
     found.close()
 
@@ -41,13 +41,13 @@ def vigils() -> int:
     return sum(thread.name == "vigil" for thread in threading.enumerate())
 
 
-def test_wait_that_lasts_is_explained_while_it_lasts(vigil: Vigil, caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_that_lasts_is_explained_while_it_lasts(vigil: WaitRegistry, caplog: pytest.LogCaptureFixture) -> None:
     with vigil.over(lambda: "server 3 to apply push 41"):
         wait_until(lambda: "waiting for server 3 to apply push 41, for" in caplog.text)
     assert "the wait is over after" in caplog.text
 
 
-def test_explanation_is_asked_anew_for_each_line(vigil: Vigil, caplog: pytest.LogCaptureFixture) -> None:
+def test_explanation_is_asked_anew_for_each_line(vigil: WaitRegistry, caplog: pytest.LogCaptureFixture) -> None:
     who = ["server 1"]
     with vigil.over(lambda: who[0]):
         wait_until(lambda: "waiting for server 1" in caplog.text)
@@ -56,7 +56,7 @@ def test_explanation_is_asked_anew_for_each_line(vigil: Vigil, caplog: pytest.Lo
 
 
 def test_short_waits_say_nothing(
-    vigil: Vigil, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    vigil: WaitRegistry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 5_000)
     for number in range(20):
@@ -65,7 +65,7 @@ def test_short_waits_say_nothing(
     assert caplog.text == ""
 
 
-def test_nothing_is_said_between_two_waits(vigil: Vigil, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_between_two_waits(vigil: WaitRegistry, caplog: pytest.LogCaptureFixture) -> None:
     with vigil.over(lambda: "one"):
         pass
     threading.Event().wait(0.15)
@@ -75,7 +75,7 @@ def test_nothing_is_said_between_two_waits(vigil: Vigil, caplog: pytest.LogCaptu
     assert "waiting for one" not in caplog.text
 
 
-def test_wait_that_was_given_up_says_why(vigil: Vigil, caplog: pytest.LogCaptureFixture) -> None:
+def test_wait_that_was_given_up_says_why(vigil: WaitRegistry, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         with vigil.over(lambda: "a key"):
             wait_until(lambda: "waiting for a key" in caplog.text)
@@ -86,7 +86,7 @@ def test_wait_that_was_given_up_says_why(vigil: Vigil, caplog: pytest.LogCapture
     assert "the wait was given up (KeyError) after" in caplog.text
 
 
-def test_waits_of_several_threads_are_all_explained(vigil: Vigil, caplog: pytest.LogCaptureFixture) -> None:
+def test_waits_of_several_threads_are_all_explained(vigil: WaitRegistry, caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Event()
 
     def wait(what: str) -> None:
@@ -107,7 +107,7 @@ def test_waits_of_several_threads_are_all_explained(vigil: Vigil, caplog: pytest
 
 
 def test_what_is_waited_for_is_shown_the_longest_first_and_no_more_than_fits(
-    vigil: Vigil, monkeypatch: pytest.MonkeyPatch
+    vigil: WaitRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SHOW_WAIT_MS", 30)
     with vigil.over(lambda: "the first"):
@@ -121,7 +121,7 @@ def test_what_is_waited_for_is_shown_the_longest_first_and_no_more_than_fits(
 
 
 def test_thread_ends_by_itself_where_nothing_is_waited_for_and_is_there_again_for_the_next_wait(
-    vigil: Vigil, caplog: pytest.LogCaptureFixture
+    vigil: WaitRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(3):
         with vigil.over(lambda n=number: f"wait {n}"):  # type: ignore[misc]
@@ -131,7 +131,7 @@ def test_thread_ends_by_itself_where_nothing_is_waited_for_and_is_there_again_fo
 
 def test_one_thread_for_all_waits_and_none_after_the_end() -> None:
     before = vigils()
-    vigil = Vigil()
+    vigil = WaitRegistry()
     assert vigils() == before
     for _ in range(5):
         with vigil.over(lambda: "it"):
@@ -145,7 +145,7 @@ def test_one_thread_for_all_waits_and_none_after_the_end() -> None:
 
 
 def test_closing_during_a_wait_does_not_disturb_it() -> None:
-    vigil = Vigil()
+    vigil = WaitRegistry()
     with vigil.over(lambda: "it"):
         vigil.close()
     wait_until(lambda: vigils() == 0)

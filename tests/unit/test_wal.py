@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.manifest import PartitionEntry
-from shardyard.ground import failpoints
-from shardyard.ground.errors import (
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, Durability, StaleRule, UpdateMode
+from shardyard.domain.errors import (
     InvalidRequest,
     LogDamaged,
     NotReady,
@@ -30,60 +31,33 @@ from shardyard.ground.errors import (
     StorageUnavailable,
     TooLarge,
 )
-from shardyard.ground.optimizers import make_group
-from shardyard.ground.types import (
-    NO_CLIPPING,
-    Block,
-    Caller,
-    Clipping,
-    DataShardSource,
-    DType,
-    Durability,
-    Generation,
-    Incarnation,
-    JobId,
-    JobLayout,
-    OptimizerSpec,
-    Outcome,
-    PartitionId,
-    PartitionLayout,
-    PullWish,
-    PushKind,
-    PushName,
-    PushOrder,
-    PushPart,
-    Rank,
-    RankSource,
-    Source,
-    SourceKey,
-    StaleRule,
-    Term,
-    Token,
-    UpdateMode,
-    VariableSpec,
-    Version,
-    WorkerSource,
-)
-from shardyard.runtime.waiting import Vigil
-from shardyard.transport.same_host import Shared
-from shardyard_ps_server import partition as partitions
-from shardyard_ps_server.checkpoints import Saved, SaveOrder
-from shardyard_ps_server.exchanges import takes_a_moment
-from shardyard_ps_server.replay import open_head, push_head
-from shardyard_ps_server.restore import Restore
-from shardyard_ps_server.rules import UpdateRules
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.tables.budget import Budget
-from shardyard_ps_server.versions import aligned_empty
-from shardyard_ps_server.wal import Wal
-from shardyard_ps_server.wal_files import ASIDE_KEPT_S, END, FENCED, ID, SYNCED, LogFiles, LogRoot
-from shardyard_ps_server.wal_records import (
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
+from shardyard.domain.pushes import Outcome, PushHeader, PushKind, PushPart
+from shardyard.domain.variables import DType, VariableSpec
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.shared_memory import SharedMemory
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import Saved, SaveRequest
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition import partition as partitions
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.service.exchange_stream import takes_a_moment
+from shardyard_ps_server.tables.memory.budget import Budget
+from shardyard_ps_server.values.versions import aligned_empty
+from shardyard_ps_server.wal.records import (
     RECORD_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     Mark,
     RecordKind,
     encode_mark,
 )
+from shardyard_ps_server.wal.replay import open_head, push_head
+from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, END, FENCED, ID, SYNCED, LogFiles, LogRoot
+from shardyard_ps_server.wal.wal import Wal
 
 JOB, FIRST, SECOND, THIRD = JobId((1 << 32) | 1), Incarnation(3), Incarnation(5), Incarnation(7)
 GENERATION, NEXT = Generation(4), Generation(5)
@@ -137,7 +111,7 @@ class Yard:
 
     def save(self, store: Store, number: int, *, oldest: int = 1, logs: Sequence[Incarnation] = ()) -> list[Saved]:
         step = None if self.mode is UpdateMode.ASYNC else store.hosted()[0].partitions[OWNED[0]].describe()[0].number
-        order = SaveOrder(number, step, 0, 0, oldest, frozenset(logs))
+        order = SaveRequest(number, step, 0, 0, oldest, frozenset(logs))
         generation = store.hosted()[0].generation
         return store.save(COORDINATOR, store.incarnation, generation, order, str(self.checkpoints))
 
@@ -209,7 +183,7 @@ def order_of(
     absent: Sequence[int] = (),
     worker: Incarnation = WORKER,
     kind: PushKind = PushKind.GRADIENT,
-) -> PushOrder:
+) -> PushHeader:
     hosted = store.hosted()[0]
     parts = tuple(
         PushPart(p, 0)
@@ -219,7 +193,7 @@ def order_of(
     )
     name = PushName(SourceKey(source), Token(token), sequence, sequence)
     counted = kind is PushKind.GRADIENT
-    return PushOrder(
+    return PushHeader(
         Caller(JOB, worker),
         store.incarnation,
         hosted.generation,
@@ -231,7 +205,7 @@ def order_of(
     )
 
 
-def payload_of(order: PushOrder) -> np.ndarray:
+def payload_of(order: PushHeader) -> np.ndarray:
     """Whole partitions, in their order, of a gradient of its own for each name."""
     rank = order.name.key.source.rank if isinstance(order.name.key.source, RankSource) else 9
     gradient = np.random.default_rng([order.name.first, rank]).normal(size=32)
@@ -244,7 +218,7 @@ def payload_of(order: PushOrder) -> np.ndarray:
     return payload
 
 
-def send(store: Store, order: PushOrder) -> set[Outcome]:
+def send(store: Store, order: PushHeader) -> set[Outcome]:
     hosted = store.admit_push(order)
     return {result.outcome for result in store.push(hosted, order, payload_of(order))}
 
@@ -587,7 +561,7 @@ def test_shared_memory_is_copied_before_it_is_recorded(yard: Yard) -> None:
     """A worker may write into its memory while the log is written (rule C5)."""
     first = yard.first()
     saved = yard.save(first, 2)
-    shared = Shared(4096, read_only=False)
+    shared = SharedMemory(4096, read_only=False)
     order = dataclasses.replace(order_of(first, 0), shared_at=0)
     payload = shared.bytes[: order.payload_bytes]
     payload[:] = payload_of(order)
@@ -656,7 +630,7 @@ def test_a_sync_is_shared_by_all_who_wait(yard: Yard, monkeypatch: pytest.Monkey
             assert go.wait(30)
         fdatasync(fd)
 
-    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
     threads = [threading.Thread(target=push, args=(first, 0), kwargs={"source": source}) for source in sources]
     threads[0].start()
     assert held.wait(30)
@@ -684,11 +658,11 @@ def test_nothing_is_seen_before_it_is_durable(yard: Yard, monkeypatch: pytest.Mo
         held.set()
         assert go.wait(30)
 
-    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
     thread = threading.Thread(target=push, args=(first, 0))
     thread.start()
     assert held.wait(30)
-    wish = PullWish(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
+    wish = PullHeader(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
     result, buffers = first.hold(first.admit_pull(wish), wish)
     assert [part.version.number for part in result.parts] == [0, 0]
     buffers.release()
@@ -710,7 +684,7 @@ def test_what_is_under_way_is_in_the_segment_before_a_checkpoint(yard: Yard, mon
         assert go.wait(30)
         fdatasync(fd)
 
-    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
     saved: list[Saved] = []
     threads = [
         threading.Thread(target=push, args=(first, 0)),
@@ -944,7 +918,7 @@ def test_a_log_that_fails_stops_its_server(yard: Yard, place: str) -> None:
     with failpoints.armed(place, fail), pytest.raises((NotReady, OSError)):
         push(first, 0)
     assert len(yard.failures) == 1
-    wish = PullWish(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
+    wish = PullHeader(Caller(JOB, WORKER), FIRST, GENERATION, tuple(OWNED), 0, exactly=False)
     _, buffers = first.hold(first.admit_pull(wish), wish)
     assert not any(buffer.any() for _, buffer in buffers.buffers)
     buffers.release()
@@ -994,7 +968,7 @@ def test_a_log_that_is_elsewhere_is_said_to_be(yard: Yard, tmp_path: Path) -> No
 def test_a_record_that_does_not_follow_is_damage(crashed: Crashed) -> None:
     """A whole record in the middle, with good checksums, that names work beyond the next."""
     yard, saved, _ = crashed
-    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=Vigil())
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=WaitRegistry())
     first = yard._stores[0]
     order = order_of(first, 2)
     with wal.admission:
@@ -1108,7 +1082,7 @@ def test_a_log_that_cannot_be_begun_leaves_nothing(yard: Yard, monkeypatch: pyte
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shardyard_ps_server.wal.os.write", full)
+    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.write", full)
     with pytest.raises(StorageUnavailable, match="No space left"):
         store.create(JOB, GENERATION, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert not store.hosted()
@@ -1255,7 +1229,7 @@ def values_of(store: Store, fill: float) -> None:
     parts = tuple(PushPart(number, 128) for number in sorted(hosted.partitions))
     name = PushName(SourceKey(WorkerSource(WORKER)), Token(0), 0, 0)
     caller = Caller(JOB, WORKER)
-    order = PushOrder(caller, store.incarnation, hosted.generation, name, PushKind.VALUES, parts, 0.0, ())
+    order = PushHeader(caller, store.incarnation, hosted.generation, name, PushKind.VALUES, parts, 0.0, ())
     payload = aligned_empty(order.payload_bytes)
     payload.view(np.float64)[:] = fill
     store.initialize(store.admit_push(order), order, payload)
@@ -1308,7 +1282,7 @@ def test_partitions_that_cannot_begin_anew_stay_what_they_were(yard: Yard, monke
         raise TooLarge("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardyard_ps_server.hosting.Partition", refuse)
+        patch.setattr("shardyard_ps_server.hosting.provisioning.Partition", refuse)
         with pytest.raises(TooLarge):
             first.create(JOB, NEXT, LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2, durability=Durability.WAL))
     assert state(first) == before

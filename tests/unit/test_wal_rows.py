@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardyard.codecs.ids import encode_ids
-from shardyard.codecs.rows import RowCode, encode_rows
-from shardyard.ground import failpoints
-from shardyard.ground.errors import (
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.codecs.rows.row_values import RowCode, encode_rows
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import StaleRule
+from shardyard.domain.errors import (
     Internal,
     InvalidRequest,
     LogDamaged,
@@ -28,37 +29,26 @@ from shardyard.ground.errors import (
     TableFull,
     TooLarge,
 )
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_ids import partition_of
-from shardyard.ground.row_optimizers import make_group
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard.ground.types import (
-    DataShardSource,
-    Incarnation,
-    Outcome,
-    PartitionId,
-    PushedRows,
-    PushKind,
-    PushOrder,
-    Source,
-    SourceKey,
-    StaleRule,
-    Token,
-    Version,
-    WantedRows,
-)
+from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
+from shardyard.domain.pulls import RequestedRows
+from shardyard.domain.push_names import DataShardSource, Source, SourceKey
+from shardyard.domain.pushes import Outcome, PushedRows, PushHeader, PushKind
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard.runtime.clock import SystemClock
-from shardyard.runtime.waiting import Vigil
-from shardyard.transport.same_host import Shared
-from shardyard.wire import convert
-from shardyard_ps_server.replay import begin_head, push_head
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.tables import tier
-from shardyard_ps_server.tables.budget import Budget
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.shared_memory import SharedMemory
+from shardyard.wire import push_messages
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.tables import disk_tier
+from shardyard_ps_server.tables.memory.budget import Budget
 from shardyard_ps_server.tables.table import Table
-from shardyard_ps_server.versions import aligned_empty
-from shardyard_ps_server.wal import Wal
-from shardyard_ps_server.wal_records import RecordKind
+from shardyard_ps_server.values.versions import aligned_empty
+from shardyard_ps_server.wal.records import RecordKind
+from shardyard_ps_server.wal.replay import begin_head, push_head
+from shardyard_ps_server.wal.wal import Wal
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -122,7 +112,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
 
 @pytest.fixture(params=[False, True], ids=["in memory", "on disk"])
 def yard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Yard]:
-    monkeypatch.setattr(tier, "ROWS_LEAST", 4)
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 4)
     with yard_of(tmp_path, layout=ROWS) as made:
         made.budget = Budget(1, lambda: os.memfd_create("rows")) if request.param else None
         yield made
@@ -133,8 +123,8 @@ Entry = tuple[int, PartitionId, np.ndarray]
 
 
 def order_with(
-    store: Store, order: PushOrder, entries: Sequence[Entry], *, seed: int = 0, counted: bool = False
-) -> tuple[PushOrder, np.ndarray]:
+    store: Store, order: PushHeader, entries: Sequence[Entry], *, seed: int = 0, counted: bool = False
+) -> tuple[PushHeader, np.ndarray]:
     """The order with rows, in a code of its own for each seed, and their bytes."""
     rng = np.random.default_rng([order.name.first, seed])
     tables = store.hosted()[0].layout.tables
@@ -176,7 +166,7 @@ def some(store: Store, sequence: int, seed: int = 0, tables: int = len(TABLES)) 
     return found
 
 
-def send(store: Store, order: PushOrder, rows: np.ndarray) -> set[Outcome]:
+def send(store: Store, order: PushHeader, rows: np.ndarray) -> set[Outcome]:
     hosted = store.admit_push(order)
     return {result.outcome for result in store.push(hosted, order, payload_of(order), rows)}
 
@@ -225,7 +215,7 @@ def expired(yard: Yard, base: int = 1) -> int:
     """Ids that a log says have expired. The server's end."""
     log = log_of(yard)
     records = log.records(base, log.take_over(NEXT))
-    orders = [convert.push_from_header(r.head, recorded=True) for r in records if r.kind is RecordKind.PUSH]
+    orders = [push_messages.push_from_header(r.head, recorded=True) for r in records if r.kind is RecordKind.PUSH]
     return sum(sum(each.rows) for order in orders for each in order.expired)
 
 
@@ -334,7 +324,7 @@ def run(works: Sequence[Callable[[], object]]) -> list[BaseException]:
 def test_rows_beside_a_payload_in_shared_memory_are_recorded(yard: Yard) -> None:
     first = yard.first()
     saved = yard.save(first, 2)
-    shared = Shared(4096, read_only=False)
+    shared = SharedMemory(4096, read_only=False)
     order, rows = order_with(first, dataclasses.replace(order_of(first, 0), shared_at=0), some(first, 0))
     payload = shared.bytes[: order.payload_bytes]
     payload[:] = payload_of(order)
@@ -349,7 +339,7 @@ def test_places_in_shared_memory_are_not_recorded(yard: Yard) -> None:
     first = yard.first()
     placed = dataclasses.replace(order_of(first, 0), shared_at=0, rows_at=64, wanted_at=128)
     order, _ = order_with(first, placed, some(first, 0))
-    said = convert.push_from_header(push_head(order), recorded=True)
+    said = push_messages.push_from_header(push_head(order), recorded=True)
     assert (said.shared_at, said.rows_at, said.wanted_at) == (None, None, None)
     assert (said.name, said.rows) == (order.name, order.rows)
 
@@ -480,21 +470,21 @@ def test_what_expires_with_a_push_that_is_there_twice_expires_once(yard: Yard) -
 def test_a_sender_does_not_say_what_expires(yard: Yard) -> None:
     first = yard.first()
     order, _ = order_with(first, order_of(first, 0), some(first, 0))
-    said = dataclasses.replace(order, expired=(WantedRows(0, (OWNED[0],), (1,), (10,)),))
-    header = convert.push_to_wire(said).SerializeToString()
-    assert convert.push_from_header(header, recorded=True) == said
+    said = dataclasses.replace(order, expired=(RequestedRows(0, (OWNED[0],), (1,), (10,)),))
+    header = push_messages.push_to_wire(said).SerializeToString()
+    assert push_messages.push_from_header(header, recorded=True) == said
     with pytest.raises(InvalidRequest, match="which rows expire"):
-        convert.push_from_header(header)
+        push_messages.push_from_header(header)
 
 
 def test_a_sender_does_not_say_when_a_push_came(yard: Yard) -> None:
     first = yard.first()
     order, _ = order_with(first, order_of(first, 0), some(first, 0))
     said = dataclasses.replace(order, rows=timed(order.rows))
-    header = convert.push_to_wire(said).SerializeToString()
-    assert convert.push_from_header(header, recorded=True) == said
+    header = push_messages.push_to_wire(said).SerializeToString()
+    assert push_messages.push_from_header(header, recorded=True) == said
     with pytest.raises(InvalidRequest, match="says when it came"):
-        convert.push_from_header(header)
+        push_messages.push_from_header(header)
 
 
 @pytest.mark.parametrize(("times", "text"), [((1,), "with 1 times"), ((1, 1 << 47), "at most 140737488355327")])
@@ -503,7 +493,7 @@ def test_times_of_a_record_that_cannot_be_are_refused(yard: Yard, times: tuple[i
     order, _ = order_with(first, order_of(first, 0), [(TIMED, p, ids_of(i, 2)) for i, p in enumerate(OWNED)])
     said = dataclasses.replace(order, rows=(dataclasses.replace(order.rows[0], now_ms=times),))
     with pytest.raises(MalformedPayload, match=text):
-        convert.push_from_header(convert.push_to_wire(said).SerializeToString(), recorded=True)
+        push_messages.push_from_header(push_messages.push_to_wire(said).SerializeToString(), recorded=True)
 
 
 def timed(rows: Sequence[PushedRows]) -> tuple[PushedRows, ...]:
@@ -654,7 +644,7 @@ def untimed(store: Store, sequence: int) -> list[Entry]:
 # ---- what is damaged
 
 
-Made = tuple[PushOrder, np.ndarray]
+Made = tuple[PushHeader, np.ndarray]
 
 
 def with_ids(store: Store, ids: np.ndarray, value: float = 1.0) -> Made:
@@ -683,7 +673,7 @@ def in_bytes(store: Store, rows: bytes) -> Made:
 def with_gone(store: Store, table: int, ids: np.ndarray, announced: int | None = None) -> Made:
     order, rows = with_ids(store, ids_of(0, 1))
     code = np.frombuffer(bytes(encode_ids(ids)), np.uint8)
-    said = WantedRows(table, (OWNED[0],), (announced or ids.size,), (len(code),))
+    said = RequestedRows(table, (OWNED[0],), (announced or ids.size,), (len(code),))
     return dataclasses.replace(order, expired=(said,)), np.concatenate([rows, code])
 
 
@@ -719,7 +709,7 @@ def test_rows_of_a_record_are_checked_as_a_peers(yard: Yard, what: str) -> None:
     first = yard.first()
     saved = yard.save(first, 2)
     push_rows(first, 0)
-    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=Vigil())
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=WaitRegistry())
     good, rows = order_with(first, order_of(first, 0), some(first, 0))
     good = dataclasses.replace(good, rows=timed(good.rows))
     with wal.admission:

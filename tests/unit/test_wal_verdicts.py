@@ -1,4 +1,4 @@
-"""Verdicts in a server's log: durable before they take effect, and the same bits when they are read (rules B6, C1)."""
+"""NormSums in a server's log: durable before they take effect, and the same bits when they are read (rules B6, C1)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from shardyard.ground.errors import InvalidRequest, LogDamaged, NotReady, StaleGeneration, StaleIncarnation
-from shardyard.ground.types import (
-    Caller,
-    Clipping,
-    Gathered,
-    Incarnation,
-    Outcome,
-    PartitionId,
-    PullWish,
-    Rank,
-    RankSource,
-    StepVerdict,
-    UpdateMode,
-)
+from shardyard.domain.consistency import Clipping, UpdateMode
+from shardyard.domain.errors import InvalidRequest, LogDamaged, NotReady, StaleGeneration, StaleIncarnation
+from shardyard.domain.ids import Caller, Incarnation, PartitionId, Rank
+from shardyard.domain.pulls import PullHeader
+from shardyard.domain.push_names import RankSource
+from shardyard.domain.pushes import GatheredPart, Outcome, StepVerdict
 from shardyard.wire.v1 import parameter_server_pb2 as wire
-from shardyard_ps_server.replay import verdict_head
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.versions import NO_BYTES
-from shardyard_ps_server.wal_records import RecordKind
-from shardyard_worker.verdicts import Verdicts
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.values.versions import NO_BYTES
+from shardyard_ps_server.wal.records import RecordKind
+from shardyard_ps_server.wal.replay import verdict_head
+from shardyard_worker.exchange.norm_sums import NormSums
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -46,18 +38,18 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
         yield made
 
 
-def told(store: Store, number: int) -> list[Gathered]:
+def told(store: Store, number: int) -> list[GatheredPart]:
     """What a worker hears that wishes the version which that step makes."""
     hosted = store.hosted()[0]
     owned = tuple(sorted(hosted.partitions))
-    wish = PullWish(Caller(JOB, WORKER), store.incarnation, hosted.generation, owned, number + 1, exactly=True)
+    wish = PullHeader(Caller(JOB, WORKER), store.incarnation, hosted.generation, owned, number + 1, exactly=True)
     result, held = store.hold(store.admit_pull(wish), wish)
     held.release()
     return list(result.gathered)
 
 
 def verdict_of(store: Store, number: int) -> StepVerdict:
-    verdicts = Verdicts(len(OWNED))
+    verdicts = NormSums(len(OWNED))
     verdicts.hear(told(store, number))
     found = verdicts.on(number)
     assert found is not None
@@ -126,7 +118,7 @@ def test_verdict_takes_effect_once_it_is_durable(yard: Yard, monkeypatch: pytest
         held.set()
         assert go.wait(30)
 
-    monkeypatch.setattr("shardyard_ps_server.wal.os.fdatasync", slow)
+    monkeypatch.setattr("shardyard_ps_server.wal.wal.os.fdatasync", slow)
     thread = threading.Thread(target=bring, args=(first, verdict))
     thread.start()
     assert held.wait(30)
@@ -177,7 +169,7 @@ def test_partitions_of_one_server_take_their_verdicts_on_several(yard: Yard) -> 
     second = yard.successor(saved, 2, FIRST, owned=OWNED[:1])
     third = yard.successor(saved, 2, FIRST, owned=OWNED[1:], incarnation=Incarnation(7))
     assert {**state(second), **state(third)} == before
-    verdicts = Verdicts(len(OWNED))
+    verdicts = NormSums(len(OWNED))
     verdicts.hear([*told(second, 1), *told(third, 1)])
     verdict = verdicts.on(1)
     assert verdict is not None

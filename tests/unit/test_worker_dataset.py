@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from shardyard.ground.errors import UnseekableDataset
-from shardyard.ground.orders import order
-from shardyard_worker.dataset import Reader
-from shardyard_worker.randomness import seed_everything, undisturbed
+from shardyard.domain.errors import UnseekableDataset
+from shardyard.domain.orders import order
+from shardyard_worker.data.dataset import Reader
+from shardyard_worker.data.seeding import seed_everything, undisturbed
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["x", "y"])

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardyard.ground.errors import UnsupportedOptimizer
-from shardyard.ground.optimizers import check_spec, make_group, setting_names
-from shardyard.ground.types import OptimizerSpec
-from shardyard_worker import optim
-from shardyard_worker.optimizer import ServerOptimizer, translate
+from shardyard.domain.errors import UnsupportedOptimizer
+from shardyard.domain.optimizers import OptimizerSpec, check_spec, make_group, setting_names
+from shardyard_worker.optimizers import extra
+from shardyard_worker.optimizers.server_optimizer import ServerOptimizer, translate
 
 Make = Callable[..., torch.optim.Optimizer]
 DEFAULTS: list[tuple[type[torch.optim.Optimizer], str]] = [
@@ -24,9 +23,9 @@ DEFAULTS: list[tuple[type[torch.optim.Optimizer], str]] = [
     (torch.optim.Adamax, "adamax"),
     (torch.optim.NAdam, "nadam"),
     (torch.optim.RAdam, "radam"),
-    (optim.LAMB, "lamb"),
-    (optim.Lion, "lion"),
-    (optim.FTRL, "ftrl"),
+    (extra.LAMB, "lamb"),
+    (extra.Lion, "lion"),
+    (extra.FTRL, "ftrl"),
 ]
 EVERY_KIND = pytest.mark.parametrize(("kind", "name"), DEFAULTS, ids=[name for _, name in DEFAULTS])
 # How torch runs an update, not what it computes.
@@ -131,15 +130,15 @@ def test_every_option_of_torch_has_a_setting_or_no_meaning(kind: Make, name: str
             },
         ),
         (
-            lambda p: optim.LAMB(p, 0.3, (0.7, 0.8), eps=1e-3, weight_decay=0.1, maximize=True),
+            lambda p: extra.LAMB(p, 0.3, (0.7, 0.8), eps=1e-3, weight_decay=0.1, maximize=True),
             {"lr": 0.3, "beta1": 0.7, "beta2": 0.8, "eps": 1e-3, "weight_decay": 0.1, "maximize": 1},
         ),
         (
-            lambda p: optim.Lion(p, 0.3, (0.7, 0.8), weight_decay=0.1, maximize=True),
+            lambda p: extra.Lion(p, 0.3, (0.7, 0.8), weight_decay=0.1, maximize=True),
             {"lr": 0.3, "beta1": 0.7, "beta2": 0.8, "weight_decay": 0.1, "maximize": 1},
         ),
         (
-            lambda p: optim.FTRL(p, 0.3, beta=0.7, l1=0.1, l2=0.2, maximize=True),
+            lambda p: extra.FTRL(p, 0.3, beta=0.7, l1=0.1, l2=0.2, maximize=True),
             {"lr": 0.3, "beta": 0.7, "l1": 0.1, "l2": 0.2, "maximize": 1},
         ),
     ],
@@ -187,7 +186,7 @@ def test_another_optimizer_is_refused_with_its_name_and_the_alternatives(make: M
     with pytest.raises(UnsupportedOptimizer, match=names) as caught:
         translate(make(parameters()))
     for kind, _ in DEFAULTS:
-        where = "shardyard" if kind in (optim.LAMB, optim.Lion, optim.FTRL) else "torch"
+        where = "shardyard" if kind in (extra.LAMB, extra.Lion, extra.FTRL) else "torch"
         assert f"{where}.optim.{kind.__name__}" in caught.value.todo_text
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, SequentialLR, StepLR
 
-from shardyard.ground.errors import InvalidRequest, UnsupportedOptimizer
-from shardyard_worker.schedule import JobScheduler
+from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
+from shardyard_worker.optimizers.lr_schedule import JobScheduler
 
 
 class Clock:

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from shardyard_worker import optim
+from shardyard_worker.optimizers import extra
 
 TORCH: Final = {
     "sgd": torch.optim.SGD,
@@ -17,7 +17,7 @@ TORCH: Final = {
     "adamax": torch.optim.Adamax,
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
-    "lamb": optim.LAMB,
-    "lion": optim.Lion,
-    "ftrl": optim.FTRL,
+    "lamb": extra.LAMB,
+    "lion": extra.Lion,
+    "ftrl": extra.FTRL,
 }

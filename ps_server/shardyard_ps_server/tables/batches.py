@@ -9,9 +9,9 @@ import threading
 
 import numpy as np
 
-from shardyard.ground.row_ids import Ids, writable
-from shardyard_ps_server.tables import index
-from shardyard_ps_server.tables.layout import SLOTS, Batch, Memory, Room
+from shardyard.domain.tables.row_ids import Ids, writable
+from shardyard_ps_server.tables.loops import index
+from shardyard_ps_server.tables.memory.layout import SLOTS, LoopBatch, TableMemory, TableRoom
 
 _IDS_KEPT_MAX = 1 << 20
 
@@ -20,14 +20,14 @@ class Batches(threading.local):
     def __init__(self) -> None:
         self._room = _room_for(0)
 
-    def room(self, n: int) -> Room:
+    def room(self, n: int) -> TableRoom:
         """For a batch of so many ids, until this thread asks for another."""
         room = self._room if self._room.ids.size >= n else _room_for(n)
         if n <= _IDS_KEPT_MAX:
             self._room = room
         return room
 
-    def arrange(self, memory: Memory, ids: Ids, stripes: int) -> Batch:
+    def arrange(self, memory: TableMemory, ids: Ids, stripes: int) -> LoopBatch:
         """The ids in the order of the stripes; good until this thread asks for another."""
         room = self.room(ids.size)
         batch = batch_in(room, ids.size, stripes)
@@ -35,13 +35,13 @@ class Batches(threading.local):
         return batch
 
 
-def batch_in(room: Room, n: int, stripes: int) -> Batch:
-    return Batch(room.ids[:n], room.hashes[:n], room.order[:n], room.at[:stripes], room.ends[:stripes], room.slots)
+def batch_in(room: TableRoom, n: int, stripes: int) -> LoopBatch:
+    return LoopBatch(room.ids[:n], room.hashes[:n], room.order[:n], room.at[:stripes], room.ends[:stripes], room.slots)
 
 
-def _room_for(n: int) -> Room:
+def _room_for(n: int) -> TableRoom:
     size = 1 << max(n - 1, 255).bit_length()
-    return Room(
+    return TableRoom(
         np.empty(size, np.int64),
         np.empty(size, np.uint64),
         np.empty(size, np.int32),

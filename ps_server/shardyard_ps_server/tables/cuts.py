@@ -18,9 +18,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shardyard_ps_server.tables import moves, walks
-from shardyard_ps_server.tables.estimates import CellsThen
-from shardyard_ps_server.tables.layout import (
+from shardyard_ps_server.tables.bloom_filter import CellsThen
+from shardyard_ps_server.tables.loops import moves, walks
+from shardyard_ps_server.tables.memory.layout import (
     AGE_SHIFT,
     CHANGED,
     FREQUENCY,
@@ -29,8 +29,8 @@ from shardyard_ps_server.tables.layout import (
     ROW,
     WINDOW_UNITS,
     Floats,
-    Memory,
     Numbers,
+    TableMemory,
     Words,
 )
 
@@ -66,7 +66,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class CutMoment:
     """What a cut is told. `generation`: 0, it is not one in a chain of checkpoints. `only_changed`: entries that have
     not changed since the last generation are left out. `updates`: the number of the last one; `now_ms`: the table's
     clock; `unit`: the time of that moment in units of ages. `rows`, `entries`: how many there are."""
@@ -84,7 +84,7 @@ class Moment:
     dim: int
 
 
-class Ending(enum.Enum):
+class CutEnd(enum.Enum):
     """How much of a cut was read."""
 
     ALL = "all"
@@ -92,13 +92,13 @@ class Ending(enum.Enum):
     NOTHING = "nothing"
 
 
-class Cut:
+class TableCut:
     """Iterate once, then `close`, or before if not all of it is wanted. `removed`: ids, each once, that are to be taken
     out before the chunks go in (only_changed). `cells`: the filter of ids that have no row yet, where there is one,
-    until the cut is closed. `updates`, `now_ms`, `rows`, `entries`: as in Moment."""
+    until the cut is closed. `updates`, `now_ms`, `rows`, `entries`: as in CutMoment."""
 
     def __init__(
-        self, memory: Memory, moment: Moment, end: Callable[[Ending], None], close: Callable[[], None]
+        self, memory: TableMemory, moment: CutMoment, end: Callable[[CutEnd], None], close: Callable[[], None]
     ) -> None:
         self._memory, self._moment, self._end, self._let_go = memory, moment, end, close
         self._begun = False
@@ -144,7 +144,7 @@ class Cut:
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks
 
-    def __enter__(self) -> Cut:
+    def __enter__(self) -> TableCut:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,7 +159,7 @@ class Cut:
             words, records = self._buffers(min(_STEP_ENTRIES, max(1, CHUNK_BYTES // (4 * self._memory.slab.shape[1]))))
             while not self._over:
                 self._step(words, records, clear=self._begun)
-            self._end(Ending.SOME if self._begun else Ending.NOTHING)
+            self._end(CutEnd.SOME if self._begun else CutEnd.NOTHING)
         self._let_go()
 
     def _copies(self) -> Generator[Chunk, None, None]:
@@ -183,7 +183,7 @@ class Cut:
             if words.size:
                 yield self._chunk(words, records)
         self._ended = True
-        self._end(Ending.ALL)
+        self._end(CutEnd.ALL)
 
     def _buffers(self, n: int) -> tuple[Words, Floats]:
         return np.empty((n, 3), np.uint64), np.empty((n, self._memory.slab.shape[1]), np.float32)

@@ -14,11 +14,11 @@ from typing import Final
 
 import numpy as np
 
-from shardyard.ground.limits import FREQUENCY_MAX
-from shardyard.ground.splitmix import mixed
-from shardyard.ground.table_settings import ExpirySettings
-from shardyard_ps_server.tables import moves, walks
-from shardyard_ps_server.tables.layout import Memory, Numbers
+from shardyard.domain.limits import FREQUENCY_MAX
+from shardyard.domain.tables.splitmix import mixed
+from shardyard.domain.tables.table_settings import ExpirySettings
+from shardyard_ps_server.tables.loops import moves, walks
+from shardyard_ps_server.tables.memory.layout import Numbers, TableMemory
 
 HOMES_PER_STEP: Final = 512
 HOMES_PER_SWEEP: Final = 16 * HOMES_PER_STEP
@@ -50,7 +50,7 @@ class Expiry:
     _ties: Numbers = field(default_factory=lambda: np.zeros(1, np.int64))
     _begun: bool = False
 
-    def step(self, memory: Memory, unit: int, rows: int, besides: Numbers) -> Expired:
+    def step(self, memory: TableMemory, unit: int, rows: int, besides: Numbers) -> Expired:
         """What expires of the next few hundred buckets, but for `besides`, ids that ascend."""
         nothing = np.empty(0, np.int64)
         if not self._begun:
@@ -70,7 +70,7 @@ class Expiry:
             self._begun = False
         return Expired(gone[:n].copy(), over=over)
 
-    def bring(self, memory: Memory) -> None:
+    def bring(self, memory: TableMemory) -> None:
         """What the next step reads of rows is in memory: their values, or all of what goes where a cut is taken."""
         is_cut = memory.log_rows.shape[0] > 1
         if self._histogram is None and (self.settings.norm_min > 0 or is_cut):
@@ -114,7 +114,7 @@ class Sweep:
 
     settings: ExpirySettings
     dim: int
-    memory: Memory
+    memory: TableMemory
     together: Together
 
     def expiring(self, unit: int, entries: int, besides: Numbers, draw: int) -> Numbers:

@@ -15,8 +15,10 @@ from typing import Final
 
 import numpy as np
 
-from shardyard_ps_server.tables import index
-from shardyard_ps_server.tables.layout import (
+from shardyard_ps_server.tables.loops import index
+from shardyard_ps_server.tables.memory.address_space import HUGE_BYTES, populate, reserve
+from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
+from shardyard_ps_server.tables.memory.layout import (
     BOUND,
     EMPTY,
     ENTRIES,
@@ -26,11 +28,9 @@ from shardyard_ps_server.tables.layout import (
     LOW,
     SLOTS,
     TAIL_WORD,
-    Memory,
+    TableMemory,
     Words,
 )
-from shardyard_ps_server.tables.memory import HUGE_BYTES, populate, reserve
-from shardyard_ps_server.tables.retirement import Retirement
 
 ENTRIES_MAX: Final = 250_000
 LOAD: Final = 0.75
@@ -56,7 +56,7 @@ class Stripes:
     """Not a lock of its own for those who read and write: loops have theirs (tables.index). `compact`: memory is
     scarce, and a last huge page that would not be filled comes in small ones."""
 
-    def __init__(self, memory: Memory, retirement: Retirement, *, compact: bool = False) -> None:
+    def __init__(self, memory: TableMemory, retirement: EpochReclaim, *, compact: bool = False) -> None:
         self._memory, self._retirement, self._compact = memory, retirement, compact
         self._growing = threading.Lock()
         first = _room(HOMES_FIRST)

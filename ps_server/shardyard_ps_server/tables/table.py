@@ -20,21 +20,24 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.ground import row_optimizers
-from shardyard.ground.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
-from shardyard.ground.limits import FREQUENCY_MAX
-from shardyard.ground.row_admission import draws_key, share_of
-from shardyard.ground.row_ids import Ids, writable
-from shardyard.ground.row_values import row_key
-from shardyard.ground.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
-from shardyard_ps_server.tables import heap, loops, rules
+from shardyard.domain.errors import DTypeMismatch, NotReady, ShapeMismatch, TableError, TableFull, TooLarge
+from shardyard.domain.limits import FREQUENCY_MAX
+from shardyard.domain.tables import row_optimizers
+from shardyard.domain.tables.row_admission import draws_key, share_of
+from shardyard.domain.tables.row_ids import Ids, writable
+from shardyard.domain.tables.row_values import row_key
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
 from shardyard_ps_server.tables.batches import Batches, batch_in
-from shardyard_ps_server.tables.budget import Budget
-from shardyard_ps_server.tables.cuts import Chunk, Cut, Ending, Moment
-from shardyard_ps_server.tables.estimates import Estimates
+from shardyard_ps_server.tables.bloom_filter import BloomFilter
+from shardyard_ps_server.tables.cuts import Chunk, CutEnd, CutMoment, TableCut
+from shardyard_ps_server.tables.disk_tier import DiskTier
 from shardyard_ps_server.tables.expiry import HOMES_PER_STEP, Expired, Expiry, Sweep
-from shardyard_ps_server.tables.gate import Gate
-from shardyard_ps_server.tables.layout import (
+from shardyard_ps_server.tables.loops import push_loops, row_rules
+from shardyard_ps_server.tables.memory import heap
+from shardyard_ps_server.tables.memory.address_space import Pages, reserve
+from shardyard_ps_server.tables.memory.budget import Budget
+from shardyard_ps_server.tables.memory.epoch_reclaim import EpochReclaim
+from shardyard_ps_server.tables.memory.layout import (
     ADMITTED,
     COLD_ROWS,
     FIELDS,
@@ -46,13 +49,11 @@ from shardyard_ps_server.tables.layout import (
     SIDE,
     SLOTS,
     Floats,
-    Memory,
     Numbers,
+    TableMemory,
 )
-from shardyard_ps_server.tables.memory import Pages, reserve
-from shardyard_ps_server.tables.retirement import Retirement
+from shardyard_ps_server.tables.memory.shared_exclusive import SharedExclusiveLock
 from shardyard_ps_server.tables.stripes import Stripes
-from shardyard_ps_server.tables.tier import Tier
 
 BATCH_IDS_MAX: Final = 1 << 24
 STEP_MAX: Final = (1 << 47) - 1
@@ -82,15 +83,15 @@ class Table:
         self._rows_max = settings.rows_max if budget is None else min(settings.rows_max, COLD_ROWS_MAX)
         self._memory = self._reserve(tiered=budget is not None)
         self._pages = Pages(self._memory.slab)
-        self._retirement = Retirement()
+        self._retirement = EpochReclaim()
         self._stripes = Stripes(self._memory, self._retirement, compact=budget is not None)
         self._batches = Batches()
         self._turns = itertools.count(0, 7)
-        self._gate = Gate()
-        self._tier: Tier | None = None
+        self._gate = SharedExclusiveLock()
+        self._tier: DiskTier | None = None
         if budget is not None:
             called = f"table {settings.name!r}"
-            self._tier = Tier(self._memory, self._stripes, self._retirement, self._gate, budget, called)
+            self._tier = DiskTier(self._memory, self._stripes, self._retirement, self._gate, budget, called)
         self._counting = threading.Lock()
         """Of what is below: short, and never around a loop."""
         self._promised = 0
@@ -103,14 +104,14 @@ class Table:
         self._generation = 0
         self._chained = False
         self._removed: list[Numbers] = []
-        self._cut: Cut | None = None
+        self._cut: TableCut | None = None
         self._expiry = Expiry(settings.expiry, settings.dim)
         self._expiring = threading.Lock()
         admission = settings.admission
-        self._entered = loops.Entrance(
+        self._entered = push_loops.AdmissionRule(
             admission.kind.value, admission.threshold, share_of(admission.chance), np.uint64(0)
         )
-        self._estimates = Estimates(admission.cells, self._key) if admission.kind is Admission.ESTIMATE else None
+        self._estimates = BloomFilter(admission.cells, self._key) if admission.kind is Admission.ESTIMATE else None
 
     # ---- reading
 
@@ -196,7 +197,7 @@ class Table:
         if not (out.flags.writeable and out.flags.c_contiguous and out.flags.aligned):
             raise TableError("look-up into an array that is read-only, or does not lie in one piece")
         with self._retirement.reading():
-            loops.look_up(self._memory, writable(ids), self.settings.dim, out, self.settings.admission.zeros)
+            push_loops.look_up(self._memory, writable(ids), self.settings.dim, out, self.settings.admission.zeros)
 
     # ---- changing
 
@@ -245,7 +246,7 @@ class Table:
             self._tier.bring(ids)
         with self._gate.together():
             memory = self._memory
-            loops.remove(memory, self._batches.arrange(memory, ids, self._stripes.count), gone, self._turn())
+            push_loops.remove(memory, self._batches.arrange(memory, ids, self._stripes.count), gone, self._turn())
             taken = ids[gone]
             self._tell_removed(taken)
         return taken
@@ -289,7 +290,7 @@ class Table:
                 newest = int(steps.max()) if n else 0
                 self._advance(*((0, newest) if settings.expiry.by_time else (newest, 0)))
                 self._repeat(
-                    lambda: int(loops.restore(memory, batch, records, writable(frequencies), units, self._turn()))
+                    lambda: int(push_loops.restore(memory, batch, records, writable(frequencies), units, self._turn()))
                 )
 
     def load_cells(self, cells: npt.NDArray[np.uint8], begin: int | None = None) -> None:
@@ -352,7 +353,7 @@ class Table:
         with self._cut_now(in_chain=False, only_changed=False) as cut:
             yield from cut
 
-    def cut(self, since: int | None = None) -> Cut:
+    def cut(self, since: int | None = None) -> TableCut:
         """The table as it is now, for a checkpoint; remember its `generation`. `since`: only what has changed
         after the cut of that generation, which must be the last one, and have been read to its end. Raises NotReady
         while another cut is taken, TableError for another generation."""
@@ -364,7 +365,7 @@ class Table:
             )
         return self._cut_now(in_chain=True, only_changed=since is not None)
 
-    def _cut_now(self, *, in_chain: bool, only_changed: bool) -> Cut:
+    def _cut_now(self, *, in_chain: bool, only_changed: bool) -> TableCut:
         with self._gate.alone():
             if self._cut is not None:
                 raise NotReady("a cut of this table is being taken")
@@ -384,7 +385,7 @@ class Table:
                 self._generations += 1
                 generation = self._generation = self._generations
                 self._chained, self._removed = True, []
-            moment = Moment(
+            moment = CutMoment(
                 generation,
                 only_changed,
                 before.removed if only_changed else (),
@@ -402,17 +403,17 @@ class Table:
                 if cells is not None and self._estimates is not None:
                     self._estimates.end(cells)
 
-            self._cut = Cut(self._memory, moment, lambda ending: self._end_cut(generation, ending, before), let_go)
+            self._cut = TableCut(self._memory, moment, lambda ending: self._end_cut(generation, ending, before), let_go)
             return self._cut
 
-    def _end_cut(self, generation: int, ending: Ending, before: _Chain) -> None:
+    def _end_cut(self, generation: int, ending: CutEnd, before: _Chain) -> None:
         with self._gate.alone():
             self._cut = None
             self._memory = self._memory._replace(**_no_log(self._memory.slab.shape[1]))
-            if not generation or ending is Ending.ALL:
+            if not generation or ending is CutEnd.ALL:
                 return
             since, self._removed = self._removed, []
-            self._generation, self._chained = before.generation, before.known and ending is Ending.NOTHING
+            self._generation, self._chained = before.generation, before.known and ending is CutEnd.NOTHING
             if self._chained:
                 self._removed = [*before.removed, *since]
 
@@ -430,7 +431,7 @@ class Table:
         """Where a loop begins: threads that come at the same time begin at different stripes."""
         return next(self._turns) % self._stripes.count
 
-    def _reserve(self, *, tiered: bool) -> Memory:
+    def _reserve(self, *, tiered: bool) -> TableMemory:
         settings, stride = self.settings, self.settings.dim + self._state
         hot = -(-self._rows_max // _HOT_ALIGN) * _HOT_ALIGN if tiered else self._rows_max
         cold = self._rows_max if tiered else 0
@@ -438,7 +439,7 @@ class Table:
         shared = np.zeros(SHARED_WORDS, np.int64)
         shared[LIMIT] = hot
         fresh = [np.full(slot.width(settings.dim), slot.initial, np.float32) for slot in self.slots]
-        return Memory(
+        return TableMemory(
             seeds=np.frombuffer(bytearray(os.urandom(16)), np.uint64),
             directory=np.zeros(SLOTS, np.int16),
             stripes=reserve(8 * SLOTS * FIELDS, np.int64),
@@ -475,7 +476,7 @@ class Table:
         if gradients is not None:
             gradients = np.ascontiguousarray(gradients)
         settings = self.settings
-        rule = rules.rule_of(settings.optimizer, group, step)
+        rule = row_rules.rule_of(settings.optimizer, group, step)
         self._retirement.let_go()
         if self._tier is not None:
             self._tier.make_room(ids)
@@ -483,7 +484,7 @@ class Table:
             self._pages.make_ready(int(self._memory.shared[NEXT_ROW]) + ids.size)
         with self._gate.together(), self._room_for(ids):
             self._advance(step, now_ms)
-            pushed = loops.Pushed(
+            pushed = push_loops.Pushed(
                 rule.code,
                 gradients is not None,
                 rule.scalars,
@@ -494,19 +495,19 @@ class Table:
             )
             self._push_all(writable(ids), pushed, self._entrance(step))
 
-    def _push_all(self, ids: Ids, pushed: loops.Pushed, entrance: loops.Entrance) -> None:
+    def _push_all(self, ids: Ids, pushed: push_loops.Pushed, entrance: push_loops.AdmissionRule) -> None:
         memory, stripes, dim = self._memory, self._stripes.count, self.settings.dim
         room = self._batches.room(ids.size)
-        if loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()) >= 0:
+        if push_loops.push_all(memory, room, ids, stripes, dim, pushed, entrance, self._turn()) >= 0:
             batch = batch_in(room, ids.size, stripes)
-            self._repeat(lambda: int(loops.push(memory, batch, dim, pushed, entrance, self._turn())))
+            self._repeat(lambda: int(push_loops.push(memory, batch, dim, pushed, entrance, self._turn())))
 
     def _repeat(self, once: Callable[[], int]) -> None:
         """A loop stops at a stripe that is full, and goes on when it has grown."""
         while (stripe := once()) >= 0:
             self._stripes.make_room(stripe)
 
-    def _entrance(self, step: int) -> loops.Entrance:
+    def _entrance(self, step: int) -> push_loops.AdmissionRule:
         if self.settings.admission.kind is not Admission.CHANCE:
             return self._entered
         return self._entered._replace(key=draws_key(self._key, step))
@@ -551,15 +552,15 @@ class Table:
 
     def _without_row(self, ids: Ids) -> npt.NDArray[np.bool_]:
         missing = np.zeros(ids.size, np.bool_)
-        loops.find_missing(self._memory, self._batches.arrange(self._memory, ids, self._stripes.count), missing)
+        push_loops.find_missing(self._memory, self._batches.arrange(self._memory, ids, self._stripes.count), missing)
         return missing
 
     def _fresh_state(self, values: Floats) -> Floats:
         """The state of new rows that begin with these values."""
-        rule = rules.rule_of(self.settings.optimizer, self.settings.group, 1)
+        rule = row_rules.rule_of(self.settings.optimizer, self.settings.group, 1)
         records = np.hstack([values, np.tile(self._memory.fresh, (values.shape[0], 1))])
         for row in records:
-            rules.begin(rule.code, rule.scalars, row, self.settings.dim)
+            row_rules.begin(rule.code, rule.scalars, row, self.settings.dim)
         return records[:, self.settings.dim :].copy()
 
     def _checked(self, group: Sequence[float] | None) -> tuple[float, ...]:
@@ -605,7 +606,7 @@ def _no_log(stride: int) -> dict[str, Any]:
 
 def warm() -> None:
     """Compiles every loop, or loads it from disk; a server does so before it takes partitions of a job with tables
-    (shardyard_ps_server.table_loops)."""
+    (shardyard_ps_server.jit.table_warmup)."""
     budget = Budget(1, lambda: os.memfd_create("rows"))  # so rows go to a file, and come back
     expiry = ExpirySettings(rows_kept=1_000)
     for admission in (AdmissionSettings(), AdmissionSettings(Admission.ESTIMATE, cells=64)):

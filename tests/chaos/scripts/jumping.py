@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-HANDS_TIMES_TO_GRPC = "shardyard.transport.channel"
+HANDS_TIMES_TO_GRPC = "shardyard.transport.grpc_client"
 JUMP_S = 86_400
 EVERY_S = 0.2
 JUMPS = random.Random()
@@ -63,7 +63,7 @@ if __name__ == "__main__":
         sys.argv = sys.argv[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        from shardyard_launcher.command_line import main
+        from shardyard_launcher.cli import main
 
         sys.argv[0] = "shardyard"
         main()

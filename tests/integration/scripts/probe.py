@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardyard as sy
-from shardyard.transport import channel
+from shardyard.transport import grpc_client
 
 
 def network() -> torch.nn.Module:
@@ -220,7 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.patient:
         pings = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-        channel.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in channel.OPTIONS)
+        grpc_client.OPTIONS = tuple((name, 600_000 if name in pings else value) for name, value in grpc_client.OPTIONS)
     with sy.connect() as job:
         result = MODES[options.mode](job, options)
         result |= {"should_stop": job.should_stop, "reason": job.stopping and job.stopping.reason}

@@ -23,7 +23,7 @@ from typing import Any
 
 import greenlet
 
-from shardyard.ground import failpoints
+from shardyard.domain import failpoints
 
 from .world import MS, Process, Task, World
 

@@ -13,32 +13,39 @@ from typing import Any
 
 import pytest
 
-from shardyard.ground.errors import NotFound, SequenceGap, StraddlingRange
-from shardyard.ground.types import LANE_OF_ROWS, Generation, Outcome, PartResult, PushName, Rank, SourceKey, Token
-from shardyard_coordinator import data_ledger, recovery, safekeeping
-from shardyard_coordinator.backups import MakeUp
-from shardyard_coordinator.checkpoints import CheckpointBook
-from shardyard_coordinator.counting import Counting
-from shardyard_coordinator.effects import Base, Persist
-from shardyard_coordinator.membership import Membership
-from shardyard_coordinator.ranks import RankBook
-from shardyard_ps_server import gate, partition, replay, store
-from shardyard_ps_server.clocks import Clocks
-from shardyard_ps_server.cuts import StateCut
-from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.partition import Partition
-from shardyard_ps_server.partition_tables import PartitionTables
-from shardyard_ps_server.store import Store
+from shardyard.domain.errors import NotFound, SequenceGap, StraddlingRange
+from shardyard.domain.ids import Generation, Rank, Token
+from shardyard.domain.push_names import ROW_LANE, PushName, SourceKey
+from shardyard.domain.pushes import Outcome, PartResult
+from shardyard_coordinator.core.effects import Base, Persist
+from shardyard_coordinator.flows import checkpointing
+from shardyard_coordinator.flows.work_verdicts import WorkVerdicts
+from shardyard_coordinator.members.membership import Membership
+from shardyard_coordinator.storage import recovery
+from shardyard_coordinator.storage.checkpoint_book import CheckpointBook
+from shardyard_coordinator.work import data_ledger
+from shardyard_coordinator.work.ranks import RankBook
+from shardyard_coordinator.work.straggler_verdicts import MakeupPlan
+from shardyard_ps_server.hosting import store
+from shardyard_ps_server.hosting.clocks import SspClocks
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition import partition
+from shardyard_ps_server.partition import step_gate as gate
+from shardyard_ps_server.partition.cuts import StateCut
+from shardyard_ps_server.partition.ledger import Ledger
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.partition_tables import PartitionTables
 from shardyard_ps_server.tables.table import Table as TableOfPartition
-from shardyard_ps_server.versions import Versions
-from shardyard_ps_server.wal import Wal
-from shardyard_ps_server.wal_files import END, LogFiles
-from shardyard_ps_server.wal_records import Mark
-from shardyard_worker import feeds
-from shardyard_worker.finite import Finiteness
-from shardyard_worker.hybrid import HybridStrategy
-from shardyard_worker.strategies import SyncStrategy
-from shardyard_worker.verdicts import Verdicts
+from shardyard_ps_server.values.versions import Versions
+from shardyard_ps_server.wal import replay
+from shardyard_ps_server.wal.records import Mark
+from shardyard_ps_server.wal.segments import END, LogFiles
+from shardyard_ps_server.wal.wal import Wal
+from shardyard_worker.consistency.hybrid import HybridStrategy
+from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.data import feeds
+from shardyard_worker.exchange.norm_sums import NormSums
+from shardyard_worker.training.nonfinite import NonFiniteCheck
 
 from .disk import SimulatedOs
 from .world import SECOND, current_world
@@ -144,7 +151,7 @@ def what_shall_not_count_is_not_named(patch: Patch) -> None:
 @mutation("A4", "async-checkpoint-nan", 0, 1)
 def what_is_not_finite_is_told_to_nobody(patch: Patch) -> None:
     """work whose gradient is not finite is pushed empty without being written down"""
-    patch.setattr(Finiteness, "_report", lambda self, *said: None)
+    patch.setattr(NonFiniteCheck, "_report", lambda self, *said: None)
 
 
 @mutation("A5", "async", 81)
@@ -157,7 +164,7 @@ def tokens_are_not_looked_at(patch: Patch) -> None:
 @mutation("A8", "async-checkpoint", 17)
 def single_partitions_go_back_further(patch: Patch) -> None:
     """single partitions go back to the checkpoint before the newest"""
-    real_commit, real_bases = CheckpointBook.commit, safekeeping.Safekeeping._bases
+    real_commit, real_bases = CheckpointBook.commit, checkpointing.CheckpointManager._bases
 
     def commit(self: Any, *given: Any) -> Any:
         before = self.committed
@@ -171,13 +178,13 @@ def single_partitions_go_back_further(patch: Patch) -> None:
         return real_bases(self, partitions) if before is None else (Base(before.number),)
 
     patch.setattr(CheckpointBook, "commit", commit)
-    patch.setattr(safekeeping.Safekeeping, "_bases", bases)
+    patch.setattr(checkpointing.CheckpointManager, "_bases", bases)
 
 
 @mutation("A9", "async-checkpoint", 19)
 def the_data_ledger_is_copied_last(patch: Patch) -> None:
     """a checkpoint has the data ledger as it is when the partitions are written"""
-    real = safekeeping.Safekeeping.end_checkpoint
+    real = checkpointing.CheckpointManager.end_checkpoint
 
     def end_checkpoint(self: Any, taken: Any) -> Any:
         if self.book.draft is not None:
@@ -186,7 +193,7 @@ def the_data_ledger_is_copied_last(patch: Patch) -> None:
             self.book.draft = dataclasses.replace(self.book.draft, data_ledger=late)
         return real(self, taken)
 
-    patch.setattr(safekeeping.Safekeeping, "end_checkpoint", end_checkpoint)
+    patch.setattr(checkpointing.CheckpointManager, "end_checkpoint", end_checkpoint)
 
 
 @mutation("A10", "sync-checkpoint", 6)
@@ -213,7 +220,7 @@ def closed_is_closed(patch: Patch) -> None:
 @mutation("A11", "async-checkpoint", 19)
 def the_end_waits_for_no_checkpoint(patch: Patch) -> None:
     """the end of the data is told while no checkpoint has all of it"""
-    patch.setattr(safekeeping.Safekeeping, "has_all_data", property(lambda self: True))
+    patch.setattr(checkpointing.CheckpointManager, "has_all_data", property(lambda self: True))
 
 
 @mutation("A12", "async", 252)
@@ -257,7 +264,7 @@ def ranks_are_counted_by_their_worker(patch: Patch) -> None:
 @mutation("B2", "sync", 7, 23)
 def applied_in_the_order_of_arrival(patch: Patch) -> None:
     """a step sums its ranks as they came"""
-    real_record = gate.Gate.record
+    real_record = gate.StepGate.record
 
     def record(self: Any, rank: Any, contribution: Any) -> None:
         self.__dict__.setdefault("came", []).append(contribution)
@@ -266,8 +273,8 @@ def applied_in_the_order_of_arrival(patch: Patch) -> None:
     def with_last(self: Any, rank: Any, contribution: Any) -> Any:
         return (*self.__dict__.pop("came", ()), contribution)
 
-    patch.setattr(gate.Gate, "record", record)
-    patch.setattr(gate.Gate, "with_last", with_last)
+    patch.setattr(gate.StepGate, "record", record)
+    patch.setattr(gate.StepGate, "with_last", with_last)
 
 
 @mutation("B3", "sync", 72, 88)
@@ -292,42 +299,42 @@ def random_numbers_are_nobodys(patch: Patch) -> None:
 @mutation("B6", "sync", 0, 2)
 def each_partition_has_a_verdict_of_its_own(patch: Patch) -> None:
     """a partition leaves out of a step whose contribution came last"""
-    real = gate.Gate.with_last
+    real = gate.StepGate.with_last
 
     def with_last(self: Any, rank: Any, contribution: Any) -> Any:
         taken = real(self, rank, contribution)
         return tuple(each._replace(groups=None) if each is contribution and len(taken) > 1 else each for each in taken)
 
-    patch.setattr(gate.Gate, "with_last", with_last)
+    patch.setattr(gate.StepGate, "with_last", with_last)
 
 
 @mutation("B6", "sync-clip", 22)
 def a_verdict_has_parts_of_several_steps(patch: Patch) -> None:
     """a verdict is made of what partitions have told last, of whichever step"""
 
-    def hear(self: Verdicts, gathered: Any) -> None:
+    def hear(self: NormSums, gathered: Any) -> None:
         for each in gathered:
             self._step = max(self._step, each.step)
             self._told[each.partition] = each.square_norm
 
-    patch.setattr(Verdicts, "hear", hear)
+    patch.setattr(NormSums, "hear", hear)
 
 
 @mutation("B6", "sync-clip", 650, 762, 1994)
 def a_verdict_of_another_step(patch: Patch) -> None:
     """a step takes whichever verdict comes"""
-    patch.setattr(gate.Gate, "judges", lambda self, verdict: self.awaits_verdict)
+    patch.setattr(gate.StepGate, "judges", lambda self, verdict: self.awaits_verdict)
 
 
 @mutation("B6", "sync-wal-clip", 129)
 def a_verdict_is_brought_by_the_last_rank_alone(patch: Patch) -> None:
     """what a step that was taken was made of is not told any more, to who brings the verdict to other partitions"""
-    real = gate.Gate.gathered
+    real = gate.StepGate.gathered
 
     def gathered(self: Any, step: int) -> Any:
         return real(self, step) if step == self.step else None
 
-    patch.setattr(gate.Gate, "gathered", gathered)
+    patch.setattr(gate.StepGate, "gathered", gathered)
 
 
 @mutation("C1", "sync-wal-clip", 1)
@@ -345,18 +352,18 @@ def a_verdict_is_not_in_the_log(patch: Patch) -> None:
 @mutation("B6", "sync-backup", 3, 14)
 def a_verdict_is_told_before_it_is_written_down(patch: Patch) -> None:
     """the coordinator tells who counts, and forgets it when it is started again"""
-    real = Counting.decide_step
+    real = WorkVerdicts.decide_step
 
     def decide_step(self: Any, step: int, ranks: Any, now_ms: int) -> Any:
         return [effect for effect in real(self, step, ranks, now_ms) if not isinstance(effect, Persist)]
 
-    patch.setattr(Counting, "decide_step", decide_step)
+    patch.setattr(WorkVerdicts, "decide_step", decide_step)
 
 
 @mutation("B6", "sync-backup", 0, 1)
 def what_came_late_counts_nowhere(patch: Patch) -> None:
     """nothing is made up for"""
-    patch.setattr(MakeUp, "drop", lambda self, step, batch, samples: None)
+    patch.setattr(MakeupPlan, "drop", lambda self, step, batch, samples: None)
 
 
 @mutation("B6", "sync-backup", 0)
@@ -367,7 +374,7 @@ def who_came_late_counts_where_he_is_there(patch: Patch) -> None:
         found = [self._gathered[member] for member in members]
         return None if None in found else tuple([each for each in self._gathered if each is not None])
 
-    patch.setattr(gate.Gate, "present", present)
+    patch.setattr(gate.StepGate, "present", present)
 
 
 @mutation("B6", "sync-backup", 0, 1)
@@ -471,13 +478,13 @@ def late_orders_judge_logs_of_later_owners(patch: Patch) -> None:
 @mutation("C3", "bounded", 3, 6)
 def nobody_waits_for_the_slowest(patch: Patch) -> None:
     """values are given however far behind another worker is"""
-    patch.setattr(Clocks, "behind", lambda self, worker, pace: None)
+    patch.setattr(SspClocks, "behind", lambda self, worker, pace: None)
 
 
 @mutation("C3", "bounded-checkpoint-lag", 4, 6)
 def nobody_is_expected(patch: Patch) -> None:
     """a server that is new to a job does not wait for those of whom it has not heard"""
-    patch.setattr(Clocks, "expect", lambda self, workers: None)
+    patch.setattr(SspClocks, "expect", lambda self, workers: None)
 
 
 @mutation("C4", "coordinator", 2, 5)
@@ -550,7 +557,7 @@ def rows_have_no_lane(patch: Patch) -> None:
 def the_lane_of_rows_is_not_saved(patch: Patch) -> None:
     """a checkpoint does not say which rows of the next step it has"""
     real = Ledger.marks
-    patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != LANE_OF_ROWS))
+    patch.setattr(Ledger, "marks", lambda self: tuple(m for m in real(self) if m.key.lane != ROW_LANE))
 
 
 @mutation("A1", "hybrid-checkpoint", 18)
@@ -574,7 +581,7 @@ def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
 
     def cut(self: Any, since: Any) -> Any:
         found = real(self, since)
-        ends = {LANE_OF_ROWS: self._gate.step + 1}
+        ends = {ROW_LANE: self._gate.step + 1}
         marks = tuple(mark._replace(next=ends.get(mark.key.lane, mark.next)) for mark in found.marks)
         return dataclasses.replace(found, marks=marks)
 

@@ -16,10 +16,10 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardyard.ground import errors
-from shardyard.transport.peers import Context, Service
-from shardyard.transport.serving import serve, serve_at_once
-from shardyard.transport.status import from_detail, to_detail
+from shardyard.domain import errors
+from shardyard.transport.dispatch import serve, serve_at_once
+from shardyard.transport.error_codes import from_detail, to_detail
+from shardyard.transport.interfaces import Context, Service
 from shardyard.wire.methods import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
@@ -325,7 +325,7 @@ class Call:
 
 
 class SimulatedNetwork:
-    """As one process sees it. See shardyard.transport.peers.Network."""
+    """As one process sees it. See shardyard.transport.interfaces.Network."""
 
     def __init__(self, wires: Wires, process: Process) -> None:
         self.wires = wires
@@ -421,7 +421,7 @@ class SimulatedPeer:
 
 
 class SimulatedStream:
-    """See shardyard.transport.peers.Stream."""
+    """See shardyard.transport.interfaces.Stream."""
 
     def __init__(self, peer: SimulatedPeer, method: Method[Any, Any]) -> None:
         self._peer = peer

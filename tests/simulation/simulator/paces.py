@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shardyard.ground.types import Caller, Incarnation, JobId
-from shardyard_ps_server.store import Store
-from shardyard_worker.bounded import BoundedStrategy
-from shardyard_worker.feeds import AsyncFeed
+from shardyard.domain.ids import Caller, Incarnation, JobId
+from shardyard_ps_server.hosting.store import Store
+from shardyard_worker.consistency.bounded import BoundedStrategy
+from shardyard_worker.data.feeds import AsyncFeed
 
 
 class Paces:

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardyard.ground.initial_values import InitialKind, InitialValues
-from shardyard.ground.row_ids import partition_of
-from shardyard_worker import row_updates
-from shardyard_worker.job_tables import JobTables
-from shardyard_worker.row_lives import AdmitAfter, Expiry
-from shardyard_worker.table import Table, Wanted
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard_worker.embedding import row_rules
+from shardyard_worker.embedding.config import AdmitAfter, Expiry
+from shardyard_worker.embedding.table import RowsNeeded, Table
+from shardyard_worker.training.table_binding import TableBinding
 
 Ids = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -34,12 +34,12 @@ SHARED_COUNTED = 12
 """The same where these rows count."""
 CELLS = 1 << 16
 """Of a filter, so many for so few ids that none is taken for another."""
-OPTIMIZERS: Mapping[str, row_updates.RowOptimizer] = {
-    "sgd": row_updates.SGD(lr=1.0),
-    "adagrad": row_updates.Adagrad(lr=0.1),
-    "adam": row_updates.Adam(lr=0.1),
+OPTIMIZERS: Mapping[str, row_rules.RowOptimizer] = {
+    "sgd": row_rules.SGD(lr=1.0),
+    "adagrad": row_rules.Adagrad(lr=0.1),
+    "adam": row_rules.Adam(lr=0.1),
     # each step adds 1 where a sample counts, whatever its share of the mean
-    "signs": row_updates.Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0),
+    "signs": row_rules.Adam(lr=1.0, betas=(0.0, 0.0), eps=0.0),
 }
 
 
@@ -109,7 +109,7 @@ class Rows:
             expiry=Expiry(age_steps=lives.age) if lives.age else None,
             seed=7,
         )
-        self.tables = JobTables({NAME: self.table}, [{"params": [self.table.weight], "lr": 1.0}])
+        self.tables = TableBinding({NAME: self.table}, [{"params": [self.table.weight], "lr": 1.0}])
         self._coordinates, self._partitions = coordinates, partitions
 
     @property
@@ -127,7 +127,7 @@ class Rows:
         """As a forward does. Shape (n, DIM)."""
         source = self.table.source
         once = source.once(self.table, ids)
-        (found,) = source.fetch([Wanted(self.table, once)])
+        (found,) = source.fetch([RowsNeeded(self.table, once)])
         return np.asarray(found)[once.places]
 
     def add(self, ids: Ids, gradients: npt.NDArray[np.float32] | float) -> None:

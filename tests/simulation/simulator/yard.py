@@ -36,23 +36,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.storage import LocalStorage
-from shardyard.ground import errors
-from shardyard.ground.orders import order
-from shardyard.ground.types import (
-    NO_CLIPPING,
-    Clipping,
-    ConsistencyMode,
-    DataShardSource,
-    Durability,
-    Generation,
-    Incarnation,
-    JobId,
-    Outcome,
-    PushName,
-    Token,
-)
-from shardyard.runtime.settings import (
+from shardyard.config.settings import (
     CheckpointSettings,
     ClipSettings,
     ConsistencySettings,
@@ -63,18 +47,25 @@ from shardyard.runtime.settings import (
     WorkerSettings,
     YardSettings,
 )
+from shardyard.domain import errors
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, ConsistencyMode, Durability
+from shardyard.domain.ids import Generation, Incarnation, JobId, Token
+from shardyard.domain.orders import order
+from shardyard.domain.push_names import DataShardSource, PushName
+from shardyard.domain.pushes import Outcome
+from shardyard.storage.storage import LocalStorage
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_coordinator import process as coordinator_process
-from shardyard_coordinator.journal import Journal
-from shardyard_ps_server import process as server_process
-from shardyard_ps_server.ledger import Ledger
-from shardyard_ps_server.store import Store
-from shardyard_ps_server.wal import Wal
-from shardyard_ps_server.wal_files import END, LogFiles
-from shardyard_ps_server.wal_records import Mark, decode_mark
-from shardyard_worker import job as worker_job
-from shardyard_worker.training import Sending
+from shardyard_coordinator.service import process as coordinator_process
+from shardyard_coordinator.service.journal import Journal
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.ledger import Ledger
+from shardyard_ps_server.service import process as server_process
+from shardyard_ps_server.wal.records import Mark, decode_mark
+from shardyard_ps_server.wal.segments import END, LogFiles
+from shardyard_ps_server.wal.wal import Wal
+from shardyard_worker.job import job as worker_job
+from shardyard_worker.training.trainer import StepInput
 
 from .disk import Disk, SimulatedOs
 from .network import SimulatedNetwork, Weather, Wires
@@ -723,7 +714,7 @@ class Yard:
         settings = job._settings_now()
         sent = [gradients[variable.spec.name] for variable in job._training.variables]
         taken = None if rows is None else rows.take()
-        job._contribute(Sending(sent, 1.0, settings, overflow=overflow, rows=None if overflow else taken))
+        job._contribute(StepInput(sent, 1.0, settings, overflow=overflow, rows=None if overflow else taken))
 
     def _is_wrong(self, source: DataShardSource, batch: int) -> bool:
         return (source.feed + source.epoch + source.index + batch) % 4 == 1 and batch < self._batches_of(source)
@@ -1203,19 +1194,20 @@ def _watch_logs() -> Callable[[], None]:
 def simulation(level: int = logging.ERROR) -> Iterator[None]:
     """Everything shipped is simulated while this lasts; `run_plan` runs within. Not reentrant. `level`: of what is
     logged into a trace."""
-    from shardyard.transport.channel import GrpcNetwork
-    from shardyard.transport.listener import Listener
-    from shardyard.transport.memory import tune_malloc
-    from shardyard_ps_server import optimizers, partition_tables
-    from shardyard_ps_server.optimizer_loops import load_optimizer_loops
-    from shardyard_ps_server.tables import tier
+    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard.transport.grpc_server import GrpcServer
+    from shardyard.transport.malloc import tune_malloc
+    from shardyard_ps_server.jit.optimizer_warmup import load_optimizer_loops
+    from shardyard_ps_server.rows import partition_tables
+    from shardyard_ps_server.tables import disk_tier
+    from shardyard_ps_server.values import optimizers
 
     optimizers.warm(("float64",))
     partition_tables.warm()
     os_ = SimulatedOs()
     more = {
         id(GrpcNetwork): _network,
-        id(Listener): _Listener,
+        id(GrpcServer): _Listener,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
         id(load_optimizer_loops): lambda vigil, tell, stop: None,
@@ -1225,7 +1217,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     undo = _watch_ledgers(), _watch_logs(), watch_paces(lambda: _yard().paces)
-    rows_least, tier.ROWS_LEAST = tier.ROWS_LEAST, ROWS_IN_MEMORY  # type: ignore[misc]
+    rows_least, disk_tier.ROWS_LEAST = disk_tier.ROWS_LEAST, ROWS_IN_MEMORY  # type: ignore[misc]
     root.addHandler(watch)
     root.setLevel(level)
     root.propagate = False
@@ -1243,7 +1235,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         root.removeHandler(watch)
         for each in undo:
             each()
-        tier.ROWS_LEAST = rows_least  # type: ignore[misc]
+        disk_tier.ROWS_LEAST = rows_least  # type: ignore[misc]
         torch.set_num_threads(threads)
 
 

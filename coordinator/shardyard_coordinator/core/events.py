@@ -1,0 +1,491 @@
+"""What happens to the machine: one frozen value per event, past tense.
+
+Invariant: an event is well-formed in itself (shardyard_coordinator.service.door saw to it); whether it fits is the
+machine's business. Must not know: messages, threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.checkpoints.manifest import ResidualFile
+from shardyard.config.settings import JobSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import ShardyardError
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Token
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.push_names import DataShardSource, LeasedSource, PushName, Source, SourceKey
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.domain.variables import VariableSpec
+from shardyard_coordinator.members.evaluations import Best, Evaluation
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.records import Entry
+from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.work.feeds import FeedSpec
+from shardyard_coordinator.work.losses import LostRange
+
+# ---- members
+
+
+FIRST_MAP: Final = Generation(1)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRegistered:
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatReceived:
+    """`logs`: of a server, how many bytes its log of a job has since the last checkpoint was begun; `rows`: how many
+    rows it has of each table of a job."""
+
+    incarnation: Incarnation
+    report: Report
+    logs: tuple[tuple[JobId, int], ...] = ()
+    rows: tuple[tuple[JobId, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberLeft:
+    """`error`: type and message of what ended a worker's script, or empty; `pushed`: a worker's acknowledged pushes
+    without leased data; `residual_lost`: the 2-norm of what it could not hand over."""
+
+    incarnation: Incarnation
+    error: str
+    pushed: int = 0
+    residual_lost: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReported:
+    """An agent saw a training process end."""
+
+    agent: Incarnation
+    pid: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed."""
+
+
+# ---- jobs, asked by a worker
+
+
+@dataclass(frozen=True, slots=True)
+class JobJoined:
+    incarnation: Incarnation
+    name: str
+    settings: JobSettings
+
+
+@dataclass(frozen=True, slots=True)
+class VariablesRegistered:
+    caller: Caller
+    variables: tuple[VariableSpec, ...]
+    optimizer: OptimizerSpec
+    tables: tuple[TableSettings, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VariablesCommitted:
+    """The initializer has sent the first values to all servers, under the map of a generation."""
+
+    caller: Caller
+    generation: Generation = FIRST_MAP
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOpened:
+    caller: Caller
+    feed: int
+    spec: FeedSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequested:
+    caller: Caller
+    feed: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReturned:
+    """A worker is at the end of a data shard or, with none, of a synchronous feed; the servers know whether it is
+    done."""
+
+    caller: Caller
+    feed: int
+    data_shard: DataShardSource | None
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBegun:
+    """A worker is about to compute a batch of its data shard, or a step of its logical rank. `highest`: the highest
+    next sequence of the source over all partitions."""
+
+    caller: Caller
+    source: LeasedSource
+    token: Token
+    sequence: int
+    highest: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotFiniteReported:
+    """A worker has computed a gradient that is not finite, of the parameter of that name, at that step of the job, and
+    has not pushed it. `count`: how many it has reported, this one included; `in_a_row`: one after the other, at
+    last; `highest`: the highest next sequence of the source over all partitions."""
+
+    caller: Caller
+    source: Source
+    token: Token
+    first: int
+    last: int
+    parameter: str
+    count: int
+    in_a_row: int
+    step: int
+    highest: int = 0
+
+    @property
+    def work(self) -> str:
+        return str(PushName(SourceKey(self.source), self.token, self.first, self.last))
+
+    @property
+    def title(self) -> str:
+        worker = self.caller.incarnation
+        return f"worker {worker}, step {self.step:,}, {self.work}: the gradient of {self.parameter!r} is not finite"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        return {"worker": str(self.caller.incarnation), "step": str(self.step), "parameter": self.parameter}
+
+    @property
+    def entry(self) -> Entry:
+        """Its record."""
+        return "not_finite", {
+            "worker": self.caller.incarnation,
+            "step": self.step,
+            "work": self.work,
+            "parameter": self.parameter,
+            "count": self.count,
+            "in_a_row": self.in_a_row,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RebaseRequested:
+    """A worker's own source is not the next one in every partition. `next`: where the worker goes on."""
+
+    caller: Caller
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRequested:
+    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+
+    caller: Caller | None
+    job_name: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepReported:
+    """All partitions have these ranks' contributions to a step, as a worker was told; it wants to know who counts."""
+
+    caller: Caller
+    step: int
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MakeupRequested:
+    """A worker stands at a step behind the planned ones of a feed."""
+
+    caller: Caller
+    feed: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """By a worker about its job, or by a person: `caller` None. `job_name`: empty, the one that there is."""
+
+    caller: Caller | None
+    job_name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRequested:
+    """By a person. `mode`, `staleness`: None, as it is."""
+
+    job_name: str
+    mode: ConsistencyMode | None
+    staleness: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackRead:
+    """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
+
+    caller: Caller
+    generation: Generation
+    worker: str
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverRequested:
+    """A worker leaves and has not sent all, of that 2-norm. `gone_back`: the generation with which its job has last
+    gone back as a whole, as far as it has followed; `file`: it is written."""
+
+    caller: Caller
+    gone_back: Generation
+    file: ResidualFile | None = None
+    norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOrdered:
+    """A person wants the jobs of that name to go on from a checkpoint, which was found to be whole."""
+
+    origin: RestorePoint
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreCancelled:
+    """A person does not want it any more."""
+
+    job_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderHeard:
+    """By who reads the job's values, a random name. `job`: None, the unfinished one of that name; `job_name`: empty,
+    the one that there is; `leaves`: it reads no more."""
+
+    job: JobId | None
+    job_name: str
+    reader: bytes
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationReported:
+    """`best`: that version has been kept."""
+
+    job: JobId
+    evaluation: Evaluation
+    best: Best | None
+
+
+# ---- what became of effects
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsCreated:
+    """Every server has its partitions, under the map of a generation."""
+
+    job: JobId
+    generation: Generation = FIRST_MAP
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsRefused:
+    """Some server did not take its partitions; they can be created again."""
+
+    job: JobId
+    generation: Generation = FIRST_MAP
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsOpened:
+    """Every server serves its partitions, under the map of a generation."""
+
+    job: JobId
+    generation: Generation = FIRST_MAP
+
+
+@dataclass(frozen=True, slots=True)
+class OpeningFailed:
+    """Some server did not answer; the coordinator asks again."""
+
+    job: JobId
+    generation: Generation = FIRST_MAP
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTaken:
+    """The checkpoint that was begun as `draft` is committed, as number `number`, and of a step. `created_s`: when, in
+    seconds since 1970, for people, 0: not told; `feedback`: what workers' error feedback remembered then."""
+
+    job: JobId
+    draft: int
+    number: int
+    step: int
+    created_s: int = 0
+    feedback: tuple[ResidualFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """Nothing was committed; another is begun later."""
+
+    job: JobId
+    draft: int
+    failure: ShardyardError
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionsRestored:
+    """All servers of the map of that generation have their partitions."""
+
+    job: JobId
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed:
+    job: JobId
+    generation: Generation
+    failure: ShardyardError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersFenced:
+    """Every server that answers in time refuses the workers now; their work may go to others. `reached`: the lowest
+    next sequence, over all partitions, of what they held, as far as that is known for good."""
+
+    job: JobId
+    workers: tuple[Incarnation, ...]
+    reached: tuple[tuple[LeasedSource, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRead:
+    """The lowest next sequence, over all partitions, of what a LeaseReturned was about; `generation`: of the map under
+    which it was read."""
+
+    returned: LeaseReturned
+    next_sequence: int
+    generation: Generation = FIRST_MAP
+
+
+@dataclass(frozen=True, slots=True)
+class WatermarksRead:
+    """The next sequence of a worker's own source in each partition, under the map of that generation."""
+
+    asked: RebaseRequested
+    generation: Generation
+    nexts: tuple[tuple[PartitionId, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DepartedRead:
+    """The next sequence of the own sources of workers that are gone in each partition, under the map of that
+    generation."""
+
+    job: JobId
+    generation: Generation
+    found: tuple[tuple[Incarnation, tuple[tuple[PartitionId, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DepartedUnread:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class StepsRead:
+    """The highest next step over all logical ranks and partitions, under the map of that generation."""
+
+    job: JobId
+    generation: Generation
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepsUnread:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class ServersPaced:
+    """All servers of the map of that generation go by the job's switch of that number."""
+
+    job: JobId
+    generation: Generation
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServersUnpaced:
+    """Some server did not answer."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True)
+class LostPushesSkipped:
+    """All servers go on with the source at the sequence that was asked for."""
+
+    asked: RebaseRequested
+    lost: tuple[LostRange, ...]
+
+
+Event = (
+    MemberRegistered
+    | HeartbeatReceived
+    | MemberLeft
+    | ExitReported
+    | Ticked
+    | JobJoined
+    | VariablesRegistered
+    | VariablesCommitted
+    | FeedOpened
+    | LeaseRequested
+    | LeaseReturned
+    | BatchBegun
+    | NotFiniteReported
+    | StepReported
+    | MakeupRequested
+    | RebaseRequested
+    | WatermarksRead
+    | LostPushesSkipped
+    | CheckpointRequested
+    | StopRequested
+    | SwitchRequested
+    | FeedbackRead
+    | HandoverRequested
+    | RestoreOrdered
+    | RestoreCancelled
+    | ReaderHeard
+    | EvaluationReported
+    | PartitionsCreated
+    | PartitionsRefused
+    | PartitionsOpened
+    | OpeningFailed
+    | CheckpointTaken
+    | CheckpointFailed
+    | PartitionsRestored
+    | RestoreFailed
+    | WorkersFenced
+    | LedgerRead
+    | DepartedRead
+    | DepartedUnread
+    | StepsRead
+    | StepsUnread
+    | ServersPaced
+    | ServersUnpaced
+)

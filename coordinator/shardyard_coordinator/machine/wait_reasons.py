@@ -1,0 +1,129 @@
+"""What the jobs of a yard wait for, as far as the coordinator decides it (promise 7: never a mystery hang).
+
+Owns: since when each job has waited for what; when that is said. Invariant: reading a job changes nothing of it. Must
+not know: waits of threads (the shell's vigil has them), what workers and servers wait for (they say it themselves), the
+clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from shardyard.domain import limits
+from shardyard.domain.ids import JobId
+from shardyard_coordinator.core.effects import JobState, LogMessage
+from shardyard_coordinator.flows.deployment import Deployment, Stage
+from shardyard_coordinator.machine.job import Job
+
+NAMED_MAX = 8
+"""So many partitions, ranks, members are named; more are counted."""
+
+
+@dataclass(slots=True)
+class _CurrentWait:
+    text: str
+    since_ms: int
+    told_ms: int
+
+
+class WaitReasons:
+    """Of all jobs. To be shown the jobs now and then."""
+
+    def __init__(self) -> None:
+        self._standing: dict[tuple[JobId, str], _CurrentWait] = {}
+
+    def look(self, jobs: Iterable[Job], now_ms: int) -> list[LogMessage]:
+        """Takes note of what each job waits for now. Returns what is to be said: of each wait that has lasted for
+        limits.EXPLAIN_WAIT_MS, and after that time again, and its end."""
+        told: list[LogMessage] = []
+        found: dict[tuple[JobId, str], _CurrentWait] = {}
+        for job in jobs:
+            for kind, text in _waits(job):
+                wait = found[job.id, kind] = self._standing.pop((job.id, kind), _CurrentWait(text, now_ms, now_ms))
+                wait.text = text
+                if now_ms - wait.told_ms >= limits.EXPLAIN_WAIT_MS:
+                    wait.told_ms = now_ms
+                    told.append(LogMessage(f"{job.title} waits for {_lasting(wait, now_ms)} so far", warning=True))
+        ended = [
+            LogMessage(f"job {job} has waited for {_lasting(wait, now_ms)}: the wait is over")
+            for (job, _), wait in self._standing.items()
+            if wait.told_ms > wait.since_ms
+        ]
+        self._standing = found
+        return [*ended, *told]
+
+    def of(self, job: JobId, now_ms: int) -> tuple[str, ...]:
+        """What the job has waited for longer than limits.SHOW_WAIT_MS, the longest wait first."""
+        lasting = [
+            wait
+            for (waiting, _), wait in self._standing.items()
+            if waiting == job and now_ms - wait.since_ms >= limits.SHOW_WAIT_MS
+        ]
+        return tuple(_lasting(wait, now_ms) for wait in sorted(lasting, key=lambda wait: wait.since_ms))
+
+
+def _lasting(wait: _CurrentWait, now_ms: int) -> str:
+    return f"{wait.text}, for {(now_ms - wait.since_ms) / 1000:.1f} s"
+
+
+def _waits(job: Job) -> Iterator[tuple[str, str]]:
+    """Each wait of a job: its kind, and what it waits for."""
+    if job.state.ended:
+        return
+    if job.state is JobState.FINISHING:
+        yield "last", f"its last checkpoint{job.last.told}; it ends without after {job.settings.idle_ms / 1000:g} s"
+    elif not job.workers:
+        yield "worker", f"a worker; it is ended {job.settings.idle_ms / 1000:g} s after its last one has gone"
+    if job.attendance.fencing:
+        yield "fence", f"servers to refuse worker {_named(job.attendance.fencing)}, before others have their work"
+    if job.keeping.recovery.needed:
+        yield "recovery", _recovery(job)
+    elif job.deployment.stage is not Stage.OPEN and job.workers:
+        yield "deployment", _deployment(job.deployment)
+    if job.handovers.left:
+        left = _named([each.worker for each in job.handovers.left])
+        yield "feedback", f"a worker to take up what worker {left} had not sent"
+    unheard = job.stopping.missing(job.workers)
+    if unheard:
+        yield "stop", f"worker {_named(unheard)} to hear that it shall stop"
+    late = job.halting.missing(job.workers)
+    if late:
+        yield "halt", f"worker {_named(late)} to say how far it has come, to go over to {job.halting.wanted}"
+    if job.going_over.draining:
+        yield "drain", f"{job.going_over.draining} to be done, to go over to {job.halting.wanted}"
+    if job.ranks is not None and job.workers:
+        vacant = [rank for rank in job.ranks.all if job.ranks.owner(rank) is None]
+        if vacant:
+            grace_s = job.settings.rank_grace_ms / 1000
+            yield "ranks", f"a worker for logical rank {_named(vacant)}; the living take it after {grace_s:g} s"
+
+
+def _recovery(job: Job) -> str:
+    recovery = job.keeping.recovery
+    attempt = recovery.attempt
+    if attempt is None:
+        return recovery.waits_for or f"a server for partition {_named(recovery.lost)}"
+    servers = {owner.server for owner in attempt.map.owners if owner.partition in attempt.partitions}
+    return f"partition {_named(attempt.partitions)} to be restored on server {_named(servers)}"
+
+
+def _deployment(deployed: Deployment) -> str:
+    servers = _named([server.incarnation for server in deployed.servers])
+    match deployed.stage:
+        case Stage.EMPTY:
+            return "a worker to register its variables"
+        case Stage.UNCREATED | Stage.CREATING:
+            return f"server {servers} to take its partitions"
+        case Stage.CREATED if deployed.initializer is None:
+            return "a worker that gives first values"
+        case Stage.CREATED:
+            return f"worker {deployed.initializer} to give first values"
+        case _:
+            return f"server {servers} to open its partitions"
+
+
+def _named(numbers: Collection[int]) -> str:
+    found = sorted(numbers)
+    rest = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
+    return ", ".join(map(str, found[:NAMED_MAX])) + rest

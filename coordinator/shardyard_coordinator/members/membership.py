@@ -1,0 +1,254 @@
+"""Who is a member of the yard, and until when.
+
+Owns: members by incarnation, their leases, why a former member is none any more. Invariants: incarnations only grow and
+no two lives of the coordinator give the same (each begins at its term << 32); two living members never share a role and
+an address; a lease is renewed by a heartbeat only. Must not know: jobs, the network, what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain import limits
+from shardyard.domain.errors import (
+    InvalidRequest,
+    ProtocolMismatch,
+    StaleIncarnation,
+    TooLarge,
+    WorkerQuarantined,
+)
+from shardyard.domain.ids import Incarnation, JobId, MemberRole, Term
+from shardyard_coordinator.members.nonfinite import QUARANTINED
+from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
+
+TERM_BITS: Final = 32
+"""Numbers given in one life of the coordinator stay below 2 ** 32; its term stands above them."""
+FORMER_MAX: Final = 1_024
+"""Of so many former members the reason of their end is remembered, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a process says of itself. `agent` is the incarnation of the agent that started it, if one did; `logs` names
+    the folder of a server's logs."""
+
+    role: MemberRole
+    address: str
+    protocol: int
+    release: str
+    host: str
+    pid: int
+    agent: Incarnation | None = None
+    local_index: int = 0
+    logs: str = ""
+
+
+@dataclass(slots=True)
+class Member:
+    incarnation: Incarnation
+    registration: Registration
+    last_seen_ms: int
+    job: JobId | None = None
+    waiting_for: str = ""
+    """What its last heartbeat said."""
+
+    @property
+    def role(self) -> MemberRole:
+        return self.registration.role
+
+    @property
+    def address(self) -> str:
+        return self.registration.address
+
+    @property
+    def title(self) -> str:
+        """How messages name it."""
+        place = self.address or f"{self.registration.host} pid {self.registration.pid}"
+        return f"{self.role.value} {self.incarnation} at {place}"
+
+
+class Membership:
+    """The living members. Iteration is in the order of registration."""
+
+    def __init__(self, *, term: Term, lease_ms: int, members_max: int = limits.MEMBERS_MAX) -> None:
+        self._lease_ms = lease_ms
+        self._members_max = members_max
+        self._next = (term << TERM_BITS) + 1
+        self._members: dict[Incarnation, Member] = {}
+        self._former: dict[Incarnation, str] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def check(self, registration: Registration) -> None:
+        """Raises ProtocolMismatch, InvalidRequest or TooLarge for a process that cannot become a member."""
+        if registration.protocol != limits.PROTOCOL:
+            raise ProtocolMismatch(
+                f"{registration.role.value} at {registration.address or registration.host or 'an unnamed host'}, of "
+                f"release {registration.release or 'unknown'}, speaks protocol {registration.protocol}; "
+                f"this coordinator speaks {limits.PROTOCOL}"
+            )
+        if registration.role is MemberRole.SERVER and not registration.address:
+            raise InvalidRequest(
+                f"a server on {registration.host} (pid {registration.pid}) registered without an address",
+                why="workers could not reach it",
+                todo="start it with an address that others can reach (--advertise HOST:PORT)",
+            )
+        if len(self._members) >= self._members_max and self.replaced_by(registration) is None:
+            raise TooLarge(
+                f"the yard has {len(self._members)} members already; at most {self._members_max} are taken",
+                todo="stop members that are not needed, or start a second coordinator",
+            )
+
+    def replaced_by(self, registration: Registration) -> Member | None:
+        """The member whose place the process takes: one of its role at its address."""
+        if not registration.address:
+            return None
+        for member in self._members.values():
+            if member.role is registration.role and member.address == registration.address:
+                return member
+        return None
+
+    def add(self, registration: Registration, now_ms: int) -> Member:
+        """Takes in a process that `check` let pass, after the one that it replaces was removed."""
+        assert self.replaced_by(registration) is None, registration
+        return self._add(Incarnation(self._next), registration, now_ms)
+
+    def require(self, incarnation: Incarnation, role: MemberRole | None = None) -> Member:
+        """The living member. Raises StaleIncarnation (WorkerQuarantined of a worker that is out), or InvalidRequest
+        where it has another role."""
+        member = self._members.get(incarnation)
+        if member is None:
+            reason = self._former.get(incarnation, "")
+            kind = WorkerQuarantined if reason.startswith(QUARANTINED) else StaleIncarnation
+            raise kind(
+                f"incarnation {incarnation} is no member of this yard"
+                + (f": it {reason}" if reason else " (unknown to this coordinator)"),
+                facts={"incarnation": str(incarnation)},
+            )
+        if role is not None and member.role is not role:
+            raise InvalidRequest(f"{member.title} asked for what is for {role.value}s only")
+        return member
+
+    def renew(self, incarnation: Incarnation, now_ms: int) -> None:
+        self._members[incarnation].last_seen_ms = now_ms
+
+    def forgive(self, gap_ms: int) -> None:
+        """The coordinator itself was not awake for `gap_ms`; nobody could reach it, so this time does not count."""
+        for member in self._members.values():
+            member.last_seen_ms += gap_ms
+
+    def expired(self, now_ms: int) -> tuple[tuple[Member, str], ...]:
+        """Members whose lease has run out, and how that was noticed."""
+        return tuple(
+            (
+                member,
+                f"was silent for {(now_ms - member.last_seen_ms) / 1000:.1f} s (lease {self._lease_ms / 1000:g} s)",
+            )
+            for member in self._members.values()
+            if now_ms - member.last_seen_ms >= self._lease_ms
+        )
+
+    def remove(self, incarnation: Incarnation, reason: str) -> None:
+        """`reason` continues "it ...", for example "left"."""
+        del self._members[incarnation]
+        self._remember(incarnation, reason)
+
+    def servers(self) -> tuple[Member, ...]:
+        return tuple(member for member in self._members.values() if member.role is MemberRole.SERVER)
+
+    def started_by(self, agent: Member, pid: int) -> tuple[Member, ...]:
+        """Workers that ran in process `pid` of the agent's machine."""
+        return tuple(
+            member
+            for member in self._members.values()
+            if member.role is MemberRole.WORKER
+            and member.registration.pid == pid
+            and (member.registration.agent == agent.incarnation or member.registration.host == agent.registration.host)
+        )
+
+    # ---- records
+
+    def entries(self, jobs_known: Container[JobId]) -> list[Entry]:
+        """Records that make these members anew. The job of a member is told where it is not one of `jobs_known`, whose
+        own records tell it."""
+        former = [("member_former", {"incarnation": each, "how": how}) for each, how in self._former.items()]
+        return [*former, *(registered(each, 0 if each.job in jobs_known else each.job or 0) for each in self)]
+
+    def restore(self, kind: str, body: Body, now_ms: int) -> None:
+        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        incarnation = Incarnation(body.number("incarnation", least=1))
+        match kind:
+            case "member_registered":
+                require(incarnation not in self._members, f"member {incarnation} registers twice")
+                member = self._add(incarnation, _registration_of(body), now_ms)
+                member.job = JobId(body.number("job")) or None
+            case "member_removed":
+                require(incarnation in self._members, f"member {incarnation} goes and was not there")
+                self.remove(incarnation, body.text("how"))
+            case _:
+                self._remember(incarnation, body.text("how"))
+
+    def put_into(self, worker: Incarnation, job: JobId) -> None:
+        """The worker had joined the job. Raises DamagedRecord."""
+        require(worker in self._members, f"worker {worker} is no member")
+        self._members[worker].job = job
+
+    def _add(self, incarnation: Incarnation, registration: Registration, now_ms: int) -> Member:
+        self._members[incarnation] = member = Member(incarnation, registration, now_ms)
+        self._next = max(self._next, incarnation + 1)
+        return member
+
+    def _remember(self, incarnation: Incarnation, reason: str) -> None:
+        self._former[incarnation] = reason
+        self._next = max(self._next, incarnation + 1)
+        while len(self._former) > FORMER_MAX:
+            del self._former[next(iter(self._former))]
+
+
+def registered(member: Member, job: int = 0) -> Entry:
+    """The record of a registration."""
+    said = member.registration
+    return "member_registered", {
+        "incarnation": member.incarnation,
+        "role": said.role.value,
+        "address": said.address,
+        "protocol": said.protocol,
+        "release": said.release,
+        "host": said.host,
+        "pid": said.pid,
+        "agent": said.agent or 0,
+        "local_index": said.local_index,
+        "logs": said.logs,
+        "job": job,
+    }
+
+
+def removed(member: Member, how: str) -> Entry:
+    """The record of a member's end."""
+    said = {"role": member.role.value, "address": member.address}
+    return "member_removed", {"incarnation": member.incarnation, "how": how, **said}
+
+
+def _registration_of(body: Body) -> Registration:
+    role = body.text("role")
+    try:
+        known_role = MemberRole(role)
+    except ValueError as error:
+        raise DamagedRecord(f"role: expected one of server, worker, agent, got {role!r}") from error
+    return Registration(
+        role=known_role,
+        address=body.text("address"),
+        protocol=body.number("protocol"),
+        release=body.text("release"),
+        host=body.text("host"),
+        pid=body.number("pid"),
+        agent=Incarnation(body.number("agent")) or None,
+        local_index=body.number("local_index"),
+        logs=body.text("logs"),
+    )

@@ -1,0 +1,92 @@
+"""How far a job is, from what its workers report.
+
+Owns: each worker's last report, the job's step, samples and rate. Invariants: step and samples never fall, also when
+workers go; memory is bounded. Must not know: what a step is worth, the clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain.ids import Incarnation
+
+RATE_WINDOW_MS: Final = 5_000
+RATE_SLOT_MS: Final = 100
+"""Reports closer together than this share a point of the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says of itself with a heartbeat. `samples`: pushed by it in all; `residual_norm`: the 2-norm of
+    what its compression has not sent yet, as of some pushes ago; `pushed`: its acknowledged pushes without leased
+    data; `reached`: it was told of a stop, and contributes to no step from this one on until that is settled;
+    `switches`: the number of the job's switch that it goes by; `halted`: the number of the halt that it was told of,
+    and as `reached`."""
+
+    step: int = 0
+    samples: int = 0
+    metrics: tuple[tuple[str, float], ...] = ()
+    waiting_for: str = ""
+    residual_norm: float = 0.0
+    pushed: int = 0
+    reached: int | None = None
+    switches: int = 0
+    halted: tuple[int, int] | None = None
+
+
+class Progress:
+    def __init__(self, now_ms: int) -> None:
+        self.step = 0
+        self.metrics: tuple[tuple[str, float], ...] = ()
+        self._reports: dict[Incarnation, Report] = {}
+        self._samples_of_departed = 0
+        self._points: deque[tuple[int, int]] = deque([(now_ms, 0)])
+
+    @property
+    def samples(self) -> int:
+        return self._samples_of_departed + sum(report.samples for report in self._reports.values())
+
+    def take(self, worker: Incarnation, report: Report, now_ms: int) -> None:
+        before = self.of(worker)
+        self._reports[worker] = Report(
+            report.step,
+            max(report.samples, before.samples),
+            report.metrics,
+            report.waiting_for,
+            report.residual_norm,
+            max(report.pushed, before.pushed),
+        )
+        self.step = max(self.step, report.step)
+        self.metrics = report.metrics or self.metrics
+        if self.samples == 0:
+            # the time before the first sample is no part of the rate
+            self._points = deque([(now_ms, 0)])
+        if now_ms - self._points[-1][0] >= RATE_SLOT_MS:
+            self._points.append((now_ms, self.samples))
+        while len(self._points) > 2 and now_ms - self._points[1][0] >= RATE_WINDOW_MS:
+            self._points.popleft()
+
+    def restore(self, *, step: int, samples: int, metrics: tuple[tuple[str, float], ...]) -> None:
+        """How far an ended job came, whoever did it."""
+        self.step, self._samples_of_departed, self.metrics = step, samples, metrics
+
+    def forget(self, worker: Incarnation) -> None:
+        """The worker is gone; what it pushed stays counted."""
+        self._samples_of_departed += self.of(worker).samples
+        self._reports.pop(worker, None)
+
+    def of(self, worker: Incarnation) -> Report:
+        return self._reports.get(worker, Report())
+
+    def samples_per_s(self, now_ms: int) -> float:
+        """Mean over the last RATE_WINDOW_MS or so; 0 when nothing was heard for so long."""
+        since_ms, samples_then = self._points[0]
+        for at_ms, samples in self._points:
+            if now_ms - at_ms < RATE_WINDOW_MS:
+                break
+            since_ms, samples_then = at_ms, samples
+        if now_ms <= since_ms:
+            return 0.0
+        return (self.samples - samples_then) * 1000 / (now_ms - since_ms)

@@ -1,0 +1,110 @@
+"""Who works on a job: who is there, who has gone and how, and for how long it waits for more.
+
+Owns: a job's living workers; those that are gone, as far as servers are told to refuse them, and what came of that;
+since when nobody is there, and when the job is over for that. Invariants: nobody is chief after one that has said
+goodbye; whoever comes puts off the end; memory does not grow with the number of workers that have gone. Must not know:
+what they have to compute, when their work is free, how a job ends.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from shardyard.domain.ids import Incarnation
+from shardyard_coordinator.records import Body, Entry
+
+FENCED_MAX: Final = 1_024
+"""So many fenced workers are named to servers again and again, the latest."""
+LATE_MS: Final = 10_000
+"""A job that is left by its last worker stays open for so long if fewer workers than expected have said goodbye: one
+that starts late, or is restarted, finds its work done, where it would else begin the whole run anew."""
+
+
+class Roster:
+    """Of one job."""
+
+    def __init__(self, now_ms: int) -> None:
+        self.living: list[Incarnation] = []
+        """In the order in which they have registered."""
+        self.fenced: list[Incarnation] = []
+        """They are gone; servers refuse them, or shall."""
+        self.fencing: list[Incarnation] = []
+        """Those of whom servers may still take something: nobody has their work yet."""
+        self.last_lost = ""
+        self.goodbyes = 0
+        self._chief_is_done = False
+        self._idle_since_ms = now_ms
+        self._over_at_ms: int | None = None
+
+    @property
+    def chief(self) -> Incarnation | None:
+        """The living worker that came first; nobody once a chief has said goodbye, since what a chief does at the end
+        of a script is done then."""
+        return self.living[0] if self.living and not self._chief_is_done else None
+
+    @property
+    def gone(self) -> tuple[Incarnation, ...]:
+        """Workers that have left, or that the servers refuse."""
+        return tuple(worker for worker in self.fenced if worker not in self.fencing)
+
+    def idle_ms(self, now_ms: int) -> int:
+        """For how long nobody has been there, since `rest`."""
+        return now_ms - self._idle_since_ms
+
+    def is_over(self, now_ms: int) -> bool:
+        """Whether the last one has done all that there was, and whoever may come late had time to."""
+        return self._over_at_ms is not None and now_ms >= self._over_at_ms
+
+    def enter(self, worker: Incarnation) -> None:
+        self.living = sorted([*self.living, worker])
+        self._over_at_ms = None
+
+    def leave(self, worker: Incarnation, how: str, now_ms: int, *, goodbye: bool) -> None:
+        """The worker is gone, and is to be refused."""
+        if goodbye:
+            self.goodbyes += 1
+            self._chief_is_done = self._chief_is_done or self.chief == worker
+        self.living = [each for each in self.living if each != worker]
+        self.last_lost = f"worker {worker}, {how}"
+        if not self.living:
+            self.rest(now_ms)
+        self.fenced = [*self.fenced, worker][-FENCED_MAX:]
+        self.fencing = [*self.fencing, worker]
+
+    def rest(self, now_ms: int) -> None:
+        """The time for which a job may be without workers begins."""
+        self._idle_since_ms = now_ms
+
+    def close_at(self, over_at_ms: int | None) -> None:
+        """Nobody is there, and the job is over then unless somebody comes; None: not for that."""
+        self._over_at_ms = over_at_ms
+
+    def refuse(self, worker: Incarnation) -> None:
+        """Servers take nothing of the worker any more."""
+        self.fencing = [each for each in self.fencing if each != worker]
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that make this anew: whoever is there joins, then what became of the others."""
+        gone: Entry = (
+            "workers_gone",
+            {
+                "goodbyes": self.goodbyes,
+                "chief_is_done": self._chief_is_done,
+                "last_lost": self.last_lost,
+                "fenced": self.fenced,
+                "fencing": self.fencing,
+                "finishes": self._over_at_ms is not None,
+            },
+        )
+        joined: list[Entry] = [("worker_joined", {"worker": worker}) for worker in self.living]
+        return [*joined, *([gone] if self.last_lost else [])]
+
+    def restore(self, body: Body, now_ms: int) -> None:
+        """Takes the record of those that are gone. Raises DamagedRecord."""
+        self.goodbyes, self._chief_is_done = body.number("goodbyes"), body.flag("chief_is_done")
+        self.last_lost = body.text("last_lost")
+        self.fenced = [Incarnation(each) for each in body.numbers("fenced")][-FENCED_MAX:]
+        self.fencing = [Incarnation(each) for each in body.numbers("fencing")]
+        self._over_at_ms = now_ms + LATE_MS if body.flag("finishes") else None

@@ -1,0 +1,137 @@
+"""That a job goes over from synchronous to asynchronous updates, or back, and before which step (docs/ledger.md, rules
+B8, B10).
+
+Owns: what was asked for, how far each worker has come, the step before which the job goes over. Invariants: the step is
+settled when every living worker has said how far it has come and stays there until it is, and the servers have said
+what they have of those who are gone; so nobody has contributed to that step, and all steps that anybody has contributed
+to are computed as steps; a worker's word counts for the halt that it is about. Of a halt that drains it is settled
+anew whenever partitions go back. Until the partitions go by the other mode the halt may be taken back. Must not know:
+steps' contents, data shards, servers, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+from shardyard.domain import limits
+from shardyard.domain.consistency import Consistency, SwitchPoint, UpdateMode
+from shardyard.domain.ids import Incarnation
+from shardyard_coordinator.modes.mode_setting import consistency_body, consistency_of
+from shardyard_coordinator.modes.step_barrier import StepBarrier
+from shardyard_coordinator.records import Body, Entry, require
+
+HALTS_MAX: Final = (1 << 32) - 1
+
+
+class Drain:
+    """Of one job."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._reached = StepBarrier()
+        self.halt: SwitchPoint | None = None
+        """What workers are told."""
+        self.wanted: Consistency | None = None
+        """What the job goes over to."""
+        self.ticket = 0
+        """Of a halt that is settled, and drains: checkpoints that were begun before this one lack something."""
+
+    def ask(self, wanted: Consistency) -> list[Entry]:
+        """Records."""
+        assert self.halt is None
+        self._begin(self._count + 1, wanted)
+        return [self._asked]
+
+    def give_up(self) -> list[Entry]:
+        """The job stays as it is. Records."""
+        self.end()
+        return [("halt_given_up", {})]
+
+    def end(self) -> None:
+        """The job has gone over, or stays as it is."""
+        self.halt = self.wanted = None
+        self.ticket = 0
+        self._reached.clear()
+
+    @property
+    def drains(self) -> bool:
+        """Whether the job goes over to steps."""
+        return self.halt is not None and self.halt.drains
+
+    def reopen(self) -> None:
+        """Partitions have gone back, and what they lack is to be pushed again."""
+        if self.halt is not None and self.halt.drains and self.halt.settled:
+            self.halt, self.ticket = replace(self.halt, settled=False, step=0), 0
+
+    def hear(self, worker: Incarnation, number: int, reached: int) -> None:
+        """The worker has contributed to no step from `reached` on, and waits."""
+        if self._is_open and self.halt is not None and number == self.halt.number:
+            self._reached.hear(worker, reached)
+
+    def is_due(self, workers: Collection[Incarnation]) -> bool:
+        """Whether all of the living have said how far they have come."""
+        return self._is_open and self._reached.has_all(workers)
+
+    def settle(self, step: int, ticket: int = 0) -> list[Entry]:
+        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone. Where
+        it drains: above all versions, and `ticket` that of the next checkpoint. Records."""
+        return self._settle(step if self.drains else self._reached.settled(step), ticket)
+
+    def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
+        """Of the living, those that have not said how far they have come."""
+        return self._reached.missing(workers) if self._is_open else ()
+
+    @property
+    def step(self) -> int | None:
+        """The step before which the job goes over, once that is settled."""
+        return self.halt.step if self.halt is not None and self.halt.settled else None
+
+    @property
+    def _is_open(self) -> bool:
+        return self.halt is not None and not self.halt.settled
+
+    def _begin(self, number: int, wanted: Consistency) -> None:
+        drains = wanted.mode.updates is UpdateMode.SYNC
+        self._count, self.halt, self.wanted = number, SwitchPoint(number, drains=drains), wanted
+
+    def _settle(self, step: int, ticket: int) -> list[Entry]:
+        assert self.halt is not None
+        self.halt, self.ticket = replace(self.halt, settled=True, step=step), ticket
+        self._reached.clear()
+        return [self._settled]
+
+    # ---- records
+
+    @property
+    def _asked(self) -> Entry:
+        assert self.wanted is not None
+        return "halt_asked", {"halt": self._count, "number": self.wanted.number, **consistency_body(self.wanted)}
+
+    @property
+    def _settled(self) -> Entry:
+        assert self.halt is not None
+        return "halt_settled", {"step": self.halt.step, **({"ticket": self.ticket} if self.ticket else {})}
+
+    def entries(self) -> list[Entry]:
+        if self.halt is not None:
+            return [self._asked, *([self._settled] if self.halt.settled else [])]
+        return [("halts_before", {"halt": self._count})] if self._count else []
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Raises DamagedRecord."""
+        match kind:
+            case "halt_asked":
+                require(self.halt is None, "a job that halts is to halt")
+                number = body.number("halt", least=self._count + 1, most=HALTS_MAX)
+                self._begin(number, consistency_of(body, body.number("number", least=1)))
+            case "halt_settled":
+                require(self._is_open, "a halt is settled that is not due")
+                ticket = body.number("ticket", least=1) if body.has("ticket") else 0
+                self._settle(body.number("step", most=limits.SEQUENCE_MAX), ticket)
+            case "halt_given_up":
+                require(self.halt is not None, "a halt is given up that was not asked for")
+                self.end()
+            case _:
+                self._count = body.number("halt", least=1, most=HALTS_MAX)

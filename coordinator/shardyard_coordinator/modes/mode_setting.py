@@ -1,0 +1,227 @@
+"""That a running job goes on under another consistency mode, or another bound on staleness (docs/consistency.md).
+
+Owns: what a job was switched to last, what it goes by until all servers have been told, which of its workers have gone
+over. Invariants: servers go over first, so that no worker relies on a bound that some server does not know; a worker is
+told of a switch once all servers of the job's map go by it, and again whenever the map is another one; of two switches
+the one with the higher number counts, everywhere; what was asked for and is in force already changes nothing; there is
+one at a time. Must not know: servers, messages, what time it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Final
+
+from shardyard.config.configuration import parse_job_settings
+from shardyard.config.settings import JobSettings
+from shardyard.domain import errors
+from shardyard.domain.consistency import Consistency, ConsistencyMode, UpdateMode
+from shardyard.domain.ids import Generation, Incarnation
+from shardyard_coordinator.records import Body, Entry, require
+
+SWITCHES_MAX: Final = (1 << 32) - 1
+RETRY_MS: Final = 500
+"""Between two tries to tell servers."""
+SETTING: Final = "job.consistency.mode"
+
+
+class ModeSetting:
+    """Of one job that was started under a `mode` and a `bound` on staleness."""
+
+    def __init__(self, mode: ConsistencyMode, bound: int | None) -> None:
+        self.latest = Consistency(0, mode, bound)
+        self._before = self.latest
+        self._told: Generation | None = None
+        self._asking = False
+        self._retry_at_ms = 0
+        self._left: Generation | None = None
+        """The last map of partitions of another kind, of a job that went over from them."""
+        self._by = 0
+        """The checkpoint by way of which it did."""
+        self._gone_over: dict[Incarnation, int] = {}
+
+    # ---- what is asked
+
+    def ask(self, settings: JobSettings) -> list[Entry]:
+        """The job is to go by these settings. Records; none where it does. Raises NotReady while a switch is under way,
+        TooLarge."""
+        consistency = settings.consistency
+        if (consistency.mode, consistency.bound) == (self.latest.mode, self.latest.bound):
+            return []
+        if self.is_under_way:
+            raise errors.NotReady(
+                f"job {settings.name!r} is being switched to {self.latest}: not all servers have been told",
+                why="one switch at a time",
+                todo="see `shardyard status`; ask again when they have",
+            )
+        self._switch(self.following(settings))
+        return [self._switched]
+
+    def following(self, settings: JobSettings) -> Consistency:
+        """What the job goes by once it goes by these settings. Raises TooLarge."""
+        if self.latest.number == SWITCHES_MAX:
+            raise errors.TooLarge(f"job {settings.name!r} was switched {SWITCHES_MAX} times; that is all it can be")
+        return Consistency(self.latest.number + 1, settings.consistency.mode, settings.consistency.bound)
+
+    def go_over(self, consistency: Consistency, generation: Generation, checkpoint: int) -> None:
+        """From partitions of another kind of updates, whose last map is of that generation, by way of a checkpoint."""
+        self._switch(consistency)
+        self._left, self._by = generation, checkpoint
+
+    @property
+    def has_gone_over(self) -> bool:
+        """Whether its partitions were of another kind before."""
+        return self._left is not None
+
+    def is_checkpoint_of_before(self, number: int) -> bool:
+        """Whether a checkpoint is of partitions that the job has left for others: what it has of data means something
+        else, also where the mode is the same again."""
+        return self._left is not None and number <= self._by
+
+    def is_of_before(self, generation: Generation | None) -> bool:
+        """Whether a map is one of partitions that the job has left for others."""
+        return self._left is not None and generation is not None and generation <= self._left
+
+    # ---- how far it is
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some server may not go by it."""
+        return self.latest.number > 0 and self._told is None
+
+    @property
+    def in_force(self) -> Consistency:
+        """What all servers go by, and workers shall. Partitions go over from one kind of updates to the other before
+        anybody sees their map."""
+        crosses = self._before.mode.updates is not self.latest.mode.updates
+        return self._before if self.is_under_way and not crosses else self.latest
+
+    def begin(self, generation: Generation | None, now_ms: int) -> bool:
+        """Whether the servers of the map of that generation are to be told now; then they are being told."""
+        if not self.latest.number or self._told == generation or self._asking or now_ms < self._retry_at_ms:
+            return False
+        self._asking = True
+        return True
+
+    def end(self, generation: Generation | None, number: int) -> bool:
+        """The servers of that map go by the switch of that number. Whether the workers hear of it now."""
+        self._asking = False
+        if number != self.latest.number:
+            return False
+        was_under_way, self._told = self.is_under_way, generation
+        return was_under_way
+
+    def fail(self, now_ms: int) -> None:
+        """Some server did not answer."""
+        self._asking, self._retry_at_ms = False, now_ms + RETRY_MS
+
+    def hear(self, worker: Incarnation, number: int) -> list[Entry]:
+        """A worker says by which switch it goes. Records."""
+        if not self._gone_over.get(worker, 0) < number <= self.latest.number:
+            return []
+        self._gone_over[worker] = number
+        return [_gone_over(worker, number)]
+
+    def goes_by_latest(self, worker: Incarnation) -> bool:
+        return self._gone_over.get(worker, 0) == self.latest.number
+
+    def behind(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
+        """Those of the living that have not gone over yet."""
+        return tuple(worker for worker in sorted(workers) if not self.goes_by_latest(worker))
+
+    def forget(self, worker: Incarnation) -> None:
+        """It is gone."""
+        self._gone_over.pop(worker, None)
+
+    def _switch(self, consistency: Consistency) -> None:
+        self._before, self.latest = self.latest, consistency
+        self._told, self._asking, self._retry_at_ms = None, False, 0
+
+    # ---- records
+
+    @property
+    def _switched(self) -> Entry:
+        return "consistency_switched", {
+            "number": self.latest.number,
+            **consistency_body(self.latest),
+            "before": consistency_body(self._before),
+            "left": self._left,
+            "by": self._by,
+        }
+
+    def entries(self) -> list[Entry]:
+        """After the job's settings, and its workers."""
+        if not self.latest.number:
+            return []
+        return [self._switched, *(_gone_over(*each) for each in self._gone_over.items())]
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Takes a record of `entries`. Raises DamagedRecord."""
+        number = body.number("number", least=1, most=SWITCHES_MAX)
+        if kind == "worker_gone_over":
+            require(number <= self.latest.number, "a worker goes by a switch that was not")
+            self._gone_over[Incarnation(body.number("worker", least=1))] = number
+            return
+        require(number > self.latest.number, f"switch {number} comes after switch {self.latest.number}")
+        before = consistency_of(body.part("before"), number - 1)
+        self._switch(consistency_of(body, number))
+        self._before = before
+        if body.has("left") and not body.is_null("left"):
+            self._left = Generation(body.number("left", least=1))
+            self._by = body.number("by") if body.has("by") else 0
+
+
+def switched(settings: JobSettings, mode: ConsistencyMode | None, staleness: int | None) -> JobSettings:
+    """The settings of a running job with another mode or bound; None: as it is. Raises InvalidRequest for a switch that
+    cannot be made while it runs, ConfigurationError where settings do not fit each other."""
+    before = settings.consistency
+    wanted = before.mode if mode is None else mode
+    if staleness is not None and wanted is not ConsistencyMode.BOUNDED:
+        raise errors.InvalidRequest(
+            f"a staleness of {staleness} for job {settings.name!r}, whose mode is {wanted.value}",
+            why="the staleness of other modes has no bound",
+            todo=f"set {SETTING}=bounded with it",
+        )
+    crosses = UpdateMode.SYNC in (wanted.updates, before.mode.updates)
+    plain = all(mode is ConsistencyMode.SYNC or mode.updates is UpdateMode.ASYNC for mode in (wanted, before.mode))
+    if wanted is not before.mode and crosses and not plain:
+        raise errors.InvalidRequest(
+            f"job {settings.name!r} runs in mode {before.mode.value}, and cannot go over to {wanted.value}",
+            why="an update means something else there, and so does a piece of work",
+            todo="a job that runs is switched between sync, async and bounded. Else stop it"
+            " (`shardyard stop`), take its model from its last checkpoint (`shardyard checkpoint export`), and start a"
+            f" job with that, whose {SETTING} is {wanted.value}: state of optimizers and the place in the data begin"
+            " anew",
+        )
+    consistency = before.model_dump(mode="json") | {"mode": wanted.value}
+    if staleness is not None:
+        consistency["staleness"] = staleness
+    told = settings.model_dump(mode="json") | {"consistency": consistency}
+    return parse_job_settings(json.dumps(told))
+
+
+def settings_of(settings: JobSettings, latest: Consistency) -> JobSettings:
+    """A job's settings as of its latest switch."""
+    if not latest.number:
+        return settings
+    changed = {"mode": latest.mode} | ({} if latest.bound is None else {"staleness": latest.bound})
+    return settings.model_copy(update={"consistency": settings.consistency.model_copy(update=changed)})
+
+
+def _gone_over(worker: Incarnation, number: int) -> Entry:
+    return "worker_gone_over", {"worker": worker, "number": number}
+
+
+def consistency_body(consistency: Consistency) -> dict[str, object]:
+    return {"mode": consistency.mode.value, "staleness": consistency.bound}
+
+
+def consistency_of(body: Body, number: int) -> Consistency:
+    """Raises DamagedRecord."""
+    modes = {mode.value: mode for mode in ConsistencyMode}
+    require(body.text("mode") in modes, f"mode {body.text('mode')!r}")
+    bound = None if body.is_null("staleness") else body.number("staleness")
+    mode = modes[body.text("mode")]
+    require((bound is None) is not (mode is ConsistencyMode.BOUNDED), f"mode {mode.value} with staleness {bound}")
+    return Consistency(number, mode, bound)

@@ -1,0 +1,93 @@
+"""That a job shall end before its data does, and where (docs/ledger.md, rule B9).
+
+Owns: who said so first; of a synchronous job, how far each worker has come, and the step before which all of them end.
+Invariants: the first to say so decides, nobody takes it back; the step is settled once, when every living worker has
+said how far it has come and stays there until it is, and the servers have said what they have of those who are gone;
+so nobody has contributed to that step, and all steps that anybody has contributed to are computed by all. Must not
+know: steps' contents, servers, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from shardyard.domain import limits
+from shardyard.domain.consistency import Stop
+from shardyard.domain.ids import Incarnation
+from shardyard_coordinator.modes.step_barrier import StepBarrier
+from shardyard_coordinator.records import Body, Entry, require
+
+
+class Stopping:
+    """Of one job. `by_steps`: it is synchronous."""
+
+    def __init__(self, *, by_steps: bool) -> None:
+        self._by_steps = by_steps
+        self._reached = StepBarrier()
+        self.stop: Stop | None = None
+
+    def ask(self, reason: str, worker: Incarnation | None) -> list[Entry]:
+        """`worker`: None, a person. Records, unless somebody has said so before."""
+        if self.stop is not None:
+            return []
+        self.stop = Stop(reason, worker)
+        return [self._asked, *([] if self._by_steps else self._settle(0))]
+
+    def hear(self, worker: Incarnation, reached: int) -> None:
+        """The worker has contributed to no step from `reached` on, and waits."""
+        if self._is_open:
+            self._reached.hear(worker, reached)
+
+    def is_due(self, workers: Collection[Incarnation]) -> bool:
+        """Whether all of the living have said how far they have come."""
+        return self._is_open and self._reached.has_all(workers)
+
+    def settle(self, step: int) -> list[Entry]:
+        """`step`: the first of which no partition has any part, when it was due: so far came those who are gone.
+        Records."""
+        return self._settle(self._reached.settled(step))
+
+    def missing(self, workers: Collection[Incarnation]) -> tuple[Incarnation, ...]:
+        """Of the living, those that have not said how far they have come."""
+        return self._reached.missing(workers) if self._is_open else ()
+
+    def is_over(self, step: int) -> bool:
+        """Whether a synchronous job that stands at `step` has no more of them."""
+        return self._by_steps and self.stop is not None and self.stop.settled and step >= self.stop.step
+
+    @property
+    def _is_open(self) -> bool:
+        return self.stop is not None and not self.stop.settled
+
+    def _settle(self, step: int) -> list[Entry]:
+        assert self.stop is not None
+        self.stop = replace(self.stop, settled=True, step=step)
+        self._reached.clear()
+        return [self._settled]
+
+    # ---- records
+
+    @property
+    def _asked(self) -> Entry:
+        assert self.stop is not None
+        return "stop_asked", {"worker": self.stop.worker or 0, "reason": self.stop.reason}
+
+    @property
+    def _settled(self) -> Entry:
+        assert self.stop is not None
+        return "stop_settled", {"step": self.stop.step}
+
+    def entries(self) -> list[Entry]:
+        if self.stop is None:
+            return []
+        return [self._asked, *([self._settled] if self.stop.settled else [])]
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Raises DamagedRecord."""
+        if kind == "stop_asked":
+            require(self.stop is None, "the job is told to stop twice")
+            self.stop = Stop(body.text("reason"), Incarnation(body.number("worker")) or None)
+        else:
+            require(self._is_open, "a stop is settled that is not due")
+            self._settle(body.number("step", most=limits.SEQUENCE_MAX))

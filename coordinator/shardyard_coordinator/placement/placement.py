@@ -1,0 +1,169 @@
+"""Where variables lie: cut into blocks, blocks into partitions, partitions onto servers.
+
+Owns: the decisions `fitting_block_bytes`, `whole_block_bytes`, `fitting_partitions`, `plan` and `assign`. Invariants:
+each element of each variable is in exactly one block; within a partition blocks do not overlap and begin at multiples
+of BLOCK_ALIGN_BYTES, and so does what follows the payload; the layout depends on nothing but its arguments, so not on
+the number of servers (promise 6); ties go to the lower index.
+Must not know: jobs, members, time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardyard.domain import limits
+from shardyard.domain.errors import InvalidRequest, TooLarge
+from shardyard.domain.ids import Generation, Incarnation, PartitionId
+from shardyard.domain.layout.layouts import (
+    Block,
+    JobLayout,
+    PartitionLayout,
+    PartitionMap,
+    PartitionOwner,
+    aligned_bytes,
+)
+from shardyard.domain.limits import BLOCK_ALIGN_BYTES
+from shardyard.domain.optimizers import OptimizerSpec
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard_coordinator.placement.table_specs import fitted
+
+BLOCK_BYTES_FITTING_MIN = limits.MIB
+PARTITION_BYTES_FITTING_MIN = 256 * limits.KIB
+
+_KINDS = tuple(VariableKind)
+_DTYPES = tuple(DType)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server as placement sees it. `logs` names the folder of its logs."""
+
+    incarnation: Incarnation
+    address: str
+    logs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    variable: int
+    offset: int
+    length: int
+    payload_bytes: int
+
+
+def fitting_block_bytes(variables: Sequence[VariableSpec], *, partitions: int) -> int:
+    """Half of a partition's fair share, within bounds: variables up to that size stay whole, and no partition is
+    fuller than another by more than that."""
+    total = sum(spec.payload_bytes for spec in variables)
+    return aligned_bytes(min(max(BLOCK_BYTES_FITTING_MIN, -(-total // (2 * partitions))), limits.GIB))
+
+
+def whole_block_bytes(variables: Sequence[VariableSpec]) -> int:
+    """What leaves all parameters whole. Raises TooLarge for one that is too large for a block."""
+    parameters = [spec for spec in variables if spec.kind is VariableKind.PARAMETER]
+    for spec in parameters:
+        if spec.elements > limits.BLOCK_ELEMENTS_MAX:
+            raise TooLarge(
+                f"variable {spec.name!r} of {spec.elements} elements in one block; at most "
+                f"{limits.BLOCK_ELEMENTS_MAX} are taken",
+                why="its optimizer needs the norm of the whole variable",
+                todo="use an optimizer that works element by element, such as torch.optim.AdamW",
+            )
+    return aligned_bytes(max([BLOCK_ALIGN_BYTES, *(spec.payload_bytes for spec in parameters)]))
+
+
+def fitting_partitions(variables: Sequence[VariableSpec], *, block_bytes: int, partitions_max: int) -> int:
+    """As many as have enough to hold, since each costs time with every push; and no more than there are blocks."""
+    filled = sum(spec.payload_bytes for spec in variables) // PARTITION_BYTES_FITTING_MIN
+    return max(1, min(partitions_max, _blocks(variables, block_bytes), filled))
+
+
+def plan(
+    variables: Sequence[VariableSpec],
+    optimizer: OptimizerSpec,
+    tables: Sequence[TableSettings] = (),
+    *,
+    partitions: int,
+    block_bytes: int,
+) -> JobLayout:
+    """Cuts variables of more than `block_bytes` into blocks of that size and spreads them over the partitions, the
+    largest first, each to the partition with the fewest bytes (R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", 1969: at most 4/3 of the best). A variable without elements has no block.
+
+    Raises InvalidRequest without variables and tables, TooLarge for too many blocks.
+    """
+    assert partitions >= 1, partitions
+    assert block_bytes >= BLOCK_ALIGN_BYTES, block_bytes
+    assert block_bytes % BLOCK_ALIGN_BYTES == 0, block_bytes
+    if not variables and not tables:
+        raise InvalidRequest(
+            "a job without variables",
+            why="there is nothing to train",
+            todo="give job.prepare a model that has parameters",
+        )
+    blocks = _blocks(variables, block_bytes)
+    if blocks > limits.BLOCKS_MAX:
+        raise TooLarge(
+            f"the variables make {blocks} blocks of {block_bytes} bytes; at most {limits.BLOCKS_MAX} are taken",
+            todo="set job.block_bytes higher",
+        )
+    pieces = [piece for index, spec in enumerate(variables) for piece in _cut(index, spec, block_bytes)]
+    pieces.sort(key=lambda piece: (-piece.payload_bytes, piece.variable, piece.offset))
+    held: list[list[_Piece]] = [[] for _ in range(partitions)]
+    loads = [(0, index) for index in range(partitions)]
+    for piece in pieces:
+        load, index = loads[0]
+        held[index].append(piece)
+        heapq.heapreplace(loads, (load + aligned_bytes(piece.payload_bytes), index))
+    layouts = tuple(_lay_out(index, parts, variables) for index, parts in enumerate(held))
+    return JobLayout(tuple(variables), optimizer, layouts, fitted(tables, partitions=partitions))
+
+
+def assign(payload_bytes: Sequence[int], servers: Sequence[Server], *, generation: Generation) -> PartitionMap:
+    """Gives each partition (by its payload's size) to a server, the largest first, each to the server with the fewest
+    bytes, then the fewest partitions. A server goes without only where there are fewer partitions than servers."""
+    assert servers, "a map needs a server"
+    by_number = sorted(servers, key=lambda server: server.incarnation)
+    loads = [(0, 0, index) for index in range(len(by_number))]
+    owners: dict[int, Server] = {}
+    for partition in sorted(range(len(payload_bytes)), key=lambda p: (-payload_bytes[p], p)):
+        load, count, index = loads[0]
+        owners[partition] = by_number[index]
+        heapq.heapreplace(loads, (load + payload_bytes[partition], count + 1, index))
+    return PartitionMap(
+        generation,
+        tuple(
+            PartitionOwner(PartitionId(partition), owners[partition].incarnation, owners[partition].address)
+            for partition in range(len(payload_bytes))
+        ),
+    )
+
+
+def _blocks(variables: Sequence[VariableSpec], block_bytes: int) -> int:
+    return sum(-(-spec.payload_bytes // block_bytes) for spec in variables)
+
+
+def _cut(variable: int, spec: VariableSpec, block_bytes: int) -> list[_Piece]:
+    item_bytes = spec.dtype.item_bytes
+    step = block_bytes // item_bytes
+    pieces = []
+    for offset in range(0, spec.elements, step):
+        length = min(step, spec.elements - offset)
+        pieces.append(_Piece(variable, offset, length, length * item_bytes))
+    return pieces
+
+
+def _lay_out(partition: int, pieces: Sequence[_Piece], variables: Sequence[VariableSpec]) -> PartitionLayout:
+    def place(piece: _Piece) -> tuple[int, int, int, int]:
+        spec = variables[piece.variable]
+        return _KINDS.index(spec.kind), _DTYPES.index(spec.dtype), piece.variable, piece.offset
+
+    blocks = []
+    position = 0
+    for piece in sorted(pieces, key=place):
+        blocks.append(Block(piece.variable, piece.offset, piece.length, position))
+        position += aligned_bytes(piece.payload_bytes)
+    return PartitionLayout(PartitionId(partition), position, tuple(blocks))

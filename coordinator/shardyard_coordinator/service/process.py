@@ -1,0 +1,84 @@
+"""The coordinator as a process: journal, listener, service, from start to stop.
+
+Owns: the order of starting and stopping. Invariant: `ready` is called once, when requests are served; when `serve`
+returns, nothing of it runs and the journal can be opened by another process. Must not know: signals, the command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from shardyard.config.settings import CHECKPOINTS, Settings
+from shardyard.runtime.clock import SystemClock
+from shardyard.runtime.log import bind_process
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.malloc import tune_malloc
+from shardyard_coordinator.service.journal import Journal
+from shardyard_coordinator.service.service import Coordinator
+
+log = logging.getLogger("shardyard.coordinator")
+
+
+def serve(
+    *,
+    bind: str,
+    advertise: str | None,
+    settings: Settings,
+    state: Path | None,
+    stop: threading.Event,
+    ready: Callable[[str], None],
+) -> None:
+    """Serves the coordinator at `bind` until `stop` is set.
+
+    `advertise` is the HOST:PORT that `ready` is told where `bind` is not what others use; port 0 in it stands for the
+    port that was taken. `state` is the journal's folder; None keeps the journal in memory. Raises AddressInUse and
+    ConfigurationError.
+    """
+    tune_malloc()
+    journal = Journal(state)
+    try:
+        coordinator = Coordinator(
+            network=GrpcNetwork(),
+            journal=journal,
+            clock=SystemClock(),
+            membership=settings.membership,
+            checkpoints=None if state is None else str((state / CHECKPOINTS).resolve()),
+        )
+        _serve(coordinator, journal, bind=bind, advertise=advertise, stop=stop, ready=ready)
+    finally:
+        journal.close()
+
+
+def _serve(
+    coordinator: Coordinator,
+    journal: Journal,
+    *,
+    bind: str,
+    advertise: str | None,
+    stop: threading.Event,
+    ready: Callable[[str], None],
+) -> None:
+    try:
+        listener = GrpcServer(bind, [coordinator.service])
+        try:
+            coordinator.start()
+            listener.start()
+            listener.set_ready(ready=True)
+            address = listener.address if advertise is None else _with_port(advertise, listener.port)
+            bind_process(role="coordinator", id=f"{journal.term}")
+            log.info("the coordinator serves at %s (term %d)", address, journal.term)
+            ready(address)
+            stop.wait()
+        finally:
+            listener.stop()
+    finally:
+        coordinator.stop()
+
+
+def _with_port(advertise: str, port: int) -> str:
+    host, _, given = advertise.rpartition(":")
+    return f"{host}:{port}" if given == "0" else advertise

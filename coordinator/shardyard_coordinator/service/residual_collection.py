@@ -1,0 +1,148 @@
+"""What workers' error feedback remembers, collected while a checkpoint is being taken.
+
+    ready     each worker has heard of it with a heartbeat, and asks until all are
+    copied    each worker has copied it between two of its pushes; then servers cut their partitions, so that few pushes
+              lie between the two
+    ended     the worker has written its file, beside the servers
+
+Owns: which checkpoint wants what of whom, and how far that is. Invariants: nobody is waited for who has left, nor for
+longer than was said; a worker is told of the newest checkpoint alone; what is said of another checkpoint, or by
+another worker, is refused. Safe for several threads. Must not know: storage, members, when a checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardyard.domain.errors import NotFound
+from shardyard.domain.ids import Incarnation, JobId
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.storage import Written
+
+LOOK_S: Final = 0.1
+"""Between two looks who has left."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualRequest:
+    """What a worker is told: the number of the checkpoint, and the URL of the job's checkpoints."""
+
+    number: int
+    url: str
+
+
+class Stage(enum.IntEnum):
+    READY = 1
+    COPIED = 2
+    ENDED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualReport:
+    """How far a worker is. ENDED: what became of its file; `written` None without `failure`: it remembers nothing."""
+
+    stage: Stage
+    written: Written | None = None
+    failure: str = ""
+
+
+@dataclass
+class ResidualCollection:
+    """Of one checkpoint. `stages`: how far each worker is; `copies`: whether those that are ready shall copy."""
+
+    wanted: ResidualRequest
+    workers: frozenset[Incarnation]
+    stages: dict[Incarnation, Stage] = field(default_factory=dict)
+    copies: bool = False
+    files: dict[Incarnation, Written] = field(default_factory=dict)
+    failures: dict[Incarnation, str] = field(default_factory=dict)
+
+
+class ResidualCollections:
+    """`living`: the workers that a job has now; `vigil`: says what is waited for."""
+
+    def __init__(self, living: Callable[[JobId], Collection[Incarnation]], vigil: WaitRegistry) -> None:
+        self._living = living
+        self._vigil = vigil
+        self._changed = threading.Condition()
+        self._open: dict[tuple[JobId, int], ResidualCollection] = {}
+        self._closed = False
+
+    @contextmanager
+    def open(
+        self, job: JobId, wanted: ResidualRequest, workers: Collection[Incarnation]
+    ) -> Iterator[ResidualCollection]:
+        """Within it, these workers are told to save what they remember for this checkpoint. It lasts until the
+        checkpoint is committed, or given up."""
+        begun, key = ResidualCollection(wanted, frozenset(workers)), (job, wanted.number)
+        with self._changed:
+            assert key not in self._open, f"checkpoint {wanted.number} of job {job} is taken twice"
+            self._open[key] = begun
+        try:
+            yield begun
+        finally:
+            with self._changed:
+                del self._open[key]
+
+    def wanted(self, job: JobId, worker: Incarnation) -> ResidualRequest | None:
+        """What this worker shall save: for the newest, where one that was given up is being written still."""
+        with self._changed:
+            found = [each.wanted for (of, _), each in self._open.items() if of == job and worker in each.workers]
+            return max(found, key=lambda each: each.number, default=None)
+
+    def report(self, job: JobId, worker: Incarnation, number: int, said: ResidualReport) -> bool:
+        """Whether a worker that is ready shall copy now. Raises NotFound where this is not wanted, or not any more."""
+        with self._changed:
+            found = self._open.get((job, number))
+            if found is None or worker not in found.workers:
+                raise NotFound(
+                    f"no checkpoint {number} of job {job} waits for what worker {worker} remembers",
+                    why="it was committed without that, or given up",
+                    todo="",
+                )
+            if said.stage > found.stages.get(worker, 0):
+                found.stages[worker] = said.stage
+                if said.written is not None:
+                    found.files[worker] = said.written
+                if said.failure:
+                    found.failures[worker] = said.failure
+                self._changed.notify_all()
+            return found.copies
+
+    def await_copies(self, job: JobId, begun: ResidualCollection, *, ready_ms: int, copied_ms: int) -> None:
+        """Until each of the workers that live has copied what it remembers, all at one time: at most for so long until
+        they are ready, and then until they have."""
+        self._await(job, begun, Stage.READY, "to hear that they shall copy what they have not sent yet", ready_ms)
+        with self._changed:
+            begun.copies = True
+        self._await(job, begun, Stage.COPIED, "to copy what they have not sent yet", copied_ms)
+
+    def await_files(self, job: JobId, begun: ResidualCollection, timeout_ms: int) -> None:
+        """Until each of the workers that live has written its file, or cannot, at most for so long."""
+        self._await(job, begun, Stage.ENDED, "to write what they have not sent yet", timeout_ms)
+
+    def close(self) -> None:
+        """Nobody is waited for any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _await(self, job: JobId, begun: ResidualCollection, stage: Stage, what: str, timeout_ms: int) -> None:
+        missing: list[Incarnation] = []
+        give_up = time.monotonic() + timeout_ms / 1000
+        with self._vigil.over(lambda: f"workers {', '.join(map(str, missing[:8]))} {what}"):
+            while (left_s := give_up - time.monotonic()) > 0:
+                living = self._living(job)  # asked before the lock is taken: it has one of its own
+                with self._changed:
+                    missing[:] = sorted(
+                        each for each in begun.workers.intersection(living) if begun.stages.get(each, 0) < stage
+                    )
+                    if not missing or self._closed:
+                        return
+                    self._changed.wait(min(left_s, LOOK_S))

@@ -1,0 +1,188 @@
+"""Partitions whose server is gone: to whom they go, and in which life.
+
+Owns: what is lost, the attempt to restore it. Invariants: each attempt has a generation and a life of its own, higher
+than all before, so that what an abandoned one has left on a server is never taken for the job's (rule A10); partitions
+that nobody lost stay where they are. Must not know: servers' calls, checkpoints' contents, what time it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain.ids import Generation, Incarnation, PartitionId
+from shardyard.domain.layout.layouts import PartitionMap, PartitionOwner
+from shardyard_coordinator.placement.placement import Server
+from shardyard_coordinator.records import Body, DamagedRecord, Entry
+
+SERVER_GRACE_MS: Final = 3_000
+"""How long lost partitions wait for a server that is started again, or is new, before the others take them."""
+RETRY_MS: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A map under which `partitions` begin as a checkpoint has them, in a life. `logs`: of each owner, the folder of
+    its logs."""
+
+    map: PartitionMap
+    life: int
+    partitions: frozenset[PartitionId]
+    logs: Mapping[Incarnation, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a recovery has brought back: so many partitions, as a checkpoint has them, with what the logs say after it
+    (`logs`), or with so many data shards leased again. `created_s`: when the checkpoint was written, in seconds since
+    1970."""
+
+    checkpoint: int
+    step: int
+    created_s: int
+    partitions: int
+    leased_again: int
+    logs: bool
+
+
+class Recovery:
+    """Of one job."""
+
+    def __init__(self) -> None:
+        self._life = 1
+        self._generation = 1
+        self._since_ms = 0
+        self._retry_at_ms = 0
+        self.lost: frozenset[PartitionId] = frozenset()
+        self.waits_for = ""
+        """What an attempt waits for, if it waits for anything but time."""
+        self.attempt: Attempt | None = None
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.lost)
+
+    def lose(self, partitions: Collection[PartitionId], now_ms: int) -> Entry:
+        """Their server is gone. An attempt under way is given up: it may have counted on that server."""
+        if not self.lost:
+            self._since_ms = now_ms
+        self.lost |= frozenset(partitions)
+        self.attempt = None
+        return self._lost
+
+    def begin(
+        self,
+        map_: PartitionMap,
+        sizes: Sequence[int],
+        servers: Sequence[Server],
+        *,
+        whole: bool,
+        now_ms: int,
+        folders: Mapping[PartitionId, str] | None = None,
+    ) -> tuple[Attempt, Entry] | None:
+        """An attempt, if it is time for one. `sizes`: of all partitions, in bytes; `servers`: the living; `whole`: all
+        partitions go back to the checkpoint, also those that nobody lost; `folders`: where partitions' logs are, which
+        their next owners must reach."""
+        if not self.lost or self.attempt is not None or now_ms < self._retry_at_ms:
+            return None
+        takers = {
+            partition: self._takers(
+                map_, [each for each in servers if folders is None or each.logs == folders[partition]], now_ms
+            )
+            for partition in sorted(self.lost)
+        }
+        self.waits_for = self._unreached(takers, folders)
+        if self.waits_for:
+            return None
+        self._life += 1
+        self._generation = max(self._generation, map_.generation) + 1
+        owners = _give(map_, sizes, self.lost, servers, takers)
+        partitions = frozenset(owner.partition for owner in owners) if whole else self.lost
+        logs = {server.incarnation: server.logs for server in servers}
+        self.attempt = Attempt(PartitionMap(Generation(self._generation), owners), self._life, partitions, logs)
+        return self.attempt, self._begun
+
+    def end(self, generation: Generation, now_ms: int, *, restored: bool) -> Attempt | None:
+        """The attempt of that generation has ended; it, if it was this one and nothing is lost any more."""
+        attempt = self.attempt
+        if attempt is None or attempt.map.generation != generation:
+            return None
+        self.attempt = None
+        if not restored:
+            self._retry_at_ms = now_ms + RETRY_MS
+            return None
+        self.lost = frozenset()
+        return attempt
+
+    def _unreached(
+        self, takers: Mapping[PartitionId, Sequence[Server]], folders: Mapping[PartitionId, str] | None
+    ) -> str:
+        waiting = sorted(partition for partition, found in takers.items() if not found)
+        if not waiting:
+            return ""
+        numbers = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
+        where = f" that reaches the logs in folder {folders[waiting[0]]}," if folders is not None else ""
+        return f"a server{where} for partition {numbers}"
+
+    def _takers(self, map_: PartitionMap, servers: Sequence[Server], now_ms: int) -> list[Server]:
+        kept = {owner.server for owner in map_.owners if owner.partition not in self.lost}
+        fresh = [server for server in servers if server.incarnation not in kept]
+        if fresh or now_ms - self._since_ms < SERVER_GRACE_MS:
+            return fresh
+        return list(servers)
+
+    # ---- records
+
+    @property
+    def _lost(self) -> Entry:
+        return "partitions_lost", {"partitions": sorted(self.lost)}
+
+    @property
+    def _begun(self) -> Entry:
+        return "recovery_begun", {"life": self._life, "generation": self._generation}
+
+    def entries(self) -> list[Entry]:
+        found = [self._begun] if self._life > 1 else []
+        return [*found, self._lost] if self.lost else found
+
+    def restore(self, kind: str, body: Body, now_ms: int) -> None:
+        """Raises DamagedRecord."""
+        if kind == "partitions_lost":
+            self.lost = frozenset(PartitionId(number) for number in body.numbers("partitions"))
+            self._since_ms = now_ms
+        elif kind == "recovery_begun":
+            self._life = body.number("life", least=2)
+            self._generation = body.number("generation", least=2)
+        else:
+            raise DamagedRecord("its kind is unknown to this release")
+
+    def restored(self) -> None:
+        """The record of an attempt's end was read: nothing is lost."""
+        self.lost = frozenset()
+
+
+def _give(
+    map_: PartitionMap,
+    sizes: Sequence[int],
+    lost: frozenset[PartitionId],
+    servers: Sequence[Server],
+    takers: Mapping[PartitionId, Sequence[Server]],
+) -> tuple[PartitionOwner, ...]:
+    """Each lost partition, the largest first, to that of its takers with the fewest bytes."""
+    living = {server.incarnation: server for server in servers}
+    loads = dict.fromkeys(sorted({taker.incarnation for found in takers.values() for taker in found}), 0)
+    for owner in map_.owners:
+        if owner.partition not in lost and owner.server in loads:
+            loads[owner.server] += sizes[owner.partition]
+    given: dict[PartitionId, Server] = {}
+    for partition in sorted(lost, key=lambda each: (-sizes[each], each)):
+        _, server = min((loads[taker.incarnation], taker.incarnation) for taker in takers[partition])
+        given[partition] = living[server]
+        loads[server] += sizes[partition]
+    return tuple(
+        PartitionOwner(owner.partition, given[owner.partition].incarnation, given[owner.partition].address)
+        if owner.partition in given
+        else owner
+        for owner in map_.owners
+    )

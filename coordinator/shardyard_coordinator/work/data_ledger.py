@@ -1,0 +1,573 @@
+"""Which samples of an asynchronous job are whose, and which are done (promise 2; rules A1, A6).
+
+Owns: a job's feeds as data shards, each free, leased under a token, or done; the batches in quarantine, which do not
+count. Invariants: a data shard is leased to one worker at a time; tokens only grow; a data shard is done only when the
+servers' watermarks said so, and stays done; memory does not grow with the number of epochs or samples. Must not know:
+servers, members, time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from shardyard.domain import limits
+from shardyard.domain.errors import InvalidRequest, NotFound, StaleToken
+from shardyard.domain.ids import Incarnation, Token
+from shardyard.domain.push_names import DataLease, DataShardSource, DoneDataShards, LeasedSource
+from shardyard_coordinator.records import Body, DamagedRecord, Entry, checked_items, checked_number, require
+from shardyard_coordinator.work.feeds import (
+    FeedCounts,
+    FeedDone,
+    FeedOpening,
+    FeedSpec,
+    LeaseWait,
+    QuarantinedBatch,
+    check_opening,
+    entries_of,
+    feed_of,
+    feed_opened,
+)
+from shardyard_coordinator.work.quarantine import Quarantine, QuarantinedWork
+
+if TYPE_CHECKING:
+    from shardyard_coordinator.work.step_ledger import StepLedger
+
+DATA_SHARDS_PER_WORKER_MIN: Final = 4
+"""Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
+not spent waiting for one worker."""
+BATCHES_PER_DATA_SHARD_AUTO_MAX: Final = 64
+HOLDERS_NAMED_MAX: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """`first`: the batch at which the lease began, the lowest watermark then; None where that was not read."""
+
+    worker: Incarnation
+    token: Token
+    first: int | None
+
+
+@dataclass(slots=True)
+class _DataShards:
+    """One asynchronous feed. Data shards are numbered through all epochs; those below `begun` have been leased at least
+    once, and are done unless they are held or returned. `reached`: the lowest watermark of those that were returned,
+    where it is known."""
+
+    feed: int
+    spec: FeedSpec
+    batches_per_data_shard: int
+    per_epoch: int
+    begun: int = 0
+    returned: list[int] = field(default_factory=list)
+    held: dict[int, _Held] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.per_epoch * self.spec.epochs
+
+    @property
+    def done(self) -> int:
+        return self.begun - len(self.returned) - len(self.held)
+
+    @property
+    def samples_done(self) -> int:
+        """Samples of the data shards that are done, over all epochs."""
+        whole, rest = divmod(self.begun, self.per_epoch)
+        begun = whole * self.span(self.source(self.per_epoch - 1))[1]
+        begun += self.span(self.source(rest - 1))[1] if rest else 0
+        undone = (self.span(self.source(number)) for number in (*self.returned, *self.held))
+        return begun - sum(end - begin for begin, end in undone)
+
+    def source(self, number: int) -> DataShardSource:
+        return DataShardSource(self.feed, number // self.per_epoch, number % self.per_epoch)
+
+    def number(self, source: DataShardSource) -> int:
+        if source.epoch >= self.spec.epochs or source.index >= self.per_epoch:
+            raise NotFound(
+                f"{source} does not exist; feed {self.feed} has {self.spec.epochs} epochs of {self.per_epoch}"
+            )
+        return source.epoch * self.per_epoch + source.index
+
+    def span(self, source: DataShardSource) -> tuple[int, int]:
+        """[begin, end) of the epoch's permutation."""
+        length = self.batches_per_data_shard * self.spec.batch_size
+        begin = source.index * length
+        return begin, min(begin + length, self.spec.samples_by_batches)
+
+    def batches(self, source: DataShardSource) -> int:
+        begin, end = self.span(source)
+        return -(-(end - begin) // self.spec.batch_size)
+
+    def batch_span(self, source: DataShardSource, batch: int) -> tuple[int, int]:
+        begin, end = self.span(source)
+        begin += batch * self.spec.batch_size
+        return begin, min(begin + self.spec.batch_size, end)
+
+    def is_done(self, source: DataShardSource) -> bool:
+        number = self.number(source)
+        return number < self.begun and number not in self.held and number not in self.returned
+
+    def lease(self, number: int) -> DataLease:
+        source = self.source(number)
+        begin, end = self.span(source)
+        return DataLease(source, self.held[number].token, begin, end)
+
+    def held_by(self, worker: Incarnation) -> int | None:
+        return next((number for number, held in self.held.items() if held.worker == worker), None)
+
+    def take(self, *, fresh: bool) -> int | None:
+        """The next free data shard: a returned one, else a fresh one, if those are given."""
+        if self.returned:
+            return self.returned.pop(0)
+        if self.begun == self.total or not fresh:
+            return None
+        self.begun += 1
+        return self.begun - 1
+
+    def hold(self, number: int, worker: Incarnation, token: Token, *, fresh: bool) -> None:
+        """`fresh`: it was never leased before."""
+        self.held[number] = _Held(worker, token, 0 if fresh else self.reached.pop(number, None))
+
+    def give_back(self, number: int, reached: int | None) -> None:
+        del self.held[number]
+        bisect.insort(self.returned, number)
+        if reached is not None:
+            self.reached = dict(sorted({**self.reached, number: reached}.items()))
+
+    def forget_reached(self) -> None:
+        """Partitions went back: where leases begin is not known any more."""
+        self.reached.clear()
+        self.held = {number: dataclasses.replace(held, first=None) for number, held in self.held.items()}
+
+    def take_again(self, number: int) -> bool:
+        """As `take` once did; whether it was fresh. Raises DamagedRecord."""
+        if number in self.returned:
+            self.returned.remove(number)
+            return False
+        require(number == self.begun < self.total, f"{self.source(number)} was leased out of order")
+        self.begun += 1
+        return True
+
+
+class DataLedger:
+    """The data shards of an asynchronous job."""
+
+    def __init__(
+        self, *, batches_per_data_shard: int | None, workers_expected: int, next_token: Callable[[], Token]
+    ) -> None:
+        self._batches = batches_per_data_shard
+        self._workers_expected = workers_expected
+        self._next_token = next_token
+        self._feeds: list[_DataShards] = []
+        self.quarantine = Quarantine()
+        self._closed: dict[Incarnation, tuple[DataShardSource, Token]] = {}
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def open(self, feed: int, spec: FeedSpec) -> FeedOpening:
+        """The first to open a feed decides. Raises FeedConflict, InvalidRequest, TooLarge."""
+        check_opening(feed, spec, [each.spec for each in self._feeds])
+        found = self._add(feed, spec) if feed == len(self._feeds) else self._feeds[feed]
+        return FeedOpening(found.batches_per_data_shard, found.per_epoch, 0, found.done == found.total)
+
+    def lease(self, feed: int, worker: Incarnation, *, fresh: bool = True) -> DataLease | LeaseWait | FeedDone:
+        """A data shard for the worker; the one that it holds already, if any. `fresh`: also one that was never leased.
+        Raises NotFound."""
+        shards = self._require(feed)
+        number = shards.held_by(worker)
+        if number is None:
+            begun = shards.begun
+            number = shards.take(fresh=fresh)
+            if number is None and shards.done == shards.total:
+                return FeedDone()
+            if number is None:
+                return LeaseWait(_holders(shards) if shards.held else "data shards that nobody has begun")
+            shards.hold(number, worker, self._next_token(), fresh=shards.begun > begun)
+        return shards.lease(number)
+
+    def held(self, worker: Incarnation) -> list[DataShardSource]:
+        """What is leased to the worker."""
+        found = [(shards, shards.held_by(worker)) for shards in self._feeds]
+        return [shards.source(number) for shards, number in found if number is not None]
+
+    @property
+    def working(self) -> frozenset[Incarnation]:
+        """The workers that have something leased."""
+        return frozenset(held.worker for shards in self._feeds for held in shards.held.values())
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all data shards are done that were ever leased."""
+        return not any(shards.held or shards.returned for shards in self._feeds)
+
+    @property
+    def holders(self) -> str:
+        """The data shards that were begun and are not done, the first ones with their workers; for people."""
+        free = [str(shards.source(number)) for shards in self._feeds for number in shards.returned]
+        held = [_holders(shards) for shards in self._feeds if shards.held]
+        return ", ".join([*held, *(f"{source} (nobody)" for source in free[:HOLDERS_NAMED_MAX])])
+
+    def place(self, feed: int) -> tuple[int, int, int]:
+        """Of a feed that is drained: so many epochs have counted, and so many samples of the next one's permutation,
+        which are its first; and how many batches its data shards have. Raises NotFound."""
+        shards = self._require(feed)
+        assert self.is_drained
+        epoch, index = divmod(shards.begun, shards.per_epoch)
+        begun = shards.span(shards.source(shards.begun - 1))[1] if index else 0
+        return epoch, begun, shards.batches_per_data_shard
+
+    def check_begin(self, source: LeasedSource, worker: Incarnation, token: Token, batch: int) -> None:
+        """Raises StaleToken, NotFound or InvalidRequest unless the worker may compute the batch now."""
+        if not isinstance(source, DataShardSource):
+            raise InvalidRequest(f"{source} in an asynchronous job")
+        if self.is_closed(source, worker, token):
+            raise StaleToken(f"{source} was closed under token {token}", facts={"token": str(token)})
+        if batch >= self._feeds[source.feed].batches(source):
+            raise InvalidRequest(f"batch {batch} of {source}, which has {self._feeds[source.feed].batches(source)}")
+
+    def first_of(self, source: DataShardSource) -> int | None:
+        """The batch at which the lease of a data shard began; None where that is not known, or nobody holds it."""
+        shards = self._require(source.feed)
+        held = shards.held.get(shards.number(source))
+        return None if held is None else held.first
+
+    def release(
+        self, worker: Incarnation, reached: Mapping[LeasedSource, int] = MappingProxyType({})
+    ) -> list[DataShardSource]:
+        """The worker is gone; what it held is the next to be leased. `reached`: where its sources stand for good."""
+        freed = []
+        for shards in self._feeds:
+            number = shards.held_by(worker)
+            if number is not None:
+                source = shards.source(number)
+                shards.give_back(number, reached.get(source))
+                freed.append(source)
+        self._closed.pop(worker, None)
+        return freed
+
+    def is_closed(self, source: DataShardSource, worker: Incarnation, token: Token) -> bool:
+        """True where this lease was closed as done before: the worker asks again. False where it holds the lease.
+        Raises StaleToken where it does not, NotFound."""
+        shards = self._require(source.feed)
+        number = shards.number(source)
+        if self._closed.get(worker) == (source, token):
+            return True
+        held = shards.held.get(number)
+        if held is None or held.worker != worker or held.token != token:
+            now = "nobody" if held is None else f"worker {held.worker} under token {held.token}"
+            raise StaleToken(
+                f"worker {worker} does not hold {source} under token {token}; {now} does",
+                facts={"source": str(source), "token": str(token)},
+            )
+        return False
+
+    def close(self, source: DataShardSource, worker: Incarnation, token: Token, *, next_sequence: int) -> bool:
+        """Ends the lease. `next_sequence` is the lowest next sequence over all partitions. Returns whether the data
+        shard is done; if not, it is free again. Raises StaleToken, NotFound."""
+        if self.is_closed(source, worker, token):
+            return True
+        shards = self._feeds[source.feed]
+        number = shards.number(source)
+        if next_sequence < shards.batches(source):
+            shards.give_back(number, next_sequence)
+            return False
+        self._end(shards, number, worker, token)
+        return True
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Of the leases that are held."""
+        return [held.token for shards in self._feeds for held in shards.held.values()]
+
+    @property
+    def done(self) -> tuple[DoneDataShards, ...]:
+        """The data shards that are closed."""
+        return tuple(
+            DoneDataShards(each.feed, each.per_epoch, each.begun, frozenset((*each.returned, *each.held)))
+            for each in self._feeds
+            if each.begun
+        )
+
+    def counts(self, last: int) -> tuple[FeedCounts, ...]:
+        """Of the `last` feeds opened."""
+        return tuple(
+            FeedCounts(
+                each.feed,
+                each.spec.samples,
+                each.spec.epochs,
+                free=each.total - each.begun + len(each.returned),
+                leased=len(each.held),
+                done=each.done,
+                finished=each.done == each.total,
+                quarantined=self._quarantined_in(each.feed),
+            )
+            for each in self._feeds[-last:]
+        )
+
+    def samples_done(self) -> int:
+        """Samples counted so far, by the servers' word: those of the data shards that are done."""
+        left_out = sum(each.end - each.begin for each in self.quarantined() if self._is_done(each.condemned.source))
+        return sum(each.samples_done for each in self._feeds) - left_out
+
+    def quarantined(self) -> Iterator[QuarantinedBatch]:
+        """All batches that do not count, in the order of the verdicts."""
+        for condemned in self.quarantine:
+            source = condemned.source
+            assert isinstance(source, DataShardSource)
+            begin, end = self._feeds[source.feed].batch_span(source, condemned.sequence)
+            yield QuarantinedBatch(source.feed, source.epoch, condemned, begin, end)
+
+    def spec(self, feed: int) -> FeedSpec:
+        """Raises NotFound."""
+        return self._require(feed).spec
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        """Records that make this ledger anew: the feeds, how far each is, then the last lease that each worker has
+        closed, and the leases that are held."""
+        opened: list[Entry] = []
+        leases: list[Entry] = []
+        closed = sorted(self._closed.items())
+        for shards in self._feeds:
+            ended = [(shards.number(end[0]), worker, end[1]) for worker, end in closed if end[0].feed == shards.feed]
+            held = sorted(shards.held.items())
+            opening = FeedOpening(shards.batches_per_data_shard, shards.per_epoch, 0, done=False)
+            opened.append(feed_opened(shards.feed, shards.spec, opening))
+            if shards.begun:
+                free = sorted([*shards.returned, *(number for number, _, _ in ended), *shards.held])
+                reached = [list(each) for each in sorted(shards.reached.items())]
+                progress = {"feed": shards.feed, "begun": shards.begun, "free": free, "reached": reached}
+                opened.append(("feed_progress", progress))
+            for number, worker, token in ended:
+                source, end = shards.source(number), shards.batches(shards.source(number))
+                leases.append(data_leased(source, worker, token, first=None))
+                leases.append(data_closed(source, worker, token, done=True, first=None, reached=end))
+            for number, each in held:
+                leases.append(data_leased(shards.source(number), each.worker, each.token, first=each.first))
+        return [*opened, *leases, *self.quarantine.entries()]
+
+    @property
+    def copied(self) -> list[Entry]:
+        """As `entries`, for a checkpoint that is begun."""
+        return self.entries()
+
+    @property
+    def closed(self) -> int:
+        """Data shards that are done, over all feeds."""
+        return sum(each.done for each in self._feeds)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there was data, and all of it is done."""
+        return bool(self._feeds) and all(each.done == each.total for each in self._feeds)
+
+    def reopen(self, kept: Mapping[str, object]) -> list[DataShardSource]:
+        """Data shards that are done, and were not when a checkpoint was begun that had this to say, are free again, and
+        given: partitions that were restored from it may lack a part of them. Raises DamagedRecord."""
+        then = _read(kept)
+        reopened: list[DataShardSource] = []
+        for shards in self._feeds:
+            before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
+            begun = 0 if before is None else before.begun
+            undone = {*range(begun, shards.begun), *(() if before is None else (*before.returned, *before.held))}
+            again = sorted(undone - set(shards.returned) - set(shards.held))
+            shards.returned = sorted([*shards.returned, *again])
+            shards.forget_reached()
+            sources = {shards.source(number): None for number in again}
+            reopened += sources
+            self._closed = {worker: end for worker, end in self._closed.items() if end[0] not in sources}
+        return reopened
+
+    def begin_with(self, kept: Mapping[str, object]) -> None:
+        """Takes over what a checkpoint of another run has: what was leased is free. Raises DamagedRecord."""
+        assert not self._feeds
+        then = _read(kept)
+        for shards in then._feeds:
+            shards.returned, shards.held = sorted([*shards.returned, *shards.held]), {}
+            shards.forget_reached()
+            self._feeds.append(shards)
+        self.quarantine = then.quarantine
+
+    def take_over(self, steps: StepLedger, step: int) -> list[tuple[DataShardSource, int]]:
+        """Takes over the feeds of a job that was synchronous, and stands before `step`: what it has counted is done,
+        what is in quarantine stays there. The data shards of which a part is counted, and so many of their batches."""
+        assert not self._feeds
+        begun: list[tuple[DataShardSource, int]] = []
+        for feed in range(len(steps)):
+            spec, (epoch, samples) = steps.spec(feed), steps.place(feed, step)
+            shards = self._add(feed, spec, steps.batches_per_data_shard(feed) or None)
+            # a step begins where a data shard does, or where one of its pushes does
+            index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
+            shards.begun = epoch * shards.per_epoch + index
+            if rest:
+                batch = rest // spec.batch_size
+                begun.append((shards.source(shards.begun), batch))
+                shards.returned, shards.reached = [shards.begun], {shards.begun: batch}
+                shards.begun += 1
+        for left_out in steps.quarantined():
+            if isinstance(left_out.condemned.source, DataShardSource):  # from before there were steps
+                self.quarantine.add(left_out.condemned)
+                continue
+            shards, size = self._feeds[left_out.feed], steps.spec(left_out.feed).batch_size
+            for at in range(left_out.begin, left_out.end, size):
+                index, rest = divmod(at, shards.batches_per_data_shard * size)
+                source = DataShardSource(left_out.feed, left_out.epoch, index)
+                self.quarantine.add(dataclasses.replace(left_out.condemned, source=source, sequence=rest // size))
+        return begun
+
+    def loses_finished(self, kept: Mapping[str, object]) -> int | None:
+        """The first feed that is finished, and was not when a checkpoint was begun that had this to say."""
+        then = _read(kept)
+        for shards in self._feeds:
+            before = then._feeds[shards.feed] if shards.feed < len(then._feeds) else None
+            if shards.done == shards.total and (before is None or before.done < before.total):
+                return shards.feed
+        return None
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        if kind == "feed_opened":
+            feed, spec = feed_of(body, len(self._feeds))
+            per_shard, per_epoch = body.number("batches_per_data_shard", least=1), body.number("units", least=1)
+            self._feeds.append(_DataShards(feed, spec, per_shard, per_epoch))
+            return
+        if kind == "batch_quarantined":
+            condemned = self.quarantine.restore(body)
+            require(self._has(condemned), f"#{condemned.sequence} of {condemned.source} does not exist")
+            return
+        if kind == "feed_closed":
+            raise DamagedRecord("a feed of an asynchronous job was closed as a whole")
+        shards = self._feeds[body.number("feed", most=len(self._feeds) - 1)]
+        if kind == "feed_progress":
+            require(not shards.begun, f"feed {shards.feed} begins twice")
+            shards.begun = body.number("begun", most=shards.total)
+            shards.returned = sorted(body.numbers("free", most=shards.begun - 1))
+            require(len(set(shards.returned)) == len(shards.returned), "free: a data shard is there twice")
+            for each in body.items("reached"):
+                number, reached = checked_items(each, "a data shard and its watermark", count=2)
+                known = checked_number(number, "a data shard", most=shards.begun - 1)
+                require(known in shards.returned, f"reached: data shard {known} is not free")
+                shards.reached[known] = checked_number(reached, "its watermark", most=limits.SEQUENCE_MAX)
+            return
+        epoch, index = (
+            body.number("epoch", most=shards.spec.epochs - 1),
+            body.number("index", most=shards.per_epoch - 1),
+        )
+        source = DataShardSource(shards.feed, epoch, index)
+        worker, token = Incarnation(body.number("worker", least=1)), Token(body.number("token", least=1))
+        number = shards.number(source)
+        if kind == "data_leased":
+            shards.hold(number, worker, token, fresh=shards.take_again(number))
+            first = None if body.is_null("first") else body.number("first", most=limits.SEQUENCE_MAX)
+            shards.held[number] = _Held(worker, token, first)
+            return
+        held = shards.held.get(number)
+        require(
+            held is not None and (held.worker, held.token) == (worker, token), f"{source} was closed and is not held"
+        )
+        if body.flag("done"):
+            self._end(shards, number, worker, token)
+        else:
+            shards.give_back(number, body.number("next", most=limits.SEQUENCE_MAX))
+
+    # ---- within
+
+    def _add(self, feed: int, spec: FeedSpec, per_shard: int | None = None) -> _DataShards:
+        """`per_shard`: batches of a data shard; None: that is chosen."""
+        batches = spec.units(spec.batch_size, "batch")
+        # gradients are accumulated within a data shard
+        chosen = -(-(self._batches or self._choose(batches)) // spec.accumulate) * spec.accumulate
+        made = _DataShards(feed, spec, per_shard or chosen, -(-batches // (per_shard or chosen)))
+        self._feeds.append(made)
+        return made
+
+    def _end(self, shards: _DataShards, number: int, worker: Incarnation, token: Token) -> None:
+        del shards.held[number]
+        self._closed[worker] = (shards.source(number), token)
+
+    def _has(self, condemned: QuarantinedWork) -> bool:
+        source = condemned.source
+        if not isinstance(source, DataShardSource) or source.feed >= len(self._feeds):
+            return False
+        shards = self._feeds[source.feed]
+        known = source.epoch < shards.spec.epochs and source.index < shards.per_epoch
+        return known and condemned.sequence < shards.batches(source)
+
+    def _is_done(self, source: LeasedSource) -> bool:
+        assert isinstance(source, DataShardSource)
+        return self._feeds[source.feed].is_done(source)
+
+    def _quarantined_in(self, feed: int) -> int:
+        return sum(isinstance(each.source, DataShardSource) and each.source.feed == feed for each in self.quarantine)
+
+    def _choose(self, batches: int) -> int:
+        wanted = batches // (DATA_SHARDS_PER_WORKER_MIN * self._workers_expected)
+        return max(1, min(wanted, BATCHES_PER_DATA_SHARD_AUTO_MAX))
+
+    def _require(self, feed: int) -> _DataShards:
+        if feed >= len(self._feeds):
+            raise NotFound(f"feed {feed} has not been opened; {len(self._feeds)} have", todo="open it first")
+        return self._feeds[feed]
+
+
+def new_data_ledger() -> DataLedger:
+    """To read what a checkpoint has; it leases nothing."""
+    return DataLedger(batches_per_data_shard=None, workers_expected=1, next_token=lambda: Token(0))
+
+
+def _read(kept: Mapping[str, object]) -> DataLedger:
+    """The ledger that a checkpoint has. Raises DamagedRecord."""
+    then = new_data_ledger()
+    for kind, body in entries_of(kept):
+        then.restore(kind, body)
+    return then
+
+
+def begun_in(kept: Mapping[str, object]) -> tuple[tuple[DataShardSource, int], ...]:
+    """The data shards of which all partitions of a checkpoint have counted the batches before a number as steps of a
+    synchronous job, in the ledger that the job goes by since. Raises DamagedRecord."""
+    body = Body(kept)
+    found: list[tuple[DataShardSource, int]] = []
+    for item in body.items("begun") if body.has("begun") else ():
+        feed, epoch, index, batch = (
+            checked_number(each, "a data shard that is begun") for each in checked_items(item, "begun", count=4)
+        )
+        found.append((DataShardSource(feed, epoch, index), batch))
+    return tuple(found)
+
+
+def done_in(kept: Mapping[str, object]) -> tuple[DoneDataShards, ...]:
+    """The data shards that are closed in the ledger that a checkpoint has. Raises DamagedRecord."""
+    return _read(kept).done
+
+
+def data_leased(source: DataShardSource, worker: Incarnation, token: Token, *, first: int | None) -> Entry:
+    """`first`: the batch at which the lease begins; None where that was not read."""
+    return "data_leased", {**_lease_body(source, worker, token), "first": first}
+
+
+def data_closed(
+    source: DataShardSource, worker: Incarnation, token: Token, *, done: bool, first: int | None, reached: int
+) -> Entry:
+    """All partitions have the batches below `reached`; those from `first` on were computed under this lease."""
+    return "data_closed", {**_lease_body(source, worker, token), "done": done, "first": first, "next": reached}
+
+
+def _lease_body(source: DataShardSource, worker: Incarnation, token: Token) -> dict[str, object]:
+    return {"feed": source.feed, "epoch": source.epoch, "index": source.index, "worker": worker, "token": token}
+
+
+def _holders(shards: _DataShards) -> str:
+    held = sorted(shards.held.items())
+    named = [f"{shards.source(number)} (worker {each.worker})" for number, each in held[:HOLDERS_NAMED_MAX]]
+    more = len(held) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more else "")

@@ -1,0 +1,144 @@
+"""What is lost, and told: pushes without leased data, exactly (rule A11), and residuals of compression.
+
+A worker's own source has nobody who could compute its work again: what a restored partition lacks of it is gone. What
+compression has not sent yet is gone with its worker. Owns: which sequences of which worker each partition lacks; of
+workers that are gone, how many, and how many residuals. Invariant: a push that is found to be lost twice is counted
+once; memory does not grow with the number of workers that have gone.
+Must not know: servers, who asks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain.ids import Incarnation, PartitionId
+from shardyard.domain.limits import PARTITIONS_MAX, SEQUENCE_MAX
+from shardyard_coordinator.records import SUM_MAX, Body, DamagedRecord, Entry, checked_items, checked_number
+
+_NUMBERS: Final = 3
+
+Spans = list[tuple[int, int]]
+"""Sequences [first, last], ascending, apart from each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostRange:
+    """Acknowledged pushes `first` to `last` of a worker, which a partition does not have any more."""
+
+    partition: PartitionId
+    first: int
+    last: int
+
+
+class LostPushes:
+    """Of one job."""
+
+    def __init__(self) -> None:
+        self._lost: dict[Incarnation, dict[PartitionId, Spans]] = {}
+        self._of_departed = 0
+
+    @property
+    def count(self) -> int:
+        """Pushes of which some partition lacks its part."""
+        return self._of_departed + sum(_pushes(lost) for lost in self._lost.values())
+
+    def add(self, worker: Incarnation, lost: Iterable[LostRange]) -> None:
+        known = self._lost.setdefault(worker, {})
+        for each in lost:
+            known[each.partition] = _joined([*known.get(each.partition, []), (each.first, each.last)])
+
+    def forget(self, worker: Incarnation) -> None:
+        """The worker is gone: how many it lost stays counted."""
+        self._of_departed += _pushes(self._lost.pop(worker, {}))
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        before: list[Entry] = [("pushes_lost_before", {"count": self._of_departed})] if self._of_departed else []
+        return [*before, *(pushes_lost(worker, _ranges(lost)) for worker, lost in sorted(self._lost.items()))]
+
+    def restore(self, kind: str, body: Body) -> None:
+        """Takes a record of `entries`, or one of its kinds. Raises DamagedRecord."""
+        if kind == "pushes_lost_before":
+            self._of_departed = body.number("count", most=SUM_MAX)
+        elif kind == "pushes_lost":
+            self.add(Incarnation(body.number("worker", least=1)), [_range_of(each) for each in body.items("lost")])
+        else:
+            raise DamagedRecord("its kind is unknown to this release")
+
+
+class LostResiduals:
+    """Of one job: workers that took along what compression had not sent yet, though others went on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.norm = 0.0
+
+    def add(self, norm: float) -> None:
+        """`norm`: the 2-norm that the worker had said last; 0: it had none."""
+        if norm:
+            self.count += 1
+            self.norm = min(math.hypot(self.norm, norm), sys.float_info.max)
+
+    def add_lost(self, norm: float) -> None:
+        """What a worker had not sent and nobody could take up; 0: nobody knows the norm."""
+        if norm:
+            self.add(norm)
+        else:
+            self.count += 1
+
+    # ---- records
+
+    def entries(self) -> list[Entry]:
+        return [("residuals_lost_before", {"count": self.count, "norm": self.norm})] if self.count else []
+
+    def restore(self, body: Body) -> None:
+        """Takes a record of `entries`. Raises DamagedRecord."""
+        self.count, self.norm = body.number("count", most=SUM_MAX), body.real("norm")
+
+
+def pushes_lost(worker: Incarnation, lost: Sequence[LostRange]) -> Entry:
+    return "pushes_lost", {"worker": worker, "lost": [[each.partition, each.first, each.last] for each in lost]}
+
+
+def described(lost: Sequence[LostRange]) -> str:
+    """For people: each range once, with the partitions that lack it."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for each in lost:
+        found.setdefault((each.first, each.last), []).append(each.partition)
+    return "; ".join(
+        f"#{first}{'' if first == last else f' to #{last}'} in partition {', '.join(map(str, sorted(partitions)))}"
+        for (first, last), partitions in sorted(found.items())
+    )
+
+
+def _range_of(item: object) -> LostRange:
+    partition, first, last = checked_items(item, "a range", count=_NUMBERS)
+    begin = checked_number(first, "a range's first", most=SEQUENCE_MAX)
+    return LostRange(
+        PartitionId(checked_number(partition, "a range's partition", most=PARTITIONS_MAX - 1)),
+        begin,
+        checked_number(last, "a range's last", least=begin, most=SEQUENCE_MAX),
+    )
+
+
+def _ranges(lost: dict[PartitionId, Spans]) -> list[LostRange]:
+    return [LostRange(partition, *span) for partition, spans in sorted(lost.items()) for span in spans]
+
+
+def _pushes(lost: dict[PartitionId, Spans]) -> int:
+    return sum(last - first + 1 for first, last in _joined([span for spans in lost.values() for span in spans]))
+
+
+def _joined(spans: Spans) -> Spans:
+    found: Spans = []
+    for first, last in sorted(spans):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], last))
+        else:
+            found.append((first, last))
+    return found

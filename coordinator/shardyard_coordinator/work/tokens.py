@@ -1,0 +1,23 @@
+"""The tokens under which a job's work is leased (rules A5, A7).
+
+Owns: the latest one. Invariant: they only grow. Must not know: who has which.
+"""
+
+from __future__ import annotations
+
+from shardyard.domain.ids import Token
+
+
+class Tokens:
+    """Of one job. `latest` is 0 before the first."""
+
+    def __init__(self) -> None:
+        self.latest = Token(0)
+
+    def next(self) -> Token:
+        self.latest = Token(self.latest + 1)
+        return self.latest
+
+    def seen(self, token: int) -> None:
+        """That token was given, by whatever record says so."""
+        self.latest = Token(max(self.latest, token))

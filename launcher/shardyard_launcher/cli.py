@@ -1,0 +1,138 @@
+"""The command `shardyard`: its commands, and how errors end it.
+
+Owns: exit codes (0 done, 1 failed, 2 wrong use or settings, 128 + N ended by signal N; a script's own for `up`, `run`
+and `agent`), the form of error messages. Invariants: an error of ours is told without a traceback, a defect with one;
+nothing of a role is imported before it is needed (`shardyard --version` takes a blink). Must not know: what a command
+does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shardyard_launcher.commands import doctor, roles, supervisor, up_down_run
+from shardyard_launcher.commands.audit import audit
+from shardyard_launcher.commands.checkpoint import checkpoint
+from shardyard_launcher.commands.evaluate import evaluate
+from shardyard_launcher.commands.quarantine import quarantined
+from shardyard_launcher.commands.set import set_
+from shardyard_launcher.commands.stop import stop
+from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.domain.errors import ShardyardError
+
+
+def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    del parameter
+    if wanted and not context.resilient_parsing:
+        from importlib.metadata import version
+
+        click.echo(f"shardyard {version('shardyard')}")
+        context.exit()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version, help="Show it.")
+def shardyard() -> None:
+    """A parameter server for PyTorch: train on machines that come and go."""
+
+
+@shardyard.command()
+@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@settings_options
+def status(coordinator: str | None, state: str | None, as_json: bool, config: str | None, sets: tuple[str, ...]) -> int:
+    """Show members, jobs, partitions and data of a running yard."""
+    from rich.console import Console
+
+    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.commands import status as status_view
+    from shardyard_launcher.yard.state_file import coordinator_of
+
+    settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
+    address, folder = coordinator_of(settings), Path(settings.yard.state)
+    report = status_view.ask(GrpcNetwork(), address, status_view.look_here(folder, address))
+    if as_json:
+        click.echo(status_view.to_json(report))
+    else:
+        # no terminal: wide enough that a table's rows stay lines
+        status_view.show(report, Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False))
+    return 0
+
+
+@shardyard.group()
+def config() -> None:
+    """Look at settings."""
+
+
+@config.command()
+@settings_options
+def explain(config: str | None, sets: tuple[str, ...]) -> int:
+    """Show each setting, its value and where it came from."""
+    from shardyard.config.configuration import render_explanation
+
+    click.echo(render_explanation(load_given(config, sets).loaded), nl=False)
+    return 0
+
+
+for command in (
+    roles.coordinator,
+    roles.server,
+    roles.agent,
+    up_down_run.up,
+    up_down_run.down,
+    up_down_run.run,
+    supervisor.supervisor,
+):
+    shardyard.add_command(command)
+shardyard.add_command(checkpoint)
+shardyard.add_command(quarantined)
+shardyard.add_command(audit)
+shardyard.add_command(stop)
+shardyard.add_command(set_)
+shardyard.add_command(evaluate)
+shardyard.add_command(doctor.doctor)
+
+
+def print_error(error: ShardyardError) -> None:
+    """What, why and what to do, each on lines of its own."""
+    lines = [f"error: {error.what.rstrip()}"]
+    if error.why_text:
+        lines.append(f"  why: {error.why_text}")
+    if error.todo_text:
+        lines.append(f"  what to do: {error.todo_text}")
+    click.echo("\n".join(lines), err=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; the exit status."""
+    from shardyard.domain import errors
+
+    try:
+        code = shardyard.main(args=arguments, prog_name="shardyard", standalone_mode=False)
+        sys.stdout.flush()
+    except errors.ShardyardError as error:
+        print_error(error)
+        return 2 if isinstance(error, errors.ConfigurationError) else 1
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("stopped", err=True)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output has gone; the interpreter must not stumble over it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

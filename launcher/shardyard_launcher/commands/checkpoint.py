@@ -1,0 +1,509 @@
+"""`shardyard checkpoint`: take one, and list, verify, export and prune what training has left behind.
+
+Owns: what the commands print, and the files of `export`. The JSON of `list` is a promise to scripts: names stay, new
+ones may come. Invariants: an exported file is there whole or not at all; nothing of a checkpoint is changed but by
+`prune`. Must not know: how checkpoints are laid out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import click
+
+from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.checkpoints.library import CheckpointLibrary, Listed
+    from shardyard.checkpoints.manifest import Manifest
+    from shardyard.storage.storage import Buffer
+    from shardyard.storage.tensors import Array
+    from shardyard.transport.interfaces import Peer
+
+DEFAULT_URL: Final = ".shardyard/checkpoints"
+
+TIMEOUT_MS: Final = 10_000
+ASK_AGAIN_S: Final = 0.1
+RESTORE_TIMEOUT_MS: Final = 600_000
+"""So long that every byte of a large checkpoint can be checked."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+_coordinator = click.option("--coordinator", metavar=ADDRESS, help="The yard's (default: that of the state folder).")
+_state = click.option("--state", metavar="DIR", help="The state folder of `shardyard up` (default: yard.state).")
+_job = click.option("--job", metavar="NAME", help="The job; needed where there are checkpoints of several.")
+_number = click.option("--number", type=click.IntRange(1), metavar="N", help="Of one checkpoint (see `list`).")
+
+
+def _where(command: F) -> F:
+    """Adds --url, and the settings that say where checkpoints are without it; the command is given `url`."""
+
+    @wraps(command)
+    def called(*, url: str | None, state: str | None, config: str | None, sets: tuple[str, ...], **given: Any) -> Any:
+        from shardyard_launcher.yard.state_file import checkpoints_of
+
+        return command(
+            url=url or checkpoints_of(load_given(config, sets, {"yard.state": state}).loaded.settings), **given
+        )
+
+    option = click.option(
+        "--url",
+        metavar="URL",
+        help="Where the checkpoints are: a folder, file:, s3: or what else fsspec knows (default: job.checkpoint.url,"
+        " or the state folder's).",
+    )
+    return cast(F, option(_state(settings_options(called))))
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look at checkpoints, check them, take models out of them."""
+
+
+@checkpoint.command("list")
+@_where
+@click.option("--job", metavar="NAME", help="Of one job.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def list_command(url: str, job: str | None, as_json: bool) -> int:
+    """Show the checkpoints of all jobs, the oldest first."""
+    library = _library(url)
+    jobs = library.jobs() if job is None else (job,)
+    found = [(name, listed) for name in jobs for listed in library.list_checkpoints(name)]
+    best = [entry for entry in (_best_entry(library, name) for name in jobs) if entry is not None]
+    if as_json:
+        listed = [_entry(name, each) for name, each in found]
+        click.echo(json.dumps({"url": url, "checkpoints": listed, "best": best}, indent=2))
+        return 0
+    if found:
+        _show(found)
+    for entry in best:
+        click.echo(_say_best(entry))
+    if not found and not best:
+        click.echo(f"no checkpoints in {url}")
+    return 0
+
+
+@checkpoint.command()
+@_where
+@_job
+@_number
+def verify(url: str, job: str | None, number: int | None) -> int:
+    """Read every byte of every file, and say what is damaged. Exit status 1 if something is."""
+    library = _library(url)
+    name = _the_job(library, job)
+    numbers = library.numbers(name)
+    findings = library.verify(name, number)
+    for finding in findings:
+        click.echo(f"checkpoint {finding.number}: {finding.path}: {finding.what}")
+    if not numbers:
+        click.echo(f"job {name}: no checkpoints")
+    elif findings:
+        damaged = sorted({finding.number for finding in findings})
+        click.echo(f"job {name}: damaged: {', '.join(map(str, damaged))}", err=True)
+    else:
+        click.echo(f"job {name}: whole: {', '.join(map(str, numbers if number is None else (number,)))}")
+    return 1 if findings else 0
+
+
+@checkpoint.command()
+@_where
+@_job
+@_number
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["torch", "safetensors"]),
+    default="torch",
+    show_default=True,
+    help="torch: a state_dict for torch.load(weights_only=True) and model.load_state_dict.",
+)
+@click.option("--best", "best", is_flag=True, help="The version that an evaluator has kept, instead of a checkpoint.")
+@click.option("--table", metavar="NAME", help="One table's ids and rows alone; OUT ends with .parquet or .safetensors.")
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.argument("out", type=click.Path(path_type=Path))
+def export(
+    url: str, job: str | None, number: int | None, form: str, best: bool, table: str | None, force: bool, out: Path
+) -> int:
+    """Write the model of a checkpoint (default: the newest), parameters, buffers and tables, to the file OUT."""
+    from shardyard.domain.errors import InvalidRequest
+
+    library = _library(url)
+    name = _the_job(library, job)
+    if best and number is not None:
+        raise InvalidRequest("--best and --number", why="", todo="give one of them")
+    if best and table is not None:
+        raise InvalidRequest("--best and --table", why="what an evaluator keeps has no tables", todo="give one of them")
+    if out.exists() and not force:
+        raise InvalidRequest(f"{out} is there already", why="", todo="give another name, or --force")
+    if table is not None:
+        what = _export_table(library, name, number, table, out)
+    else:
+        what = _export_best(library, name, form, out) if best else _export(library, name, number, form, out)
+    click.echo(f"{out}: {what}")
+    return 0
+
+
+@checkpoint.command()
+@click.argument("job", required=False, default="")
+@_coordinator
+@_state
+@settings_options
+def take(job: str, coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> int:
+    """Have a job that runs (default: the only one) written down now; wait until that is committed."""
+    from shardyard.runtime.waits import ExplainedWait
+    from shardyard.transport.error_codes import from_detail
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    request = wire.TakeCheckpointRequest(job_name=job)
+    with _asked(coordinator, state, config, sets) as peer, ExplainedWait(lambda: "the checkpoint") as wait:
+        while True:
+            reply = peer.call(methods.TAKE_CHECKPOINT, request, timeout_ms=TIMEOUT_MS)
+            if reply.HasField("failure"):
+                raise from_detail(reply.failure)
+            if reply.done:
+                break
+            request.job_name, request.ticket = reply.job_name, reply.ticket
+            wait.tick()
+            time.sleep(ASK_AGAIN_S)
+    click.echo(f"checkpoint {reply.number} of job {reply.job_name}, step {reply.step:,}, in {reply.url}")
+    return 0
+
+
+@checkpoint.command()
+@click.argument("job")
+@_number
+@click.option("--url", metavar="URL", help="Where the checkpoint is (default: where the job's are).")
+@click.option("--cancel", is_flag=True, help="Take back what was ordered for the next run.")
+@_coordinator
+@_state
+@settings_options
+def restore(
+    job: str,
+    number: int | None,
+    url: str | None,
+    cancel: bool,
+    coordinator: str | None,
+    state: str | None,
+    config: str | None,
+    sets: tuple[str, ...],
+) -> int:
+    """Let a job go on from a checkpoint (default: the newest that is whole).
+
+    A job that runs goes back as a whole, now; else the next run of that name begins with the checkpoint.
+    """
+    from shardyard.domain.errors import NotReady
+    from shardyard.runtime.waits import ExplainedWait
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    request = wire.RestoreCheckpointRequest(job_name=job, number=number or 0, url=url or "", cancel=cancel)
+    with _asked(coordinator, state, config, sets) as peer, ExplainedWait(lambda: f"job {job} to go back") as wait:
+        until = time.monotonic() + RESTORE_TIMEOUT_MS / 1000
+        while True:
+            try:
+                reply = peer.call(methods.RESTORE_CHECKPOINT, request, timeout_ms=RESTORE_TIMEOUT_MS)
+                break
+            except NotReady:
+                if time.monotonic() > until:
+                    raise
+            wait.tick()
+            time.sleep(ASK_AGAIN_S)
+    for each in reply.damaged:
+        click.echo(f"checkpoint {each} is damaged, and passed over: see `shardyard checkpoint verify`", err=True)
+    if cancel:
+        click.echo(f"the next run of job {job} begins anew")
+        return 0
+    what = "goes back to" if reply.running else "begins its next run with"
+    click.echo(f"job {job} {what} checkpoint {reply.number}, step {reply.step:,}, in {reply.url}")
+    return 0
+
+
+@checkpoint.command()
+@_where
+@_job
+@click.option("--keep", type=click.IntRange(2), required=True, help="How many of the newest stay; at least 2.")
+def prune(url: str, job: str | None, keep: int) -> int:
+    """Delete old checkpoints, and what was begun and never finished. What the kept ones need stays."""
+    library = _library(url)
+    name = _the_job(library, job)
+    pruned = library.prune(name, keep)
+    gone = f"checkpoints {', '.join(map(str, pruned.checkpoints))}" if pruned.checkpoints else "no checkpoint"
+    click.echo(f"job {name}: deleted {gone}; {pruned.files} files, {pruned.nbytes:,} bytes")
+    return 0
+
+
+@contextmanager
+def _asked(coordinator: str | None, state: str | None, config: str | None, sets: tuple[str, ...]) -> Iterator[Peer]:
+    """The coordinator that is to be asked."""
+    from shardyard.domain.errors import CoordinatorUnavailable
+    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.yard.state_file import coordinator_of
+
+    address = coordinator_of(
+        load_given(config, sets, {"yard.state": state, "coordinator": coordinator}).loaded.settings
+    )
+    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=CoordinatorUnavailable)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _library(url: str) -> CheckpointLibrary:
+    from shardyard.checkpoints.library import CheckpointLibrary
+    from shardyard.storage.storage import open_storage
+
+    return CheckpointLibrary(open_storage(url))
+
+
+def _the_job(library: CheckpointLibrary, job: str | None) -> str:
+    from shardyard.domain.errors import CheckpointNotFound, InvalidRequest
+
+    jobs = library.jobs()
+    if job is not None:
+        if job not in jobs:
+            raise CheckpointNotFound(f"no checkpoints of job {job!r} in {library.storage.url}")
+        return job
+    if not jobs:
+        raise CheckpointNotFound(f"no checkpoints in {library.storage.url}")
+    if len(jobs) > 1:
+        raise InvalidRequest(
+            f"{library.storage.url} has checkpoints of {len(jobs)} jobs: {', '.join(jobs[:10])}",
+            why="",
+            todo="say which with --job",
+        )
+    return jobs[0]
+
+
+# ---- list
+
+
+def _best_entry(library: CheckpointLibrary, job: str) -> dict[str, object] | None:
+    from shardyard.checkpoints.best import BestFolder
+    from shardyard.domain.errors import CheckpointDamaged
+
+    folder = BestFolder(library.storage, job)
+    try:
+        found = folder.load()
+    except CheckpointDamaged as error:
+        return {"job": job, "damage": error.what}
+    if found is None:
+        return None
+    return {
+        "job": job,
+        "damage": None,
+        "metric": found.metric,
+        "mode": found.mode,
+        "value": found.value,
+        "step": found.step,
+        "created": found.created,
+        "run": int(found.job),
+        "bytes": found.written.nbytes,
+        "url": folder.url,
+    }
+
+
+def _say_best(entry: dict[str, Any]) -> str:
+    if entry["damage"] is not None:
+        return f"best of job {entry['job']}: damaged: {entry['damage']}"
+    said = f"{entry['metric']} {entry['value']:.6g} ({entry['mode']}) of step {entry['step']:,}"
+    return f"best of job {entry['job']}: {said}, {entry['bytes']:,} bytes; export it with --best"
+
+
+def _entry(job: str, listed: Listed) -> dict[str, object]:
+    manifest = listed.manifest
+    if manifest is None:
+        return {"job": job, "number": listed.number, "damage": "" if listed.damage is None else listed.damage.what}
+    files = tuple(manifest.files())
+    return {
+        "job": job,
+        "number": listed.number,
+        "damage": None,
+        "step": manifest.step,
+        "mode": manifest.mode.value,
+        "created": manifest.created,
+        "partitions": len(manifest.partitions),
+        "tables": [
+            {
+                "name": table.name,
+                "dim": table.dim,
+                "rows": sum(entry.tables[index].rows for entry in manifest.partitions),
+                "bytes": sum(entry.tables[index].nbytes for entry in manifest.partitions),
+            }
+            for index, table in enumerate(manifest.layout.tables)
+        ],
+        "files": len(files),
+        "bytes": sum(file.written.nbytes for file in files),
+        "new_bytes": sum(file.written.nbytes for file in files if file.number == listed.number),
+    }
+
+
+def _show(found: list[tuple[str, Listed]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    has_tables = any(listed.manifest is not None and listed.manifest.layout.tables for _, listed in found)
+    columns = ("job", "number", "step", "mode", "created", "bytes", "of them new")
+    for column in (*columns, *(["rows of tables"] if has_tables else []), "says"):
+        table.add_column(column, overflow="fold")
+    for job, listed in found:
+        entry = _entry(job, listed)
+        if listed.manifest is None:
+            unknown = ["-"] * (len(columns) - 2 + has_tables)
+            table.add_row(job, str(listed.number), *unknown, "its manifest is damaged: see `verify`")
+            continue
+        created = datetime.datetime.fromisoformat(listed.manifest.created).astimezone()
+        table.add_row(
+            job,
+            str(listed.number),
+            f"{listed.manifest.step:,}",
+            listed.manifest.mode.value,
+            created.strftime("%Y-%m-%d %H:%M:%S"),
+            f"{entry['bytes']:,}",
+            f"{entry['new_bytes']:,}",
+            *([_say_tables(entry)] if has_tables else []),
+            "",
+        )
+    # no terminal: wide enough that a table's rows stay lines
+    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)
+
+
+def _say_tables(entry: dict[str, Any]) -> str:
+    return ", ".join(f"{table['name']} {table['rows']:,}" for table in entry["tables"]) or "-"
+
+
+# ---- export
+
+
+def _export(library: CheckpointLibrary, job: str, number: int | None, form: str, out: Path) -> str:
+    manifest = library.load(job, number)
+    if form == "torch":
+        _write_torch(library.export_state(manifest), out)
+    else:
+        _export_safetensors(library, manifest, out)
+    variables, tables = len(manifest.layout.variables), len(manifest.layout.tables)
+    what = f"{variables} variables" + (f" and {tables} tables" if tables else "")
+    return f"{what} of checkpoint {manifest.number} of job {job}, step {manifest.step}"
+
+
+def _export_table(library: CheckpointLibrary, job: str, number: int | None, name: str, out: Path) -> str:
+    """Raises InvalidRequest for a table that the job does not have and for another ending, ConfigurationError."""
+    from shardyard.checkpoints import row_exports
+    from shardyard.domain.errors import InvalidRequest
+    from shardyard.storage.storage import write_file
+
+    manifest = library.load(job, number)
+    names = [table.name for table in manifest.layout.tables]
+    if name not in names:
+        had = f"it has {', '.join(names[:20])}" if names else "it has none"
+        raise InvalidRequest(f"table {name!r} of job {job!r}", why=had, todo="give the name of a table")
+    if out.suffix not in (row_exports.PARQUET, row_exports.SAFETENSORS):
+        raise InvalidRequest(f"{str(out)!r} for rows", why="", todo="let it end with .parquet or .safetensors")
+    index = names.index(name)
+    states = library.tables(manifest, index)
+    rows, dim = sum(state.entry.rows for state in states), manifest.layout.tables[index].dim
+    chunks = row_exports.chunks_of(states)
+    if out.suffix == row_exports.PARQUET:
+        row_exports.pyarrow()
+        write_file(out, row_exports.parquet_pieces(dim, chunks))
+    else:
+        write_file(out, row_exports.safetensors_pieces(rows, dim, chunks))
+    what = f"{rows:,} rows of {dim} values of table {name}"
+    return f"{what} of checkpoint {manifest.number} of job {job}, step {manifest.step}"
+
+
+def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> str:
+    """Raises CheckpointNotFound, CheckpointDamaged."""
+    from shardyard.checkpoints.best import BestFolder
+    from shardyard.domain.errors import CheckpointNotFound
+    from shardyard.domain.variables import DType
+    from shardyard.storage import tensors
+    from shardyard.storage.storage import write_file
+
+    folder = BestFolder(library.storage, job)
+    found = folder.load()
+    if found is None:
+        raise CheckpointNotFound(
+            f"nothing is kept in {folder.url}", todo="keep it: run.keep_best (docs/evaluation.md), with --into or --url"
+        )
+    values = folder.read(found)
+    if form == "torch":
+        _write_torch(values.items(), out)
+    else:
+        sources = [
+            tensors.TensorSource(name, DType(each.dtype.name), each.shape, partial(tensors.bytes_of, each))
+            for name, each in values.items()
+        ]
+        write_file(out, tensors.pieces({"format": "pt"}, sources))
+    return f"{len(values)} variables of the best of job {job}, step {found.step}: {found.metric} {found.value:.6g}"
+
+
+def _write_torch(values: Iterable[tuple[str, Array]], out: Path) -> None:
+    from shardyard.domain.errors import ConfigurationError, StorageUnavailable
+
+    try:
+        import torch
+    except ImportError as error:
+        raise ConfigurationError(
+            "torch is not installed here",
+            why="the file is written by torch.save",
+            todo="pip install 'shardyard[worker]', or export with --format safetensors",
+        ) from error
+    state = {name: torch.from_numpy(array if array.flags.writeable else array.copy()) for name, array in values}
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+    except (OSError, RuntimeError) as error:
+        raise StorageUnavailable(
+            f"cannot write {out}: {error}", todo="make room there, or give another place"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _export_safetensors(library: CheckpointLibrary, manifest: Manifest, out: Path) -> None:
+    from shardyard.checkpoints.library import Variables, has_seed
+    from shardyard.domain.variables import DType
+    from shardyard.storage import tensors
+    from shardyard.storage.storage import write_file
+
+    variables = Variables(library.storage, manifest)
+    held: dict[int, dict[str, Array]] = {}
+
+    def fetch_rows(index: int, name: str) -> Buffer:
+        if index not in held:
+            held.clear()  # one table at a time
+            held[index] = library.export_table(manifest, index)
+        return tensors.bytes_of(held[index][name])
+
+    def fetch(index: int) -> Buffer:
+        return tensors.bytes_of(variables.read(index))
+
+    sources = [
+        tensors.TensorSource(spec.name, spec.dtype, spec.shape, partial(fetch, index))
+        for index, spec in enumerate(manifest.layout.variables)
+    ]
+    for index, table in enumerate(manifest.layout.tables):
+        rows = sum(entry.tables[index].rows for entry in manifest.partitions)
+        arrays: list[tuple[str, DType, tuple[int, ...]]]
+        arrays = [("ids", DType.INT64, (rows,)), ("rows", DType.FLOAT32, (rows, table.dim))]
+        if has_seed(table):
+            arrays.append(("seed", DType.INT64, ()))
+        for kind, dtype, shape in arrays:
+            name = f"{table.name}.{kind}"
+            sources.append(tensors.TensorSource(name, dtype, shape, partial(fetch_rows, index, name)))
+    write_file(out, tensors.pieces({"format": "pt"}, sources))

@@ -1,0 +1,200 @@
+"""`shardyard eval --follow`: runs a script that evaluates a job while others train it.
+
+Owns: the script's process on this machine, started again with a budget where it dies while the job goes on. Invariants:
+the process ends with this one, however that ends; each start follows the same run. Must not know: what the script does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from shardyard_launcher.commands.roles import exit_status
+from shardyard_launcher.terminal.options import ADDRESS, StopSignals, load_given, log_option, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
+    from shardyard.transport.interfaces import Peer
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+TIMEOUT_MS: Final = 3_000
+LOOK_S: Final = 0.1
+GRACE_S: Final = 10.0
+WINDOW_MS: Final = 600_000
+
+
+@click.command("eval", context_settings={"allow_interspersed_args": False})
+@click.option("--follow", is_flag=True, help="Evaluate a job while it is trained, until it has ended.")
+@click.option("--job", metavar="NAME", help="The job (default: the only one that runs).")
+@click.option("--every", type=click.IntRange(0), metavar="SECONDS", help="From one version to the next, at least.")
+@click.option("--into", metavar="URL", help="Where the best version is kept (default: beside the job's checkpoints).")
+@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
+@settings_options
+@log_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
+def evaluate(
+    follow: bool,
+    job: str | None,
+    every: int | None,
+    into: str | None,
+    coordinator: str | None,
+    state: str | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    command: tuple[str, ...],
+) -> int:
+    """Run a script that evaluates a job (docs/evaluation.md): it reads its values with `sy.follow()`, and training does
+    not wait for it. Waits for the job to begin."""
+    from shardyard.config.assignments import Layer
+    from shardyard.config.configuration import Flag
+    from shardyard.domain import errors
+    from shardyard_launcher.scripts.script import launch_environment
+    from shardyard_launcher.yard.state_file import coordinator_of
+
+    if not follow:
+        raise errors.ConfigurationError("`shardyard eval` without --follow", why="", todo="add --follow")
+    if not Path(command[0]).is_file():
+        raise errors.ConfigurationError(
+            f"there is no script {command[0]}", why="", todo="check the path; options come before the script"
+        )
+    own = {"job.name": job, "evaluator.every_s": every, "evaluator.into": into}
+    given = load_given(config, sets, {**own, "coordinator": coordinator, "yard.state": state, "log.format": log_format})
+    settings = given.loaded.settings
+    address = coordinator_of(settings)
+    flags = [(path, Flag(value, "a flag")) for path, value in own.items() if value is not None]
+    environment = launch_environment(
+        os.environ, given.loaded, config=given.config, sets=[*given.sets, *flags], whole=True
+    )
+    name = settings.job.name if given.loaded.origins["job.name"].layer is not Layer.DEFAULT else ""
+    with StopSignals() as signals:
+        code = _follow(settings, address, name, command, environment, signals.stop)
+    return signals.exit_code or code
+
+
+def _follow(
+    settings: Settings,
+    address: str,
+    name: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stop: threading.Event,
+) -> int:
+    from shardyard.domain import errors
+    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.yard.restart_policy import GivenUp, RestartPolicy
+
+    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    grace_ms = settings.membership.coordinator_grace_ms
+    restarts = RestartPolicy(restarts_max=settings.evaluator.restarts_max, window_ms=WINDOW_MS)
+    try:
+        job = _await_job(peer, name, grace_ms, stop)
+        if job is None:
+            return 130
+        follows = {**environment, "SHARDYARD_COORDINATOR": address, "SHARDYARD_FOLLOWS": str(job.job)}
+        while True:
+            code = _run(command, follows, stop)
+            if code == 0 or stop.is_set():
+                return exit_status(code)
+            how = f"was ended by signal {-code}" if code < 0 else f"exited ({code})"
+            if not _goes_on(peer, job.job, grace_ms, stop):
+                click.echo(f"{command[0]} {how}, and job {job.name} has ended", err=True)
+                return exit_status(code)
+            decided = restarts.died(command[0], _now_ms())
+            if isinstance(decided, GivenUp):
+                click.echo(
+                    f"error: {command[0]} {how}, and is not started again (evaluator.restarts_max is "
+                    f"{settings.evaluator.restarts_max} within {WINDOW_MS // 60_000} minutes)",
+                    err=True,
+                )
+                return exit_status(code)
+            said = f"{decided.number} of {settings.evaluator.restarts_max}"
+            click.echo(f"{command[0]} {how}; it is started again ({said})", err=True)
+            if stop.wait(max(0, decided.at_ms - _now_ms()) / 1000):
+                return 130
+    finally:
+        peer.close()
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], stop: threading.Event) -> int:
+    """Its exit code; once `stop` is set it is told to end, and killed if it does not."""
+    from shardyard.runtime.waits import ExplainedWait
+
+    arguments = [sys.executable, "-u", "-P", "-m", "shardyard_worker.agent.bootstrap", str(os.getpid()), *command]
+    # signals of the terminal come through this process
+    process = subprocess.Popen(arguments, env=dict(environment), start_new_session=True)
+    try:
+        while process.poll() is None and not stop.wait(LOOK_S):
+            """It runs until the job has ended."""
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            give_up = time.monotonic() + GRACE_S
+            with ExplainedWait(lambda: f"{command[0]} (pid {process.pid}) to end") as wait:
+                while process.poll() is None and time.monotonic() < give_up:
+                    wait.tick()
+                    time.sleep(LOOK_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        code = process.wait()
+    return code
+
+
+def _await_job(peer: Peer, name: str, grace_ms: int, stop: threading.Event) -> wire.JobStatus | None:
+    """The job that is to be followed; None once `stop` is set. Raises InvalidRequest where several run and none is
+    named, CoordinatorUnavailable."""
+    from shardyard.domain import errors
+    from shardyard.runtime.waits import ExplainedWait
+
+    with ExplainedWait(lambda: f"job {name or 'of any name'} to begin") as wait:
+        while not stop.is_set():
+            jobs = [job for job in _unfinished(peer, grace_ms, stop) if not name or job.name == name]
+            if len(jobs) > 1:
+                names = ", ".join(sorted(job.name for job in jobs))
+                raise errors.InvalidRequest(f"{len(jobs)} jobs run: {names}", why="", todo="say which with --job")
+            if jobs:
+                return jobs[0]
+            wait.tick()
+            stop.wait(LOOK_S)
+    return None
+
+
+def _goes_on(peer: Peer, job: int, grace_ms: int, stop: threading.Event) -> bool:
+    return any(each.job == job for each in _unfinished(peer, grace_ms, stop))
+
+
+def _unfinished(peer: Peer, grace_ms: int, stop: threading.Event) -> list[wire.JobStatus]:
+    """Jobs that have not ended; none once `stop` is set. Waits for a coordinator that is away, for its grace time.
+    Raises CoordinatorUnavailable."""
+    from shardyard.domain import errors
+    from shardyard.runtime.waits import ExplainedWait
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    ended = (wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED)
+    give_up = time.monotonic() + grace_ms / 1000
+    with ExplainedWait(lambda: f"the {peer.name} to answer") as wait:
+        while not stop.is_set():
+            try:
+                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+                return [job for job in status.jobs if job.state not in ended]
+            except (errors.Unavailable, errors.NotReady):
+                if time.monotonic() >= give_up:
+                    raise
+            wait.tick()
+            stop.wait(LOOK_S)
+    return []
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

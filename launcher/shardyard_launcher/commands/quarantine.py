@@ -1,0 +1,153 @@
+"""`shardyard quarantined`: the batches of a job that do not count, down to the indices of their samples.
+
+Owns: the shape of the list. The JSON is a promise to scripts: names stay, new ones may come. Must not know: who
+decides that a batch is condemned.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.transport.interfaces import Network
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+TIMEOUT_MS: Final = 10_000
+INDICES_SHOWN_MAX: Final = 16
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
+@click.option("--json", "as_json", is_flag=True, help="For programs; all indices.")
+@settings_options
+def quarantined(
+    job: str | None,
+    coordinator: str | None,
+    state: str | None,
+    as_json: bool,
+    config: str | None,
+    sets: tuple[str, ...],
+) -> int:
+    """Show the batches that do not count, since they have killed workers, or their gradients were not finite: of JOB, a
+    name or an id, or of all jobs."""
+    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard_launcher.yard.state_file import coordinator_of
+
+    settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
+    found = ask(GrpcNetwork(), coordinator_of(settings), job)
+    batches = [batch for name, reply in found for batch in described(name, reply)]
+    if as_json:
+        click.echo(json.dumps({"batches": batches}, indent=2))
+    elif batches:
+        _show(batches)
+    else:
+        click.echo(f"no batch {f'of job {job} ' if job else ''}is in quarantine")
+    return 0
+
+
+def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, wire.ListQuarantinedReply]]:
+    """By the jobs' names, of all jobs, or of those that have this name or id. Raises CoordinatorUnavailable, NotFound
+    where there is none."""
+    from shardyard.domain import errors
+    from shardyard.domain.ids import JobId
+    from shardyard.runtime.waits import WaitRegistry
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    vigil = WaitRegistry()
+    try:
+        with vigil.over(lambda: f"the {peer.name} to say what jobs there are"):
+            jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS).jobs
+        chosen = [each for each in jobs if job in (None, each.name, str(JobId(each.job)))]
+        if job is not None and not chosen:
+            known = ", ".join(sorted({each.name for each in jobs})) or "none"
+            raise errors.NotFound(f"no job {job!r} in this yard, whose jobs are: {known}", why="", todo="")
+        found = []
+        for each in chosen:
+            request = wire.ListQuarantinedRequest(job=each.job)
+            with vigil.over(lambda: f"the {peer.name} to list what is in quarantine"):
+                found.append((each.name, peer.call(methods.LIST_QUARANTINED, request, timeout_ms=TIMEOUT_MS)))
+        return found
+    finally:
+        vigil.close()
+        peer.close()
+
+
+def described(job: str, reply: wire.ListQuarantinedReply) -> list[dict[str, object]]:
+    """An entry for each batch, with the positions of its samples in the epoch's order and their indices in the
+    dataset."""
+    from shardyard.domain.orders import Indices, order
+
+    feeds = {each.feed: each for each in reply.feeds}
+    orders: dict[tuple[int, int], Indices] = {}
+    found: list[dict[str, object]] = []
+    for batch in reply.batches:
+        feed = feeds[batch.feed]
+        if (batch.feed, batch.epoch) not in orders:
+            orders.clear()  # an epoch's order may be large
+            orders[batch.feed, batch.epoch] = order(
+                seed=reply.seed, feed=batch.feed, epoch=batch.epoch, samples=feed.samples, shuffle=feed.shuffle
+            )
+        entry: dict[str, object] = {"job": job, "feed": batch.feed, "epoch": batch.epoch}
+        if batch.source.WhichOneof("kind") == "data_shard":
+            entry |= {"data_shard": batch.source.data_shard.index, "batch": batch.sequence}
+        else:
+            entry |= {"rank": batch.source.logical_rank, "step": batch.sequence}
+        entry |= {
+            "deaths": batch.deaths,
+            "not_finite": {"parameter": batch.parameter, "worker": batch.worker} if batch.parameter else None,
+            "positions": [batch.begin, batch.end],
+            "indices": orders[batch.feed, batch.epoch][batch.begin : batch.end].tolist(),
+        }
+        found.append(entry)
+    return found
+
+
+def _why(batch: dict[str, object]) -> str:
+    found = batch["not_finite"]
+    if isinstance(found, dict):
+        from shardyard.domain.ids import Incarnation
+
+        return f"{found['parameter']} not finite (worker {Incarnation(found['worker'])})"
+    return f"{batch['deaths']} deaths"
+
+
+def _show(batches: Sequence[dict[str, object]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("job", "feed", "epoch", "batch", "why", "positions", "indices in the dataset"):
+        table.add_column(column, overflow="fold")
+    for each in batches:
+        where = (
+            f"{each['batch']} of data shard {each['data_shard']}"
+            if "batch" in each
+            else f"step {each['step']} of logical rank {each['rank']}"
+        )
+        positions, indices = each["positions"], each["indices"]
+        assert isinstance(positions, list)
+        assert isinstance(indices, list)
+        shown = ", ".join(map(str, indices[:INDICES_SHOWN_MAX]))
+        more = len(indices) - INDICES_SHOWN_MAX
+        table.add_row(
+            str(each["job"]),
+            str(each["feed"]),
+            str(each["epoch"]),
+            where,
+            _why(each),
+            f"{positions[0]} to {positions[1] - 1}",
+            shown + (f" and {more} more (--json)" if more > 0 else ""),
+        )
+    # no terminal: wide enough that a table's rows stay lines
+    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=False).print(table)

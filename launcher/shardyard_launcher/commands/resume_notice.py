@@ -1,0 +1,81 @@
+"""What `shardyard up` says of jobs that it has found in the state folder: with what they go on.
+
+Owns: for how long it is waited until lost partitions are back; the words. Invariant: bounded; changes nothing. Must not
+know: how partitions are restored.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import psutil
+
+from shardyard.domain import errors
+from shardyard.runtime.waits import ExplainedWait
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.commands.status import TIMEOUT_MS, describe_checkpoint, describe_restored
+
+LATE_MS: Final = 10_000
+"""How much longer than a lease, within which dead servers are noticed, lost partitions are waited for."""
+LOOK_S: Final = 0.1
+UNFINISHED: Final = (wire.JOB_STATE_STARTING, wire.JOB_STATE_RUNNING, wire.JOB_STATE_FINISHING)
+
+
+def say_what_goes_on(coordinator: str, lease_ms: int, stop: threading.Event, say: Callable[[str], None]) -> None:
+    """A line for each job of an earlier yard that is not finished, once its partitions have servers again, which takes
+    `lease_ms` and a moment. For a yard that was started just now. Raises CoordinatorUnavailable."""
+    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    give_up = time.monotonic() + (lease_ms + LATE_MS) / 1000
+    told: set[int] = set()
+    waiting: list[str] = []
+    try:
+        with ExplainedWait(lambda: f"the partitions of {', '.join(waiting)} to be restored") as wait:
+            while True:
+                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+                late = time.monotonic() >= give_up or stop.is_set()
+                waiting = []
+                for job in status.jobs:
+                    if job.state not in UNFINISHED or job.job in told:
+                        continue
+                    if late or not _is_lost(status, job):
+                        told.add(job.job)
+                        say(describe_job(status, job))
+                    else:
+                        waiting.append(f"job {job.name}")
+                if not waiting:
+                    return
+                wait.tick()
+                stop.wait(LOOK_S)
+    finally:
+        peer.close()
+
+
+def describe_job(status: wire.StatusReply, job: wire.JobStatus) -> str:
+    """With what a job of an earlier yard goes on."""
+    if not job.HasField("checkpoint"):
+        return f"job {job.name} goes on; it has no checkpoint"
+    newest = f"its newest checkpoint is {describe_checkpoint(job.checkpoint, status.time_ms)}"
+    if _is_lost(status, job):
+        waits = "; ".join(job.waits) or "its servers' leases to run out"
+        return f"job {job.name} is not restored yet: it waits for {waits}; {newest}"
+    if job.HasField("restored"):
+        # that one, which may not be the newest any more
+        taken = describe_checkpoint(job.restored.checkpoint, status.time_ms)
+        return f"job {job.name} goes on from checkpoint {taken}: {describe_restored(job.restored)}"
+    return f"job {job.name} goes on at step {job.step:,}; {newest}"
+
+
+def _is_lost(status: wire.StatusReply, job: wire.JobStatus) -> bool:
+    """Whether partitions lack a living server, as far as that can be seen from here: one that died with its yard is a
+    member until its lease has run out."""
+    servers = {member.incarnation: member for member in status.members if member.role == wire.ROLE_SERVER}
+    owners = {owner.server for owner in job.map.owners}
+    here = socket.gethostname()
+    dead = {number for number, each in servers.items() if each.host == here and not psutil.pid_exists(each.pid)}
+    return job.recovering or bool(owners & dead) or not owners <= set(servers)

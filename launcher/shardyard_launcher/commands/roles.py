@@ -1,0 +1,258 @@
+"""`shardyard coordinator`, `server`, `agent`: one role, in the foreground.
+
+Owns: which addresses a role binds and tells others, the ready line, the end by a signal. Invariants: one line
+`ready ADDRESS` goes to standard output once the role can be used; roles are imported only when they are started.
+"""
+
+from __future__ import annotations
+
+import platform
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from shardyard_launcher.terminal.options import ADDRESS, Given, StopSignals, load_given, log_option, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WILDCARDS = ("0.0.0.0", "[::]")
+
+_coordinator = click.option("--coordinator", metavar=ADDRESS, help="The coordinator's address.")
+_bind = click.option("--bind", metavar=ADDRESS, help="Where to listen; port 0 takes a free one.")
+_advertise = click.option(
+    "--advertise",
+    metavar=ADDRESS,
+    help="The address at which others reach this process, if not where it listens. Default where it listens on all "
+    "of the machine's addresses: the machine's name.",
+)
+
+
+def launcher_options(command: F) -> F:
+    """How a launcher ties a process to itself: see shardyard_launcher.yard.role_process."""
+    command = click.option("--awaits-go", is_flag=True, hidden=True)(command)
+    return click.option("--ends-with", type=int, hidden=True)(command)
+
+
+@click.command()
+@click.option("--coordinator", "own", metavar=ADDRESS, help="The same as --advertise.")
+@_bind
+@_advertise
+@click.option("--state", metavar="DIR", help="Folder of its journal. Without one, nothing is kept.")
+@settings_options
+@log_option
+@launcher_options
+def coordinator(
+    own: str | None,
+    bind: str | None,
+    advertise: str | None,
+    state: str | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    ends_with: int | None,
+    awaits_go: bool,
+) -> int:
+    """Run the one process that decides: members, partitions, data."""
+    tie(ends_with, awaits_go)
+    given = load_given(config, sets, {"log.format": log_format})
+    settings = given.loaded.settings
+    _set_up_log("coordinator", settings)
+    where, told = addresses(bind or f"{settings.yard.bind}:{settings.yard.coordinator_port}", advertise or own)
+    from shardyard_coordinator.service import process
+
+    with StopSignals() as signals:
+        process.serve(
+            bind=where,
+            advertise=told,
+            settings=settings,
+            state=None if state is None else Path(state),
+            stop=signals.stop,
+            ready=_ready,
+        )
+    return 0
+
+
+@click.command()
+@_coordinator
+@_bind
+@_advertise
+@settings_options
+@log_option
+@launcher_options
+def server(
+    coordinator: str | None,
+    bind: str | None,
+    advertise: str | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    ends_with: int | None,
+    awaits_go: bool,
+) -> int:
+    """Run a server: it holds partitions of variables."""
+    tie(ends_with, awaits_go)
+    given = _given(coordinator, config, sets, log_format)
+    settings = given.loaded.settings
+    _set_up_log("server", settings)
+    where, told = addresses(bind or f"{settings.yard.bind}:0", advertise)
+    from shardyard_ps_server.service import process
+
+    with StopSignals() as signals:
+        process.serve(
+            coordinator=settings.coordinator,
+            bind=where,
+            advertise=told,
+            settings=settings,
+            stop=signals.stop,
+            ready=_ready,
+            preparing=_preparing,
+        )
+    return 0
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@_coordinator
+@_bind
+@_advertise
+@click.option("--workers", type=click.IntRange(min=1), help="Training processes of a launch (default: yard.workers).")
+@click.option(
+    "--allow-remote-launch",
+    is_flag=True,
+    help="Start programs for callers on other machines too. Whoever reaches the port can then run anything here.",
+)
+@settings_options
+@log_option
+@launcher_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ARGUMENTS...]")
+def agent(
+    coordinator: str | None,
+    bind: str | None,
+    advertise: str | None,
+    workers: int | None,
+    allow_remote_launch: bool,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    ends_with: int | None,
+    awaits_go: bool,
+    command: tuple[str, ...],
+) -> int:
+    """Run an agent: it starts and watches training processes.
+
+    With a script, the agent launches it, and ends with it and with its exit code.
+    """
+    tie(ends_with, awaits_go)
+    given = _given(coordinator, config, sets, log_format)
+    settings = given.loaded.settings
+    _set_up_log("agent", settings)
+    where, told = addresses(bind or f"{settings.yard.bind}:0", advertise)
+    _pass_on(given)
+    from shardyard_worker.agent import process as agent_process
+
+    with StopSignals() as signals:
+        code = agent_process.serve(
+            coordinator=settings.coordinator,
+            bind=where,
+            advertise=told,
+            workers=workers or settings.yard.workers,
+            settings=settings,
+            allow_remote_launch=allow_remote_launch,
+            command=list(command) or None,
+            stop=signals.stop,
+            ready=_ready,
+        )
+    if command and signals.exit_code is not None:
+        return signals.exit_code
+    return exit_status(code)
+
+
+def exit_status(code: int) -> int:
+    """A process's exit status for an exit code of which a negative one means a signal."""
+    return 128 - code if code < 0 else code
+
+
+def addresses(bind: str, advertise: str | None) -> tuple[str, str | None]:
+    """Where to listen and what to tell others (None: the same). Raises ConfigurationError.
+
+    Whoever listens on all addresses of a machine tells the machine's name, unless told what; to know the port for it,
+    a free one is chosen here. An advertised port of 0 means the one that is listened on.
+    """
+    from shardyard.domain import errors
+    from shardyard.transport.grpc_server import split_address
+
+    host, port = split_address(bind)
+    told_host, told_port = (None, 0) if advertise is None else split_address(advertise)
+    if told_host in _WILDCARDS:
+        raise errors.ConfigurationError(
+            f"nobody can reach this process at {advertise}", todo="give --advertise a name or address of this machine"
+        )
+    if told_host is None and host not in _WILDCARDS:
+        return bind, None
+    if told_port == 0:
+        port = told_port = port or _free_port(host)
+    return f"{host}:{port}", f"{told_host or platform.node()}:{told_port}"
+
+
+def _free_port(host: str) -> int:
+    kind = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as probe:
+        probe.bind((host.strip("[]"), 0))
+        return int(probe.getsockname()[1])
+
+
+def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], log_format: str | None) -> Given:
+    from shardyard.domain import errors
+
+    given = load_given(config, sets, {"coordinator": coordinator, "log.format": log_format})
+    if not given.loaded.settings.coordinator:
+        raise errors.ConfigurationError(
+            "no coordinator's address",
+            why="a server or an agent belongs to a yard",
+            todo="give --coordinator HOST:PORT, set SHARDYARD_COORDINATOR, or name it in the settings file",
+        )
+    return given
+
+
+def tie(ends_with: int | None, awaits_go: bool) -> None:
+    """Ends this process with its launcher, or until the launcher has written it down."""
+    from shardyard_worker.agent.bootstrap import die_with_parent
+
+    if ends_with is not None:
+        die_with_parent(ends_with, signal.SIGTERM)
+    if awaits_go and not sys.stdin.readline():
+        sys.exit("the launcher has gone before this process could begin")
+
+
+def _set_up_log(role: str, settings: Settings) -> None:
+    from shardyard.runtime import log
+
+    log.setup(settings.log.format, settings.log.level)
+    log.bind_process(role=role)
+
+
+def _pass_on(given: Given) -> None:
+    """Puts an agent's settings into its environment, which its training processes inherit."""
+    import os
+
+    from shardyard_launcher.scripts.script import launch_environment
+
+    passed = launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=False)
+    os.environ.update(passed)
+
+
+def _ready(address: str) -> None:
+    sys.stdout.write(f"ready {address}\n")
+    sys.stdout.flush()
+
+
+def _preparing(what: str) -> None:
+    sys.stdout.write(f"preparing: {what}\n")
+    sys.stdout.flush()

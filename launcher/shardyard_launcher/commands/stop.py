@@ -1,0 +1,93 @@
+"""`shardyard stop`: a job ends before its data does.
+
+Owns: what the command prints. Must not know: where a job stops, how its workers hear of it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.transport.interfaces import Peer
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+TIMEOUT_MS: Final = 10_000
+ASK_AGAIN_S: Final = 0.1
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--reason", default="", metavar="TEXT", help="Shown by `shardyard status`, and told to the scripts.")
+@click.option("--wait", is_flag=True, help="Until the job has ended, with its last checkpoint.")
+@click.option("--coordinator", metavar=ADDRESS, help="The yard's coordinator (default: the one of `shardyard up`).")
+@click.option("--state", metavar="DIR", help="State folder of `shardyard up` (default: yard.state).")
+@settings_options
+def stop(
+    job: str | None,
+    reason: str,
+    wait: bool,
+    coordinator: str | None,
+    state: str | None,
+    config: str | None,
+    sets: tuple[str, ...],
+) -> int:
+    """Have JOB (a name; without one, the job that runs) end in good order: workers finish what they compute at the
+    moment, and a last checkpoint is written."""
+    from shardyard.domain import errors
+    from shardyard.runtime.waits import WaitRegistry
+    from shardyard.transport.grpc_client import GrpcNetwork
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+    from shardyard_launcher.yard.state_file import coordinator_of
+
+    settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
+    address = coordinator_of(settings)
+    peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    vigil = WaitRegistry()
+    try:
+        request = wire.StopJobRequest(job_name=job or "", reason=reason)
+        with vigil.over(lambda: f"the {peer.name} to take the stop"):
+            told = peer.call(methods.STOP_JOB, request, timeout_ms=TIMEOUT_MS)
+        if told.first:
+            click.echo(f"job {told.job_name} is told to stop")
+        else:
+            click.echo(f"job {told.job_name} was told to stop before, {describe_stop(told.stop)}")
+        return _await_end(peer, told) if wait else 0
+    finally:
+        vigil.close()
+        peer.close()
+
+
+def describe_stop(stop: wire.Stop) -> str:
+    """For example `by worker 1.4: loss is nan; before step 120`."""
+    from shardyard.domain.ids import Incarnation
+
+    by = f"by worker {Incarnation(stop.worker)}" if stop.worker else "by a person"
+    said = f"{by}: {stop.reason}" if stop.reason else by
+    return f"{said}; before step {stop.step:,}" if stop.settled and stop.step else said
+
+
+def _await_end(peer: Peer, told: wire.StopJobReply) -> int:
+    """0 where it is finished, 1 where it has failed, or was forgotten."""
+    from shardyard.runtime.waits import ExplainedWait
+    from shardyard.wire import methods
+    from shardyard.wire.v1 import coordinator_pb2 as wire
+
+    with ExplainedWait(lambda: f"job {told.job_name} to end") as explained:
+        while True:
+            status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS)
+            found = next((each for each in status.jobs if each.job == told.job), None)
+            if found is None or found.state == wire.JOB_STATE_FAILED:
+                why = f": {found.failure.what}" if found is not None else ""
+                click.echo(f"job {told.job_name} has failed{why}", err=True)
+                return 1
+            if found.state == wire.JOB_STATE_FINISHED:
+                click.echo(f"job {told.job_name} is finished, at step {found.step:,}")
+                return 0
+            explained.tick()
+            time.sleep(ASK_AGAIN_S)

@@ -1,0 +1,197 @@
+"""The process that `shardyard up` leaves behind to look after a yard: it starts the roles, and the dead ones again.
+
+Why a process: `up` itself ends, and only a process's parent is told how it ended. One supervisor costs less than a
+watcher around each role, and its own death harms nobody: the roles live on as before, `shardyard status` says that
+nobody watches them, and the next `shardyard up` starts another supervisor, which takes them over. It is an entry of the
+state file, ended by `shardyard down` before all others.
+
+Owns: the state file while it lives; its log, which has each death and each restart. Invariants: it is written down
+before it does anything; where the yard cannot be started, nothing of it stays. Must not know: scripts, displays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from shardyard_launcher.commands.roles import launcher_options, tie
+from shardyard_launcher.terminal.options import StopSignals, load_given, log_option, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
+    from shardyard_launcher.yard.role_process import RunningRole
+    from shardyard_launcher.yard.running_yard import RunningYard
+    from shardyard_launcher.yard.state_file import YardState
+
+TEND_S: Final = 0.1
+LATE_MS: Final = 30_000
+"""How long a supervisor may take beyond the time that a start is given."""
+ERROR: Final = "error: "
+
+
+class StartFailed(Exception):
+    """The supervisor has ended before the yard was up. `said`: its error, as it is to be shown."""
+
+    def __init__(self, said: str, exit_code: int) -> None:
+        super().__init__(said)
+        self.said = said
+        self.exit_code = exit_code
+
+
+@click.command(hidden=True)
+@click.option("--state", required=True, metavar="DIR")
+@settings_options
+@log_option
+@launcher_options
+def supervisor(
+    state: str,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    ends_with: int | None,
+    awaits_go: bool,
+) -> int:
+    """Start and watch the yard of a state folder, which names this process."""
+    tie(ends_with, awaits_go)
+    from shardyard.runtime import log
+    from shardyard_launcher.yard.state_file import SUPERVISOR
+
+    settings = load_given(config, sets, {"log.format": log_format}).loaded.settings
+    found = _own_state(Path(state))
+    log.setup(settings.log.format, settings.log.level)
+    log.bind_process(role=SUPERVISOR)
+    with StopSignals() as signals:
+        return _serve(settings, Path(state), found, signals.stop)
+
+
+def _own_state(folder: Path) -> YardState:
+    """What the folder says of the yard, if it names this process. Raises ConfigurationError."""
+    from shardyard.domain import errors
+    from shardyard_launcher.yard.state_file import read_state
+
+    found = read_state(folder)
+    if found is None or found.supervisor is None or found.supervisor.pid != os.getpid():
+        raise errors.ConfigurationError(
+            f"{folder} does not name this process as the supervisor of a yard",
+            why="two would start each dead process twice",
+            todo="use `shardyard up`, which starts one where it is missing",
+        )
+    return found
+
+
+def _serve(settings: Settings, folder: Path, found: YardState, stop: threading.Event) -> int:
+    import logging
+
+    from shardyard_launcher.yard.local_cluster import Interrupted, LocalCluster
+    from shardyard_launcher.yard.state_file import YardState
+
+    log = logging.getLogger("shardyard.supervisor")
+    myself = found.supervisor
+    assert myself is not None
+
+    def write(state: YardState) -> None:
+        YardState((myself, *state.processes), state.restarts, state.given_up).write(folder)
+
+    cluster = LocalCluster(settings, folder, tied=False, on_change=write)
+    if found.roles:
+        cluster.adopt(found)
+        log.info("watching the yard of %s, which nobody watched", folder)
+    else:
+        try:
+            cluster.start(stop=stop)
+        except Interrupted:
+            return 1
+        log.info("watching the yard of %s", folder)
+    sys.stdout.write(f"ready {cluster.coordinator}\n")
+    sys.stdout.flush()
+    while not stop.wait(TEND_S):
+        for line in cluster.tend():
+            log.warning("%s", line)
+    return 0
+
+
+def start_supervised(settings: Settings, folder: Path, stop: threading.Event) -> RunningYard:
+    """Starts a yard in the folder, under a supervisor, and waits until it is up. Raises StartFailed, DeadlineExceeded,
+    and Interrupted once `stop` is set; then nothing of it is left. For who holds the folder's lock."""
+    from shardyard_launcher.yard.local_cluster import write_settings
+    from shardyard_launcher.yard.state_file import YardState, forget_state
+
+    write_settings(settings, folder)
+    yard, child = _begin(folder, YardState(()))
+    try:
+        _await_ready(yard, child, stop)
+    except BaseException:
+        yard.stop()
+        forget_state(folder)
+        raise
+    return yard
+
+
+def supervise_again(settings: Settings, folder: Path, state: YardState) -> RunningYard:
+    """Starts a supervisor for a yard that has lost its own. For who holds the folder's lock."""
+    from shardyard_launcher.yard.local_cluster import SETTINGS_FILE, write_settings
+    from shardyard_launcher.yard.state_file import YardState
+
+    if not (folder / SETTINGS_FILE).exists():
+        write_settings(settings, folder)
+    # who was given up gets a new budget
+    return _begin(folder, YardState(state.roles, state.restarts))[0]
+
+
+def _begin(folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
+    from shardyard_launcher.yard.local_cluster import SETTINGS_FILE, environment_of_roles
+    from shardyard_launcher.yard.role_process import start_role
+    from shardyard_launcher.yard.running_yard import RunningYard
+    from shardyard_launcher.yard.state_file import LOGS, SUPERVISOR, YardState
+
+    whole = folder.absolute()
+    child = start_role(
+        SUPERVISOR,
+        SUPERVISOR,
+        ["-c", str(whole / SETTINGS_FILE), "--state", str(whole)],
+        log=whole / LOGS / f"{SUPERVISOR}.log",
+        environment=environment_of_roles(),
+        tied=False,
+    )
+    written = YardState((child.process, *state.processes), state.restarts)
+    written.write(folder)
+    child.release()
+    return RunningYard(folder, written), child
+
+
+def _await_ready(yard: RunningYard, child: RunningRole, stop: threading.Event) -> None:
+    from shardyard.domain import errors
+    from shardyard.runtime.waits import ExplainedWait
+    from shardyard_launcher.yard.local_cluster import Interrupted, start_ms_max
+    from shardyard_launcher.yard.role_process import POLL_S
+
+    begun = time.monotonic()
+    with ExplainedWait(lambda: yard.waited_for) as wait:
+        while not child.read_ready():
+            if not child.alive:
+                raise _failed(child)
+            if time.monotonic() >= begun + (start_ms_max(yard.state) + LATE_MS) / 1000:
+                raise errors.DeadlineExceeded(f"the yard was not ready in time: {yard.waited_for}")
+            wait.tick()
+            if stop.wait(POLL_S):
+                raise Interrupted
+            yard.refresh()
+
+
+def _failed(supervisor: RunningRole) -> StartFailed:
+    """Its error is ours: what `shardyard up` would have said, had it started the yard itself."""
+    from shardyard_launcher.yard.role_process import tail
+
+    process = supervisor.process
+    said = process.log.read_text(encoding="utf-8", errors="replace")
+    at = said.find(f"\n{ERROR}") + 1 or (0 if said.startswith(ERROR) else -1)
+    if at < 0:
+        text = f"{ERROR}{process} {supervisor.ending} before the yard was up; the end of {process.log}:\n"
+        return StartFailed(text + tail(process.log), 1)
+    return StartFailed(said[at:].rstrip(), supervisor.exit_code or 1)

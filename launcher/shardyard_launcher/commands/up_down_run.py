@@ -1,0 +1,322 @@
+"""`shardyard up`, `down`, `run`: a yard on this machine, with or without a script.
+
+Owns: when a yard is started, reused or refused; what is left standing after a script, an error or Ctrl-C; the words
+printed about it. Invariants: `run` leaves no process behind; `up` leaves a yard that is whole, or being made whole by
+its supervisor, or none that it started; `down` ends only processes that the state file names. Must not know: how
+processes are started and watched (cluster, supervisor, standing, script).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from shardyard_launcher.commands.roles import exit_status
+from shardyard_launcher.terminal.options import ADDRESS, Given, StopSignals, load_given, log_option, settings_options
+
+if TYPE_CHECKING:
+    from shardyard.config.settings import Settings
+    from shardyard_launcher.scripts.script import Script
+    from shardyard_launcher.yard.local_cluster import LocalCluster
+    from shardyard_launcher.yard.running_yard import RunningYard
+
+_PASSES_ARGUMENTS = {"allow_interspersed_args": False}
+"""What follows the script is its own."""
+_state = click.option("--state", metavar="DIR", help="Folder of logs, journal and process ids (default: yard.state).")
+
+
+@click.command(context_settings=_PASSES_ARGUMENTS)
+@_state
+@settings_options
+@log_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT ARGUMENTS...]")
+def up(
+    state: str | None, config: str | None, sets: tuple[str, ...], log_format: str | None, command: tuple[str, ...]
+) -> int:
+    """Start a yard that stays up; run a script on it.
+
+    A yard that is up already is used as it is. Without a script, nothing is run.
+    """
+    from shardyard_launcher.commands.supervisor import StartFailed
+    from shardyard_launcher.yard.local_cluster import Interrupted
+
+    given = load_given(config, sets, {"yard.state": state, "log.format": log_format})
+    _check_script(command)
+    folder = Path(given.loaded.settings.yard.state)
+    with StopSignals() as signals:
+        try:
+            yard, ours = _bring_up(given, folder, signals)
+        except Interrupted:
+            click.echo("stopped before the yard was up", err=True)
+            return signals.exit_code or 130
+        except StartFailed as failed:
+            click.echo(failed.said, err=True)
+            return failed.exit_code
+        if ours:
+            _say_what_goes_on(yard, given.loaded.settings, signals)
+        code = 0
+        if command:
+            script = _script(command, given, whole=True, workers=0)
+            code = _follow(yard.coordinator, yard.agent, script, signals, yard.check, sys.stdout)
+        yard.refresh()
+        if ours and (signals.exit_code is not None or yard.broken):
+            _take_down(yard, folder)
+            click.echo("the yard is stopped", err=True)
+            return signals.exit_code or code or 1
+    if yard.broken:
+        return signals.exit_code or code or 1
+    _say_where(yard, folder, given.loaded.settings)
+    return signals.exit_code or code
+
+
+@click.command()
+@_state
+@click.option("--purge", is_flag=True, help="Delete the folder's logs and journal too.")
+@settings_options
+def down(state: str | None, purge: bool, config: str | None, sets: tuple[str, ...]) -> int:
+    """Stop the yard that `shardyard up` started."""
+    from shardyard_launcher.yard.running_yard import RunningYard
+    from shardyard_launcher.yard.state_file import forget_state, locked, read_state
+
+    settings = load_given(config, sets, {"yard.state": state}).loaded.settings
+    folder = Path(settings.yard.state)
+    if not folder.is_dir():
+        click.echo(f"no yard is up (there is no {folder})")
+        return 0
+    with locked(folder):
+        found = read_state(folder)
+        if found is None:
+            click.echo(f"no yard is up in {folder}")
+        else:
+            # a second signal must not leave half of the yard standing
+            with StopSignals():
+                stopped = RunningYard(folder, found).stop()
+                forget_state(folder)
+            click.echo(f"stopped {', '.join(map(str, stopped))}")
+        if purge:
+            click.echo(_purge(folder))
+    return 0
+
+
+@click.command(context_settings=_PASSES_ARGUMENTS)
+@click.option("--coordinator", metavar=ADDRESS, help="Run it on this yard, through its agent, and start nothing.")
+@click.option("--workers", type=click.IntRange(min=1), help="Number of training processes (default: yard.workers).")
+@settings_options
+@log_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="SCRIPT [ARGUMENTS...]")
+def run(
+    coordinator: str | None,
+    workers: int | None,
+    config: str | None,
+    sets: tuple[str, ...],
+    log_format: str | None,
+    command: tuple[str, ...],
+) -> int:
+    """Start everything around a script, and stop it all at its end.
+
+    On free ports, with a temporary state folder. With --coordinator the script runs on that yard instead.
+    """
+    own: dict[str, object] = {"coordinator": coordinator, "yard.workers": workers, "log.format": log_format}
+    given = load_given(config, sets, own)
+    _check_script(command)
+    settings = given.loaded.settings
+    with StopSignals() as signals:
+        if settings.coordinator:
+            code = _run_on_running(settings.coordinator, command, given, workers or 0, signals)
+        else:
+            code = _run_alone(given, command, signals)
+    return signals.exit_code or code
+
+
+def _run_on_running(
+    coordinator: str, command: tuple[str, ...], given: Given, workers: int, signals: StopSignals
+) -> int:
+    from shardyard_launcher.scripts.script import find_agent
+
+    script = _script(command, given, whole=False, workers=workers)
+    return _follow(coordinator, find_agent(coordinator), script, signals, _nothing_to_check, sys.stderr)
+
+
+def _run_alone(given: Given, command: tuple[str, ...], signals: StopSignals) -> int:
+    from shardyard_launcher.yard.local_cluster import Interrupted, LocalCluster, await_last_checkpoints
+    from shardyard_launcher.yard.temp_folder import run_folder
+
+    settings = given.loaded.settings
+    settings = settings.model_copy(update={"yard": settings.yard.model_copy(update={"coordinator_port": 0})})
+    with run_folder() as folder:
+        cluster = LocalCluster(settings, folder, tied=True)
+        try:
+            cluster.start(stop=signals.stop)
+            script = _script(command, given, whole=True, workers=0)
+            code = _follow(cluster.coordinator, cluster.agent, script, signals, lambda: _tend(cluster), sys.stderr)
+            if code == 0:
+                await_last_checkpoints(cluster.coordinator, signals.stop)
+            return code
+        except Interrupted:
+            return 130
+        finally:
+            cluster.stop()
+
+
+def _tend(cluster: LocalCluster) -> list[str]:
+    news = cluster.tend()
+    cluster.check()
+    return news
+
+
+def _bring_up(given: Given, folder: Path, signals: StopSignals) -> tuple[RunningYard, bool]:
+    """The yard of the folder, and whether it was started now."""
+    from shardyard_launcher.commands.supervisor import start_supervised, supervise_again
+    from shardyard_launcher.yard.local_cluster import check_free
+    from shardyard_launcher.yard.running_yard import RunningYard
+    from shardyard_launcher.yard.state_file import forget_state, locked, read_state
+
+    settings = given.loaded.settings
+    yard = settings.yard
+    if not folder.exists():
+        # a start that is refused leaves no folder
+        check_free(yard.bind, yard.coordinator_port)
+    with locked(folder):
+        found = read_state(folder)
+        if found is not None:
+            standing = RunningYard(folder, found)
+            if not standing.gone:
+                if not standing.supervised:
+                    standing = supervise_again(settings, folder, found)
+                    click.echo(f"nobody watched the yard of {folder}; a new supervisor does now")
+                standing.await_whole(signals.stop)
+                click.echo(f"the yard of {folder} is up already; using it")
+                _note_differences(settings, standing)
+                return standing, False
+            click.echo(f"the last yard of {folder} has died; starting a new one")
+            standing.stop()
+            forget_state(folder)
+        check_free(yard.bind, yard.coordinator_port)
+        click.echo(f"starting a coordinator, {yard.servers} servers, an agent for {yard.workers} workers")
+        return start_supervised(settings, folder, signals.stop), True
+
+
+def _note_differences(settings: Settings, yard: RunningYard) -> None:
+    running = sum(process.role == "server" for process in yard.state.roles)
+    if running != settings.yard.servers:
+        click.echo(
+            f"note: it has {running} servers, and the settings say {settings.yard.servers}; "
+            "`shardyard down` first to start it anew",
+            err=True,
+        )
+
+
+def _follow(
+    coordinator: str,
+    agent: str,
+    script: Script,
+    signals: StopSignals,
+    check: Callable[[], list[str]],
+    progress_to: TextIO,
+) -> int:
+    """Runs a script and shows it; its exit status. Errors of the yard are printed here, so that the caller can tidy up
+    and go on."""
+    from shardyard.domain import errors
+    from shardyard_launcher.cli import print_error
+    from shardyard_launcher.scripts.progress import display_for
+    from shardyard_launcher.scripts.script import ScriptRun
+
+    launched = ScriptRun(coordinator, agent)
+    try:
+        with display_for(lambda: launched.workers, progress_to) as display:
+            launched.launch(script)
+            ended = launched.follow(display, stop=signals.stop, check=check)
+    except errors.ShardyardError as error:
+        print_error(error)
+        return 1
+    finally:
+        launched.close()
+    if ended is None:
+        click.echo("stopped", err=True)
+        return signals.exit_code or 130
+    if ended.exit_code:
+        said = launched.first_error(ended)
+        click.echo(f"error: {script.path} failed; process {ended.first_error_index} was the first:\n{said}", err=True)
+    return exit_status(ended.exit_code)
+
+
+def _say_what_goes_on(yard: RunningYard, settings: Settings, signals: StopSignals) -> None:
+    from shardyard.domain import errors
+    from shardyard_launcher.cli import print_error
+    from shardyard_launcher.commands.resume_notice import say_what_goes_on
+
+    try:
+        say_what_goes_on(yard.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
+    except errors.CoordinatorUnavailable as error:  # whoever needs it will say so
+        print_error(error)
+
+
+def _check_script(command: tuple[str, ...]) -> None:
+    from shardyard.domain import errors
+
+    if command and not Path(command[0]).is_file():
+        raise errors.ConfigurationError(
+            f"there is no script {command[0]}", why="", todo="check the path; options come before the script"
+        )
+
+
+def _script(command: tuple[str, ...], given: Given, *, whole: bool, workers: int) -> Script:
+    from shardyard_launcher.scripts.script import Script, launch_environment
+
+    return Script(
+        path=Path(command[0]),
+        arguments=command[1:],
+        environment=launch_environment(os.environ, given.loaded, config=given.config, sets=given.sets, whole=whole),
+        workers=workers,
+        restarts_max=given.loaded.settings.yard.restarts_max,
+    )
+
+
+def _nothing_to_check() -> list[str]:
+    """A yard that was not started here is not watched here; its agent and the script notice what happens to it."""
+    return []
+
+
+def _take_down(yard: RunningYard, folder: Path) -> None:
+    from shardyard_launcher.yard.state_file import forget_state, locked
+
+    with locked(folder):
+        yard.stop()
+        forget_state(folder)
+
+
+def _purge(folder: Path) -> str:
+    """Deletes what `up` has put into the folder, and the folder if nothing else is in it; says what it did."""
+    import shutil
+
+    from shardyard.config.settings import COLD_FOLDER, WAL_FOLDER
+    from shardyard_launcher.yard.state_file import LOCK_FILE, LOGS
+
+    for name in (LOGS, "coordinator", COLD_FOLDER, WAL_FOLDER):  # servers' logs mean nothing without the journal
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("settings.yaml", LOCK_FILE):
+        (folder / name).unlink(missing_ok=True)
+    if any(folder.iterdir()):
+        return f"deleted the logs and the journal in {folder}; the rest of it is not of a yard"
+    folder.rmdir()
+    return f"deleted {folder} with its logs and journal"
+
+
+def _say_where(yard: RunningYard, folder: Path, settings: Settings) -> None:
+    from shardyard.config.settings import YardSettings
+
+    by_make = "MAKELEVEL" in os.environ
+    option = "" if settings.yard.state == YardSettings().state else f" --state {folder}"
+    lines = [
+        "",
+        f"the yard is up; its coordinator: {yard.coordinator}",
+        f"your own script on it:  SHARDYARD_COORDINATOR={yard.coordinator} {sys.executable} SCRIPT.py",
+        f"how it does:            {'make status' if by_make else f'shardyard status{option}'}",
+        f"stop it:                {'make down' if by_make else f'shardyard down{option}'}",
+    ]
+    click.echo("\n".join(lines))

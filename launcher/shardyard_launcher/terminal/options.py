@@ -1,0 +1,111 @@
+"""What the commands have in common: options for settings, the end by a signal.
+
+Owns: `-c`, `--set`, `--log-format` and their way into settings; `StopSignals`. Must not know: what a command does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from shardyard.config.configuration import Flag, Loaded
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ADDRESS = "HOST:PORT"
+
+
+def settings_options(command: F) -> F:
+    """Adds -c and --set, which every command that needs settings takes."""
+    command = click.option(
+        "--set", "sets", multiple=True, metavar="NAME=VALUE", help="A setting, such as job.seed=3. Wins over the file."
+    )(command)
+    return click.option(
+        "-c", "--config", "config", metavar="FILE", help="A YAML file of settings (default: $SHARDYARD_CONFIG)."
+    )(command)
+
+
+def log_option(command: F) -> F:
+    return click.option(
+        "--log-format", type=click.Choice(["auto", "human", "json"]), help="How log lines are written."
+    )(command)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Settings, with what is needed to pass them on to other processes: `sets` has --set and --log-format."""
+
+    loaded: Loaded
+    config: str | None
+    sets: tuple[tuple[str, Flag], ...]
+
+
+def load_given(config: str | None, sets: tuple[str, ...], flags: dict[str, object] | None = None) -> Given:
+    """Settings of a command: file < environment < --set < the command's own flags. Raises ConfigurationError."""
+    from shardyard.config.configuration import CONFIG_VARIABLE, Flag, load, parse_set
+
+    file = config or os.environ.get(CONFIG_VARIABLE) or None
+    parsed = tuple(parse_set(text) for text in sets)
+    own = {path: value for path, value in (flags or {}).items() if value is not None}
+    loaded = load(None if file is None else Path(file), os.environ, {**dict(parsed), **own})
+    for notice in loaded.notices:
+        click.echo(f"note: {notice}", err=True)
+    # all processes of a yard write their logs alike, the training processes too
+    if "log.format" in own:
+        parsed = (*parsed, ("log.format", Flag(str(own["log.format"]), "--log-format")))
+    return Given(loaded, file, parsed)
+
+
+class StopSignals:
+    """SIGINT and SIGTERM set an event, in place of what they did before, while the block lasts. `exit_code` is what
+    a program ends with that such a signal has stopped; None while none came.
+
+    A thread sets the event: the interpreter runs a signal's handler on top of whatever the main thread does, and while
+    that waits for the event, or sets it, a handler that sets it would wait for the event's lock for ever.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._number: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        return None if self._number is None else 128 + self._number
+
+    def __enter__(self) -> StopSignals:
+        read, self._write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=self._listen, args=(read,), name="stop-signals", daemon=True)
+        self._thread.start()
+        self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._write)
+        self._thread.join()
+
+    def _listen(self, read: int) -> None:
+        """Takes the numbers of signals as the interpreter writes them, until the other end is closed."""
+        with os.fdopen(read, "rb", buffering=0) as stream:
+            while got := stream.read(1):
+                if got[0] in (signal.SIGINT, signal.SIGTERM):
+                    if self._number is None:
+                        self._number = got[0]
+                    self.stop.set()
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The signal's number is written to the pipe before this is called."""

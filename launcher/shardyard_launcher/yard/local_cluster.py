@@ -1,0 +1,423 @@
+"""A yard on this machine, as processes: a coordinator, servers, an agent.
+
+Owns: the order of start and stop, the waiting until all are registered, the watching of the processes and the restart
+of those that die. Invariants: what fails to start is stopped as a whole; a process is started again on the same port,
+with the same state folder, as often as its budget allows (shardyard_launcher.yard.restart_policy), so that it takes the
+dead one's place; `stop` is bounded in time and leaves no process; only processes that were started here, or written
+down by who started them, are ever ended. Must not know: scripts, displays, command lines, who else watches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from shardyard.config.configuration import PREFIX
+from shardyard.config.settings import AUTO, COLD_FOLDER, WAL_FOLDER, Settings
+from shardyard.domain import errors
+from shardyard.runtime.waits import ExplainedWait
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.wire import methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_launcher.yard.restart_policy import GivenUp, RestartPolicy
+from shardyard_launcher.yard.role_process import FORMER, POLL_S, RoleProcess, RunningRole, start_role, tail
+from shardyard_launcher.yard.state_file import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
+
+READY_MS_MAX: Final = 60_000
+PREPARED_MS_MAX: Final = 900_000
+"""For where a process has said that it takes long."""
+STATUS_TIMEOUT_MS: Final = 2_000
+STOP_MS: Final = {SUPERVISOR: 30_000, "agent": 10_000, "server": 5_000, "coordinator": 5_000}
+"""How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped. A
+supervisor that is stopped while the yard starts ends all the others first."""
+SETTINGS_FILE: Final = "settings.yaml"
+
+_LOST: Final[dict[str, type[errors.ShardyardError]]] = {
+    "coordinator": errors.CoordinatorLost,
+    "server": errors.ServerLost,
+    "agent": errors.Unavailable,
+}
+
+
+class Interrupted(Exception):
+    """Somebody asked to stop while the yard was starting."""
+
+
+class RoleSlot:
+    """A process of the yard and those that take its place, one after the other."""
+
+    def __init__(self, running: RunningRole) -> None:
+        self.running = running
+        self.restart_ms: int | None = None
+        """When the next is to be started; None while there is one."""
+        self.given_up = ""
+        """How the last one ended and why nobody takes its place, for after its name; empty while somebody does."""
+        self._number = 0
+        self._explained = ExitStack()
+        self._wait: ExplainedWait | None = None
+
+    def begin(self, running: RunningRole, number: int) -> None:
+        """`running` takes the place, as restart `number`, and is waited for until it is ready."""
+        self.running, self.restart_ms, self._number = running, None, number
+        self._wait = self._explained.enter_context(ExplainedWait(lambda: self.waited_for))
+
+    @property
+    def waited_for(self) -> str:
+        process = self.running.process
+        return f"{process.start} to be ready after restart {self._number}; its log is {process.log}"
+
+    def look(self) -> bool:
+        """Whether the process that was started again has become ready since the last look."""
+        if self._wait is None:
+            return False
+        self._wait.tick()
+        if not self.running.read_ready():
+            return False
+        self.end_wait()
+        return True
+
+    def end_wait(self) -> None:
+        self._wait = None
+        self._explained.close()
+
+
+class LocalCluster:
+    """`settings.yard` says how many servers, for how many workers, where. `folder` takes logs, settings and journal.
+
+    `tied` processes end when the thread that started them ends; others stay until they are stopped. `on_change` is told
+    the state whenever a process was started, has become ready, or has died. For one thread.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        *,
+        tied: bool,
+        on_change: Callable[[YardState], None] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._folder = folder.absolute()
+        self._tied = tied
+        self._on_change = on_change
+        self._places: list[RoleSlot] = []
+        self._restarts = RestartPolicy(
+            restarts_max=settings.yard.role_restarts_max, window_ms=settings.yard.role_restarts_window_ms
+        )
+        self._restarted: list[RoleRestart] = []
+        self._settings_file = self._folder / SETTINGS_FILE
+        self._environment = environment_of_roles()
+
+    @property
+    def state(self) -> YardState:
+        given_up = {place.running.process.name: place.given_up for place in self._places if place.given_up}
+        processes = tuple(place.running.process for place in self._places)
+        return YardState(processes, tuple(self._restarted[-RESTARTS_KEPT:]), given_up)
+
+    @property
+    def coordinator(self) -> str:
+        return self.state.address_of("coordinator")
+
+    @property
+    def agent(self) -> str:
+        return self.state.address_of("agent")
+
+    def adopt(self, state: YardState) -> None:
+        """Takes over a yard that nobody watches. How its processes end is then not known, only that they do."""
+        self._places = [RoleSlot(RunningRole(process)) for process in state.roles]
+        self._restarted = list(state.restarts)
+        for place in self._places:
+            process = place.running.process
+            if not process.ready:  # its start was under way when the last supervisor died
+                place.begin(place.running, self._restarted_count(process.name))
+        self._changed()
+
+    def start(self, *, stop: threading.Event) -> None:
+        """Starts everything and waits until all are registered, `start_ms_max` at most. What was started is stopped
+        again if that fails. Raises AddressInUse, Unavailable or a subclass with the end of the log of who failed, and
+        Interrupted once `stop` is set."""
+        begun = time.monotonic()
+        yard = self._settings.yard
+        check_free(yard.bind, yard.coordinator_port)
+        write_settings(self._settings, self._folder)
+        try:
+            self._await_ready([self._place("coordinator", "coordinator")], begun, stop)
+            others = [self._place(f"server-{index}", "server") for index in range(yard.servers)]
+            others.append(self._place("agent", "agent"))
+            self._await_ready(others, begun, stop)
+            self._await_registered(begun, stop)
+        except BaseException:
+            self.stop()
+            raise
+
+    def tend(self) -> list[str]:
+        """Looks after the processes, and starts those that have died, when it is time; returns what is new, in words.
+        To be called several times a second; takes no longer than to start a process."""
+        now_ms = int(time.monotonic() * 1000)
+        news = []
+        for place in self._places:
+            if place.given_up:
+                continue
+            if place.restart_ms is not None:
+                if now_ms >= place.restart_ms:
+                    news += self._start_again(place, now_ms)
+            elif not place.running.alive:
+                news.append(self._mourn(place, place.running.ending, now_ms))
+            elif place.look():
+                self._changed()
+                news.append(f"{place.running.process} is ready at {place.running.process.address}")
+        return news
+
+    def check(self) -> None:
+        """Raises an error that names a process that was given up, with the end of its log: ServerLost, CoordinatorLost,
+        Unavailable."""
+        for place in self._places:
+            if place.given_up:
+                process = place.running.process
+                raise lost(process, f"{process} {place.given_up}")
+
+    def stop(self) -> None:
+        """Ends all processes: first the agent with what it runs, then the servers, then the coordinator. Bounded."""
+        for place in self._places:
+            place.end_wait()
+        stop_roles([place.running for place in self._places])
+
+    def _place(self, name: str, role: str) -> RoleSlot:
+        place = RoleSlot(self._start(name, role, ""))
+        self._places.append(place)
+        self._written_down(place.running)
+        return place
+
+    def _start(self, name: str, role: str, address: str) -> RunningRole:
+        yard = self._settings.yard
+        port = RoleProcess(name, role, 0, 0.0, Path(), address).port
+        if role == "coordinator":
+            own = ["--bind", f"{yard.bind}:{port or yard.coordinator_port}", "--state", str(self._folder / JOURNAL)]
+        else:
+            own = ["--coordinator", self.coordinator, "--bind", f"{yard.bind}:{port}"]
+        if role == "server" and yard.cold == AUTO:
+            own += ["--set", f"yard.cold={self._folder / COLD_FOLDER}"]
+        if role == "server" and yard.wal == AUTO:
+            own += ["--set", f"yard.wal={self._folder / WAL_FOLDER}"]
+        if role == "agent":
+            own += ["--workers", str(yard.workers)]
+        return start_role(
+            name,
+            role,
+            ["-c", str(self._settings_file), *own],
+            log=self._folder / LOGS / f"{name}.log",
+            environment=self._environment,
+            tied=self._tied,
+            address=address,
+        )
+
+    def _written_down(self, running: RunningRole) -> None:
+        """Lets a process begin once the state names it."""
+        try:
+            self._changed()
+        except OSError:
+            running.signal(signal.SIGKILL)
+            running.wait(5_000)
+            raise
+        running.release()
+
+    def _mourn(self, place: RoleSlot, ending: str, now_ms: int) -> str:
+        """Decides what becomes of a process that has died; says so."""
+        place.end_wait()
+        process = place.running.process
+        decided = self._restarts.died(process.name, now_ms)
+        if isinstance(decided, GivenUp):
+            place.given_up = f"{ending} and is not started again: {decided.why}"
+            self._changed_if_possible()
+            return f"{process} {place.given_up}; the end of its log:\n{tail(process.log)}"
+        place.restart_ms = decided.at_ms
+        yard = self._settings.yard
+        restart = RoleRestart(
+            process.name,
+            process.pid,
+            ending,
+            time.time(),
+            decided.number,
+            yard.role_restarts_max,
+            yard.role_restarts_window_ms,
+        )
+        self._restarted = [*self._restarted[-RESTARTS_KEPT:], restart]
+        self._changed_if_possible()
+        former = process.log.name + FORMER
+        return f"{restart}, in {(decided.at_ms - now_ms) / 1000:g} s; its log is {process.log.with_name(former)} then"
+
+    def _start_again(self, place: RoleSlot, now_ms: int) -> list[str]:
+        dead = place.running.process
+        try:
+            running = self._start(dead.name, dead.role, dead.address)
+            place.begin(running, self._restarted_count(dead.name))
+            self._written_down(running)
+        except OSError as error:
+            return [self._mourn(place, f"could not be started again ({error})", now_ms)]
+        return [f"started {running.process} in the place of {dead}"]
+
+    def _restarted_count(self, name: str) -> int:
+        return next((each.number for each in reversed(self._restarted) if each.name == name), 0)
+
+    def _changed(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self.state)
+
+    def _changed_if_possible(self) -> None:
+        """For what only a reader of the state would miss."""
+        try:
+            self._changed()
+        except OSError:
+            return
+
+    def _await_ready(self, places: Iterable[RoleSlot], begun: float, stop: threading.Event) -> None:
+        waiting = [place.running for place in places]
+        with ExplainedWait(lambda: f"{_names(waiting)} to be ready; logs are in {self._folder / LOGS}") as wait:
+            while waiting:
+                # in this order: one that prints and ends at once has ended
+                self._check_alive("before it was ready")
+                before = [role.process for role in waiting]
+                ready = [role for role in waiting if role.read_ready()]
+                is_changed = [role.process for role in waiting] != before
+                waiting = [role for role in waiting if role not in ready]
+                if is_changed:
+                    self._changed()
+                elif waiting:
+                    log = waiting[0].process.log
+                    what = f"{_names(waiting)} did not become ready; the end of {log}:\n{tail(log)}"
+                    self._pause(begun, stop, wait, what)
+
+    def _await_registered(self, begun: float, stop: threading.Event) -> None:
+        members = [place.running for place in self._places if place.running.process.role != "coordinator"]
+        missing = members
+        with ExplainedWait(lambda: f"the coordinator at {self.coordinator} to know {_names(missing)}") as wait:
+            while True:
+                self._check_alive("")
+                absent = unregistered(self.coordinator, [role.process for role in members])
+                missing = [role for role in members if role.process in absent]
+                if not missing:
+                    return
+                what = f"the coordinator at {self.coordinator} does not know {_names(missing)}"
+                self._pause(begun, stop, wait, what)
+
+    def _pause(self, begun: float, stop: threading.Event, wait: ExplainedWait, waiting_for: str) -> None:
+        if time.monotonic() >= begun + start_ms_max(self.state) / 1000:
+            raise errors.DeadlineExceeded(f"the yard was not ready in time: {waiting_for}")
+        wait.tick()
+        if stop.wait(POLL_S):
+            raise Interrupted
+
+    def _check_alive(self, when: str) -> None:
+        for place in self._places:
+            if not place.running.alive:
+                process = place.running.process
+                said = " ".join(part for part in (str(process), place.running.ending, when) if part)
+                raise lost(process, said, starting=bool(when))
+
+
+def start_ms_max(state: YardState) -> int:
+    """For how long a yard may be started."""
+    return PREPARED_MS_MAX if any(process.preparing for process in state.roles) else READY_MS_MAX
+
+
+def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.ShardyardError:
+    """The error for a process that is gone, with the end of its log."""
+    return _LOST[process.role](
+        f"{said}; the end of {process.log}:\n{tail(process.log)}\n",
+        why="" if starting else None,
+        todo="see the error above; `shardyard config explain` shows the settings in force" if starting else None,
+        facts={"process": process.name},
+    )
+
+
+def await_last_checkpoints(coordinator: str, stop: threading.Event) -> None:
+    """Until no job waits for its last checkpoint any more, and no evaluator reads a finished one's values, which is
+    bounded on the coordinator's side; or until `stop`. Raises CoordinatorUnavailable."""
+    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    try:
+        with ExplainedWait(lambda: "the job's last checkpoint to be written, and read by its evaluators") as wait:
+            while True:
+                status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
+                if not any(map(_is_ending, status.jobs)) or stop.wait(POLL_S):
+                    return
+                wait.tick()
+    finally:
+        peer.close()
+
+
+def _is_ending(job: wire.JobStatus) -> bool:
+    is_read = job.state == wire.JOB_STATE_FINISHED and bool(job.readers)
+    return job.state == wire.JOB_STATE_FINISHING or is_read
+
+
+def unregistered(coordinator: str, members: Iterable[RoleProcess]) -> list[RoleProcess]:
+    """Which of the servers and the agent the coordinator does not know. Raises CoordinatorUnavailable."""
+    peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+    try:
+        status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=STATUS_TIMEOUT_MS)
+    finally:
+        peer.close()
+    known = {member.pid for member in status.members if member.role != wire.ROLE_WORKER}
+    return [process for process in members if process.pid not in known]
+
+
+def stop_roles(roles: Iterable[RunningRole]) -> None:
+    """Ends processes, role by role in the order of STOP_MS. Bounded."""
+    all_roles = list(roles)
+    for kind, limit_ms in STOP_MS.items():
+        stopping = [role for role in all_roles if role.process.role == kind]
+        for role in stopping:
+            role.signal(signal.SIGTERM)
+        give_up = time.monotonic() + limit_ms / 1000
+        for role in stopping:
+            if not role.wait(max(0, int((give_up - time.monotonic()) * 1000))):
+                role.signal(signal.SIGKILL)
+                role.wait(5_000)
+
+
+def write_settings(settings: Settings, folder: Path) -> Path:
+    """The file from which all processes of a yard take their settings, wherever those came from."""
+    (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    # JSON is YAML
+    given = settings.model_dump(mode="json", exclude_unset=True)
+    file = folder / SETTINGS_FILE
+    file.write_text(json.dumps(given, indent=1), encoding="utf-8")
+    return file
+
+
+def environment_of_roles() -> dict[str, str]:
+    """What the processes inherit: all but settings, which they read from their file."""
+    return {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+
+
+def _names(roles: Iterable[RunningRole]) -> str:
+    return ", ".join(role.process.start for role in roles)
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises AddressInUse where somebody listens, before anything is started."""
+    if port == 0:
+        return
+    bare = host.strip("[]")
+    kind = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    with socket.socket(kind, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bare, port))
+        except OSError as error:
+            raise errors.AddressInUse(
+                f"the coordinator cannot listen on {host}:{port} ({error.strerror})",
+                todo=(
+                    f"if that is a yard of yours, use it (SHARDYARD_COORDINATOR={host}:{port}) or stop it (`shardyard "
+                    "down` with its --state); else choose another port with --set yard.coordinator_port=PORT (0 takes "
+                    "a free one)"
+                ),
+            ) from None

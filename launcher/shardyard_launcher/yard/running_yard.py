@@ -1,0 +1,132 @@
+"""A yard that stands by itself, seen through its state file: who else may look at it, use it or end it.
+
+Owns: whether such a yard is whole, mending or broken; its end. Invariants: its supervisor is ended before its roles,
+and the state is read anew then, so that none is missed that was started meanwhile; only the supervisor's words say that
+a dead process will come back. Must not know: how processes are started, command lines.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from shardyard.domain import errors
+from shardyard.runtime.waits import ExplainedWait
+from shardyard_launcher.yard.local_cluster import Interrupted, lost, stop_roles, unregistered
+from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
+from shardyard_launcher.yard.state_file import LOGS, RoleRestart, YardState, read_state
+
+MENDING_MS_MAX: Final = 30_000
+"""How long a yard may take to be whole again before it is called broken."""
+LOOK_S: Final = 0.1
+ROLES: Final = {"coordinator", "server", "agent"}
+
+
+class RunningYard:
+    """The yard of a folder that has a state file. For one thread."""
+
+    def __init__(self, folder: Path, state: YardState) -> None:
+        self._folder = folder
+        self.state = state
+        self._told: set[RoleRestart] = set(state.restarts)
+
+    @property
+    def coordinator(self) -> str:
+        return self.state.address_of("coordinator")
+
+    @property
+    def agent(self) -> str:
+        return self.state.address_of("agent")
+
+    @property
+    def supervised(self) -> bool:
+        supervisor = self.state.supervisor
+        return supervisor is not None and RunningRole(supervisor).alive
+
+    @property
+    def dead(self) -> tuple[RoleProcess, ...]:
+        return tuple(process for process in self.state.roles if not RunningRole(process).alive)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of it lives, and nobody will start it again."""
+        return len(self.dead) == len(self.state.roles) and not self.mends
+
+    @property
+    def mends(self) -> bool:
+        """Whether what is dead, if anything, will be started again."""
+        return self.supervised and not self.state.given_up
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.dead) and not self.mends
+
+    @property
+    def waited_for(self) -> str:
+        """What is not ready yet, in words."""
+        unready = [process.start for process in self.state.roles if not process.ready] or ["all to be registered"]
+        return f"the yard of {self._folder}: {', '.join(unready)}; logs are in {self._folder / LOGS}"
+
+    def refresh(self) -> None:
+        """Reads the state anew; what was there last stays where the file is gone."""
+        self.state = read_state(self._folder) or self.state
+
+    def check(self) -> list[str]:
+        """What the supervisor has done since the last call, in words. Raises ServerLost, CoordinatorLost or Unavailable
+        for a process that will not come back."""
+        self.refresh()
+        if self.broken:
+            process = self.dead[0]
+            nobody = "has ended, and there is no supervisor to start it again"
+            raise lost(process, f"{process} {self.state.given_up.get(process.name, nobody)}")
+        news = [restart for restart in self.state.restarts if restart not in self._told]
+        self._told.update(news)
+        return list(map(str, news))
+
+    def await_whole(self, stop: threading.Event) -> None:
+        """Waits, MENDING_MS_MAX at most, until all of it runs and is registered. Raises NotReady that says what is
+        missing, at once where that will not come back; Interrupted once `stop` is set."""
+        give_up = time.monotonic() + MENDING_MS_MAX / 1000
+        problem = self._problem()
+        with ExplainedWait(lambda: f"the yard of {self._folder} to be whole: {problem}") as wait:
+            while problem:
+                if not self.mends or time.monotonic() >= give_up:
+                    raise errors.NotReady(
+                        f"the yard of {self._folder} is up, but not whole: {problem}",
+                        why="a script would fail on it",
+                        todo=f"`shardyard down --state {self._folder}`, then start it again; the logs are in "
+                        f"{self._folder / LOGS}",
+                    )
+                wait.tick()
+                if stop.wait(LOOK_S):
+                    raise Interrupted
+                self.refresh()
+                problem = self._problem()
+
+    def stop(self) -> tuple[RoleProcess, ...]:
+        """Ends all of it: the supervisor, the agent with what it runs, the servers, the coordinator. Bounded. Returns
+        the processes that it had."""
+        supervisor = self.state.supervisor
+        if supervisor is not None:
+            stop_roles([RunningRole(supervisor)])
+        self.refresh()
+        stop_roles([RunningRole(process) for process in self.state.roles])
+        return self.state.processes
+
+    def _problem(self) -> str:
+        """What it lacks, in words; empty where it is whole."""
+        if {process.role for process in self.state.roles if process.address} != ROLES:
+            return "its start was broken off"
+        gone = list(self.dead)
+        if gone:
+            return "; ".join(f"{each} {self.state.given_up.get(each.name, 'is gone')}" for each in gone)
+        unready = [process for process in self.state.roles if not process.ready]
+        if unready:
+            return f"{', '.join(process.start for process in unready)} is not ready yet"
+        try:
+            absent = unregistered(self.coordinator, [each for each in self.state.roles if each.role != "coordinator"])
+        except errors.CoordinatorUnavailable as error:
+            return error.what
+        return f"the coordinator does not know {', '.join(map(str, absent))}" if absent else ""

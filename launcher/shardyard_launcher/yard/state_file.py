@@ -1,0 +1,197 @@
+"""What a state folder says of the yard that was started from it.
+
+Owns: STATE/yard.json (which processes, where, which were started again, which were given up), STATE/yard.lock (one
+start or stop at a time). Invariants: the file is written whole or not at all, anew after each process that is started,
+so that `shardyard down` finds all of them even if the one who started them was killed half way; one process writes it
+at a time: the supervisor while it lives, else who holds the lock. Must not know: processes beyond their numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from shardyard.config.settings import AUTO, CHECKPOINTS, NEVER, Settings
+from shardyard.domain import errors
+from shardyard.domain.failpoints import failpoint
+from shardyard_launcher.yard.role_process import RoleProcess
+
+FORMAT: Final = 1
+STATE_FILE: Final = "yard.json"
+LOCK_FILE: Final = "yard.lock"
+LOGS: Final = "logs"
+JOURNAL: Final = "coordinator"
+"""The coordinator's own state folder, within."""
+SUPERVISOR: Final = "supervisor"
+RESTARTS_KEPT: Final = 50
+"""The latest restarts that the file remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleRestart:
+    """A process died and is started again: its restart `number` of `restarts_max` within `window_ms`. `died_s`: seconds
+    since 1970; `pid`: of the one that died; `ending`: how, for after its name."""
+
+    name: str
+    pid: int
+    ending: str
+    died_s: float
+    number: int
+    restarts_max: int
+    window_ms: int
+
+    def __str__(self) -> str:
+        within = f"within {self.window_ms / 1000:g} s"
+        return f"{self.name} (pid {self.pid}) {self.ending}; restart {self.number} of {self.restarts_max} {within}"
+
+
+@dataclass(frozen=True)
+class YardState:
+    """`restarts`: the latest, in their order. `given_up`: by a process's name, how it ended and why it is not started
+    again, for after its name."""
+
+    processes: tuple[RoleProcess, ...]
+    restarts: tuple[RoleRestart, ...] = ()
+    given_up: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> tuple[RoleProcess, ...]:
+        """All but the supervisor."""
+        return tuple(process for process in self.processes if process.role != SUPERVISOR)
+
+    @property
+    def supervisor(self) -> RoleProcess | None:
+        return next((process for process in self.processes if process.role == SUPERVISOR), None)
+
+    def address_of(self, role: str) -> str:
+        """The first address of a role; empty where none has one yet."""
+        return next((process.address for process in self.processes if process.role == role), "")
+
+    def write(self, folder: Path) -> None:
+        entries = [
+            {
+                "name": process.name,
+                "role": process.role,
+                "pid": process.pid,
+                "created_s": process.created_s,
+                "log": str(process.log),
+                "address": process.address,
+                "ready": process.ready,
+                "preparing": process.preparing,
+            }
+            for process in self.processes
+        ]
+        text = json.dumps(
+            {
+                "format": FORMAT,
+                "coordinator": self.address_of("coordinator"),
+                "processes": entries,
+                "restarts": [asdict(restart) for restart in self.restarts[-RESTARTS_KEPT:]],
+                "given_up": dict(self.given_up),
+            }
+        )
+        part = folder / (STATE_FILE + ".part")
+        part.write_text(text + "\n", encoding="utf-8")
+        failpoint("yard.before_rename")
+        os.replace(part, folder / STATE_FILE)
+        failpoint("yard.after_rename")
+
+
+def read_state(folder: Path) -> YardState | None:
+    """None where no yard was started from this folder, or it was stopped. Raises ConfigurationError for a file that is
+    not ours."""
+    path = folder / STATE_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']}, expected {FORMAT}")
+        return YardState(
+            tuple(map(_process, document["processes"])),
+            tuple(map(_restart, document.get("restarts", ()))),
+            {str(name): str(why) for name, why in document.get("given_up", {}).items()},
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise errors.ConfigurationError(
+            f"{path} cannot be read: {error}",
+            why="it says which processes belong to the yard",
+            todo="end the yard's processes by hand, then delete the file",
+        ) from error
+
+
+def coordinator_of(settings: Settings) -> str:
+    """The address of the coordinator that a command is about: the one given, else that of the state folder's yard.
+    Raises NotFound."""
+    if settings.coordinator:
+        return settings.coordinator
+    found = read_state(Path(settings.yard.state))
+    address = found.address_of("coordinator") if found else ""
+    if not address:
+        raise errors.NotFound(
+            f"no yard is up in {settings.yard.state}, and no coordinator's address was given",
+            why="",
+            todo="start one with `shardyard up`, or give --coordinator HOST:PORT",
+        )
+    return address
+
+
+def checkpoints_of(settings: Settings) -> str:
+    """The URL of the checkpoints of a job with these settings, in the yard of their state folder."""
+    url = settings.job.checkpoint.url
+    return str(Path(settings.yard.state) / JOURNAL / CHECKPOINTS) if url in (AUTO, NEVER) else url
+
+
+def _process(entry: Any) -> RoleProcess:
+    return RoleProcess(
+        name=str(entry["name"]),
+        role=str(entry["role"]),
+        pid=int(entry["pid"]),
+        created_s=float(entry["created_s"]),
+        log=Path(entry["log"]),
+        address=str(entry["address"]),
+        ready=bool(entry.get("ready", entry["address"])),
+        preparing=str(entry.get("preparing", "")),
+    )
+
+
+def _restart(entry: Any) -> RoleRestart:
+    return RoleRestart(
+        name=str(entry["name"]),
+        pid=int(entry["pid"]),
+        ending=str(entry["ending"]),
+        died_s=float(entry["died_s"]),
+        number=int(entry["number"]),
+        restarts_max=int(entry["restarts_max"]),
+        window_ms=int(entry["window_ms"]),
+    )
+
+
+def forget_state(folder: Path) -> None:
+    (folder / STATE_FILE).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One start or stop from a folder at a time. Raises NotReady while another is at it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK_FILE
+    # the lock file stays: removing it would let two processes hold "the" lock
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.NotReady(
+                f"another `shardyard up` or `shardyard down` is at work in {folder}",
+                todo="let it finish, then try again",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,199 @@
+"""Partitions into the files of a checkpoint.
+
+Owns: the order of things: cut, copy, write, let go. Invariants: partitions are pushed and pulled meanwhile; a cut is
+let go however the writing ends. Must not know: when a checkpoint is due, manifests, the way back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.checkpoints import partition_file
+from shardyard.checkpoints.manifest import FileRef, PartitionFile, TableEntry, partition_path
+from shardyard.checkpoints.partition_file import BlockSource, PartitionHead
+from shardyard.domain.errors import InvalidRequest, NotReady
+from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.variables import DType
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.storage.storage import Storage
+from shardyard.storage.tensors import bytes_of
+from shardyard_ps_server.checkpoint.table_saver import TableSaver
+from shardyard_ps_server.partition.cuts import Cut
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.rows.table_states import Since
+
+log = logging.getLogger("shardyard.server")
+
+REMEMBERED = 3
+"""Of so many checkpoints a partition knows which blocks have changed since."""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """`step`: the version of a synchronous job that is saved; None: what is there. `base`: the number of a committed
+    checkpoint, of whose blocks those that are the same are left out; 0: none. `wait_ms`: for the step. With a log,
+    `oldest` is the oldest checkpoint that may still be restored, and `logs` are the gone servers whose logs that needs.
+    `attempt`: how many steps were named for this number before.
+    """
+
+    number: int
+    step: int | None
+    base: int
+    wait_ms: int
+    oldest: int = 0
+    logs: frozenset[Incarnation] = frozenset()
+    attempt: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the order of what was asked for."""
+        return self.number, self.attempt
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A partition's file, with the blocks that are in it. `token`: the highest one that its ledger has. `tables`: all
+    files of each table."""
+
+    partition: PartitionId
+    version: Version
+    file: PartitionFile
+    token: Token
+    tables: tuple[TableEntry, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a partition was like when it was written into a checkpoint."""
+
+    life: int
+    counts: npt.NDArray[np.int64]
+
+
+class Saver:
+    """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread. An order that
+    comes again, however late, writes nothing: a manifest may name its files by then."""
+
+    def __init__(self, server: Incarnation, vigil: WaitRegistry, layout: JobLayout) -> None:
+        self._server = server
+        self._vigil = vigil
+        self._layout = layout
+        self._tables = TableSaver(server)
+        self._written: dict[PartitionId, dict[int, _Written]] = {}
+        self._saving = threading.Lock()
+        self._last: tuple[SaveRequest, list[Saved]] | None = None
+
+    def save(
+        self, partitions: Sequence[Partition], order: SaveRequest, storage: Storage, *, between: bool = False
+    ) -> list[Saved]:
+        """`between`: of a synchronous job, only what lies between two steps, as Partition.name_cut has it. Raises
+        InvalidRequest (facts: newest) where the step has passed, NotReady where it does not come in time or another
+        checkpoint is being written, StorageUnavailable, TooLarge."""
+        if not self._saving.acquire(blocking=False):
+            raise NotReady(f"checkpoint {order.number} while server {self._server} writes another")
+        try:
+            if self._last is not None:
+                last, saved = self._last
+                if order.place == last.place:
+                    return saved
+                if order.place < last.place:
+                    what = f"checkpoint {order.number}, attempt {order.attempt}"
+                    raise InvalidRequest(f"{what}, after {last.number}, attempt {last.attempt}, was written")
+            found = self._save_all(partitions, order, storage, between)
+            self._last = order, found
+            return found
+        finally:
+            self._saving.release()
+
+    def _save_all(
+        self, partitions: Sequence[Partition], order: SaveRequest, storage: Storage, between: bool
+    ) -> list[Saved]:
+        if order.step is None:
+            return [
+                self._save(partition, partial(partition.cut, self._since(partition, order)), order, storage)
+                for partition in partitions
+            ]
+        until = time.monotonic() + order.wait_ms / 1000
+        with ExitStack() as named:
+            for partition in partitions:  # all, before any is waited for
+                partition.name_cut(order.step, between=between, since=self._since(partition, order))
+                named.callback(partition.unname_cut)
+            return [
+                self._save(partition, partial(self._named, partition, order.number, order.step, until), order, storage)
+                for partition in partitions
+            ]
+
+    def _named(self, partition: Partition, number: int, step: int, until: float) -> Cut:
+        with self._vigil.over(lambda: f"step {step} of partition {partition.id}, for checkpoint {number}"):
+            cut = partition.named_cut(until)
+        if cut is None:
+            raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
+        return cut
+
+    def _save(self, partition: Partition, take: Callable[[], Cut], order: SaveRequest, storage: Storage) -> Saved:
+        cut = take()
+        try:
+            cut.complete()
+            tables = self._save_tables(partition, cut, order, storage)
+            blocks = self._changed(cut, order.base)
+            head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
+            sources = [self._source(partition, cut, index) for index in blocks]
+            path = partition_path(order.number, partition.id, self._server)
+            with self._vigil.over(lambda: f"{storage.locate(path)} to be written"):
+                written = storage.write(path, partition_file.pieces(head, sources))
+        finally:
+            cut.release()
+        self._remember(cut, order.number)
+        token = max((mark.token for mark in cut.marks), default=Token(0))
+        return Saved(partition.id, cut.version, PartitionFile(FileRef(path, written), tuple(blocks)), token, tables)
+
+    def _since(self, partition: Partition, order: SaveRequest) -> Since:
+        found = {
+            name: self._tables.since(partition.id, name, table, order.base) for name, table in partition.tables.items()
+        }
+        return {name: generation for name, generation in found.items() if generation is not None}
+
+    def _save_tables(
+        self, partition: Partition, cut: Cut, order: SaveRequest, storage: Storage
+    ) -> tuple[TableEntry, ...]:
+        found = []
+        for index, settings in enumerate(self._layout.tables):
+            of_table = cut.tables[settings.name]
+            what = f"table {settings.name!r} of partition {partition.id} to be written to {storage.url}"
+            with self._vigil.over(lambda what=what: what):  # type: ignore[misc]
+                found.append(self._tables.save(self._layout, partition.id, index, of_table, order.number, storage))
+        return tuple(found)
+
+    def _changed(self, cut: Cut, base: int) -> list[int]:
+        before = self._written.get(cut.partition, {}).get(base)
+        if before is None or before.life != cut.version.life:
+            return list(range(len(cut.counts)))
+        return [int(index) for index in np.flatnonzero(before.counts != cut.counts)]
+
+    def _remember(self, cut: Cut, number: int) -> None:
+        kept = self._written.setdefault(cut.partition, {})
+        kept[number] = _Written(cut.version.life, cut.counts)
+        for old in sorted(kept)[:-REMEMBERED]:
+            del kept[old]
+
+    def _source(self, partition: Partition, cut: Cut, index: int) -> BlockSource:
+        arrays = partition.arrays(index, cut)
+        values = arrays.pop("values")
+        return BlockSource(
+            index,
+            DType(values.dtype.name),
+            len(values),
+            int(cut.counts[index]),
+            partial(bytes_of, values),
+            {name: partial(bytes_of, array) for name, array in arrays.items()},
+        )

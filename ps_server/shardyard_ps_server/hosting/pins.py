@@ -1,0 +1,178 @@
+"""Versions that readers hold for a while: an evaluator reads one whole while updates go on beside it (rule C7).
+
+Owns: the pins of one job on one server, by the names that readers gave them, and until when each lasts. Invariants: at
+most limits.PINS_MAX at a time; the memory that updates need beside a pin was asked for before it was given, so that
+none fails for it; what a pin holds is released once, however it ends. Safe for several threads. Must not know:
+messages, what time it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from shardyard.domain import limits
+from shardyard.domain.errors import InvalidRequest, NotFound, TooLarge
+from shardyard.domain.ids import PartitionId, Version
+from shardyard.domain.pulls import NotReadyPart, PulledPart
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.values.versions import Bytes, VersionPin
+
+
+@dataclass
+class Pin:
+    """`number`: the version that was asked for, None: the newest of each partition."""
+
+    number: int | None
+    wanted: tuple[tuple[Partition, VersionPin], ...]
+    until_ms: int
+
+
+class Pins:
+    def __init__(self) -> None:
+        self._taking = threading.Lock()  # held while memory is asked for, and a push under way is waited for
+        self._lock = threading.Lock()
+        self._pins: dict[bytes, Pin] = {}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._pins)
+
+    def take(
+        self,
+        name: bytes,
+        partitions: Sequence[Partition],
+        number: int | None,
+        *,
+        now_ms: int,
+        lease_ms: int,
+        rows: bool = False,
+    ) -> Pin:
+        """A new pin, or the one of that name, which lasts from now on. `rows`: those of tables can be looked up by it.
+        Raises InvalidRequest (facts: newest) where the version has passed, or the name is that of another's pin,
+        NotReady, TooLarge."""
+        self.expire(now_ms)
+        pin = self._renewed(name, number, now_ms + lease_ms)  # also while another one is taken
+        if pin is not None:
+            return pin
+        with self._taking:
+            pin = self._renewed(name, number, now_ms + lease_ms)
+            if pin is not None:
+                return pin
+            with self._lock:
+                if len(self._pins) >= limits.PINS_MAX:
+                    raise TooLarge(
+                        f"{len(self._pins)} versions are pinned; at most {limits.PINS_MAX} are",
+                        why="each takes the memory of one version",
+                        todo="run fewer evaluators, or evaluate less often",
+                    )
+            pin = Pin(number, _want(partitions, number, rows=rows), now_ms + lease_ms)
+            with self._lock:
+                self._pins[name] = pin
+            return pin
+
+    def _renewed(self, name: bytes, number: int | None, until_ms: int) -> Pin | None:
+        """The pin of that name, if there is one. Raises InvalidRequest."""
+        with self._lock:
+            pin = self._pins.get(name)
+            if pin is not None:
+                if pin.number != number:
+                    raise InvalidRequest(f"a pin of version {pin.number}, asked for as one of version {number}")
+                pin.until_ms = until_ms
+            return pin
+
+    def hold(
+        self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
+    ) -> list[tuple[Partition, Version, Bytes]]:
+        """The pinned values, held once more for who sends them: a lease may run out meanwhile. Raises NotFound, and
+        InvalidRequest for what is not there yet."""
+        self.expire(now_ms)
+        with self._lock:
+            found = self._found(name, partitions)
+            with ExitStack() as taken:
+                held = []
+                for number in partitions:
+                    partition, wanted = found[number]
+                    version, buffer = partition.hold_wanted(wanted)
+                    taken.callback(partition.release, buffer)
+                    held.append((partition, version, buffer))
+                taken.pop_all()
+            return held
+
+    def rows(
+        self, name: bytes, partitions: Sequence[PartitionId], now_ms: int
+    ) -> dict[PartitionId, tuple[Partition, VersionPin]]:
+        """Whose rows are looked up by a pin, and as of what. Raises NotFound."""
+        self.expire(now_ms)
+        with self._lock:
+            return self._found(name, partitions)
+
+    def _found(self, name: bytes, partitions: Sequence[PartitionId]) -> dict[PartitionId, tuple[Partition, VersionPin]]:
+        """What a pin has, these partitions among it; called with the lock held. Raises NotFound."""
+        pin = self._pins.get(name)
+        if pin is None:
+            raise NotFound(
+                "a pin that is not here",
+                why="its lease has run out, or partitions have moved or gone back since",
+                todo="take a new snapshot; `run.snapshots` does so by itself",
+            )
+        found = {partition.id: (partition, wanted) for partition, wanted in pin.wanted}
+        missing = [number for number in partitions if number not in found]
+        if missing:
+            raise NotFound(f"partition {missing[0]} in a pin that has {sorted(found)}")
+        return found
+
+    def release(self, name: bytes) -> None:
+        with self._lock:
+            pin = self._pins.pop(name, None)
+        if pin is not None:
+            _let_go(pin)
+
+    def expire(self, now_ms: int) -> None:
+        """Releases those whose lease has run out."""
+        with self._lock:
+            late = [name for name, pin in self._pins.items() if pin.until_ms <= now_ms]
+            pins = [self._pins.pop(name) for name in late]
+        for pin in pins:
+            _let_go(pin)
+
+    def clear(self) -> None:
+        """Releases all: partitions move, go back, or are dropped."""
+        with self._lock:
+            pins, self._pins = list(self._pins.values()), {}
+        for pin in pins:
+            _let_go(pin)
+
+
+def _want(
+    partitions: Sequence[Partition], number: int | None, *, rows: bool
+) -> tuple[tuple[Partition, VersionPin], ...]:
+    with ExitStack() as taken:
+        wanted = []
+        for partition in partitions:
+            wish = partition.want(number, rows=rows)
+            taken.callback(partition.unwant, wish)
+            wanted.append((partition, wish))
+        taken.pop_all()
+    return tuple(wanted)
+
+
+def await_pin(pin: Pin, until: float) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
+    """What a pin holds, or, at `until` (time.monotonic), what it lacks. Raises NotFound where partitions have gone back
+    before a version came that was named."""
+    parts: list[PulledPart] = []
+    missing: list[NotReadyPart] = []
+    for partition, wanted in pin.wanted:
+        found = partition.await_wanted(wanted, until)
+        if isinstance(found, NotReadyPart):
+            missing.append(found)
+        else:
+            parts.append(PulledPart(partition.id, found))
+    return (() if missing else tuple(parts)), tuple(missing)
+
+
+def _let_go(pin: Pin) -> None:
+    for partition, wanted in pin.wanted:
+        partition.unwant(wanted)

@@ -1,0 +1,111 @@
+"""Threads that apply the partitions of one large push side by side.
+
+Owns: a fixed number of threads, started at the first work that needs them. Invariants: whoever brings work does it too,
+so a caller never waits for work that nobody has begun, however many callers there are; partitions share no state, so
+the number of threads changes no bit. Must not know: what the work is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+THREADS_MAX = 4
+"""Updates run at the memory's speed, which a few cores use up."""
+
+
+class _Batch(Generic[T]):
+    """The works of one call. Each is taken once, in order, by whoever is free."""
+
+    def __init__(self, works: Sequence[Callable[[], T]]) -> None:
+        self._works = works
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._left = len(works)
+        self._results: list[T | None] = [None] * len(works)
+        self._errors: dict[int, BaseException] = {}
+        self._ended = threading.Event()
+
+    def help(self) -> None:
+        """Does works until none is left to take."""
+        while True:
+            with self._lock:
+                index = self._taken
+                if index == len(self._works):
+                    return
+                self._taken += 1
+            try:
+                self._results[index] = self._works[index]()
+            except BaseException as error:  # noqa: BLE001 (raised again by `finish`, in the caller's thread)
+                self._errors[index] = error
+            with self._lock:
+                self._left -= 1
+                if self._left == 0:
+                    self._ended.set()
+
+    def finish(self) -> list[T]:
+        """The results in order, once all works have ended. Raises the first error in order."""
+        self._ended.wait()
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return self._results  # type: ignore[return-value]
+
+
+class BatchPool:
+    """`size` threads, the caller's among them; 1 does all work in the caller's. Safe for several callers at once."""
+
+    def __init__(self, size: int | None = None) -> None:
+        self.size = min(len(os.sched_getaffinity(0)), THREADS_MAX) if size is None else size
+        assert self.size >= 1, self.size
+        self._changed = threading.Condition()
+        self._calls: deque[_Batch[object]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def run(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """Does all works and gives their results in order. All are done even where one fails; then the first error in
+        order is raised. After `close`, the caller does them alone."""
+        helpers = min(self.size, len(works)) - 1
+        if not works:
+            return []
+        batch = _Batch(works)
+        if helpers > 0:
+            self._call(batch, helpers)  # type: ignore[arg-type]
+        batch.help()
+        return batch.finish()
+
+    def close(self) -> None:
+        """Ends the threads, after the works that they are at. May be called again."""
+        with self._changed:
+            self._closed = True
+            self._calls.clear()
+            self._changed.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join()
+
+    def _call(self, batch: _Batch[object], helpers: int) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            while len(self._threads) < self.size - 1:
+                name = f"shardyard-crew-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._serve, name=name, daemon=True))
+                self._threads[-1].start()
+            self._calls.extend([batch] * helpers)
+            self._changed.notify(helpers)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._calls)
+                if self._closed:
+                    return
+                batch = self._calls.popleft()
+            batch.help()
+            del batch  # nor the payloads that its works hold

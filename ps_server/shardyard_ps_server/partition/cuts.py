@@ -1,0 +1,98 @@
+"""What of a partition goes into a checkpoint, taken in a moment while updates go on.
+
+Values need no copy: a version is never written again while somebody holds it. Optimizer state is changed in place, so
+what an update is about to change is copied before, and the rest when there is time, a piece at a time. Tables do so by
+themselves (tables.cuts).
+
+Owns: the copies. Invariant: state reads as it was at the moment of the cut, whatever updates came since. `keep` is
+called by whoever updates the partition, `keep_next` by one other thread. Must not know: what the state means.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.domain.ids import PartitionId, Token, Version
+from shardyard.domain.limits import MIB
+from shardyard.domain.push_names import SourceMark
+from shardyard_ps_server.tables import cuts as tables
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
+
+PIECE_BYTES = MIB
+"""An update waits for one copy of so much."""
+
+
+class StateCut:
+    """Arrays of shape (nbytes,), dtype uint8, as they were when this was made. Raises TooLarge."""
+
+    def __init__(self, state: Mapping[str, Bytes]) -> None:
+        self._state = state
+        self._copies = {name: aligned_empty(len(values)) for name, values in state.items()}
+        nbytes = max(map(len, state.values()), default=0)
+        self._kept = [False] * -(-nbytes // PIECE_BYTES)
+        self._next = 0
+        self._copying = threading.Lock()
+
+    @property
+    def complete(self) -> bool:
+        return self._next == len(self._kept)
+
+    def keep(self, begin: int, end: int) -> None:
+        """Bytes [begin, end) are about to change."""
+        if self.complete:
+            return
+        for piece in range(begin // PIECE_BYTES, -(-end // PIECE_BYTES)):
+            self._keep(piece)
+
+    def keep_next(self) -> None:
+        """Copies one piece that is not copied yet, if there is one."""
+        while not self.complete and self._kept[self._next]:
+            self._next += 1
+        if not self.complete:
+            self._keep(self._next)
+            self._next += 1
+
+    def of(self, name: str) -> Bytes:
+        """One of the arrays, once all is copied."""
+        assert self.complete
+        return self._copies[name]
+
+    def _keep(self, piece: int) -> None:
+        with self._copying:
+            if self._kept[piece]:
+                return
+            at = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
+            for name, values in self._state.items():
+                np.copyto(self._copies[name][at], values[at])
+            self._kept[piece] = True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A partition at one moment: version, ledger, values (to be read until `release`), updates of each block, and
+    optimizer state once `complete` was called. `tables`: cuts of the same moment, to be read before `release`."""
+
+    partition: PartitionId
+    version: Version
+    marks: tuple[SourceMark, ...]
+    floor: Token
+    counts: npt.NDArray[np.int64]
+    values: Bytes
+    state: StateCut
+    let_go: Callable[[], None]
+    tables: Mapping[str, tables.TableCut] = field(default_factory=dict)
+
+    def complete(self) -> None:
+        """Copies what no update has made a copy of yet, while updates go on."""
+        while not self.state.complete:
+            self.state.keep_next()
+
+    def release(self) -> None:
+        for cut in self.tables.values():
+            cut.close()
+        self.let_go()

@@ -1,0 +1,174 @@
+"""Gradients that were computed on an older version of a partition: how old, and what is done about it.
+
+A gradient's staleness is the number of updates that the partition has applied since the version that it was computed
+on. A job may ask for two things (docs/consistency.md): the rate of an update is divided by its staleness where that is
+more than 1 (Zhang et al., Staleness-aware Async-SGD for Distributed Deep Learning, IJCAI 2016), and what has changed
+since is compensated (Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017), for
+which the values that each worker computes on are kept.
+
+Owns: the rule, which versions are kept for whom, counts. Invariants: for one worker at most GIVEN_KEPT versions are
+kept, and none before the one that it said last; in a job with logs the staleness depends on the numbers of versions
+alone, so that replay, in another life, finds the same (docs/ledger.md, rule C1). Called under the partition's lock.
+Must not know: values, arithmetic on them, threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+from shardyard.domain.consistency import StaleRule
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.ids import Incarnation, PartitionId, Version
+from shardyard.domain.optimizers import setting_names
+from shardyard.domain.tables.row_optimizers import settings_of
+from shardyard_ps_server.values.versions import Bytes
+
+GIVEN_KEPT: Final = 3
+"""The one that a worker computes on, with a window the one that it computes on next, and one whose answer it may have
+lost."""
+
+Groups = tuple[tuple[float, ...], ...]
+
+
+class Base(NamedTuple):
+    """What a gradient was computed on, as its worker says."""
+
+    worker: Incarnation
+    version: Version
+
+
+class Buffers(Protocol):
+    """Whoever has the buffers: one that is held is not written."""
+
+    def hold(self, buffer: Bytes) -> None: ...
+
+    def release(self, buffer: Bytes) -> None: ...
+
+
+class Tally(NamedTuple):
+    """Of the gradients whose version was said: how many, the sum of their staleness, the highest; and how many of an
+    older version could not be compensated."""
+
+    gradients: int = 0
+    total: int = 0
+    most: int = 0
+    uncompensated: int = 0
+
+
+class Staleness:
+    """Of one partition. `kind`: of the optimizer; `row_kinds`: of each table's. `logged`: the job has logs."""
+
+    def __init__(
+        self,
+        rule: StaleRule,
+        partition: PartitionId,
+        kind: str,
+        buffers: Buffers,
+        *,
+        logged: bool,
+        row_kinds: Sequence[str] = (),
+    ) -> None:
+        self.rule = rule
+        self.tally = Tally()
+        self._partition = partition
+        self._rate = setting_names(kind).index("lr")
+        self._row_rates = [[setting.name for setting in settings_of(each)].index("lr") for each in row_kinds]
+        self._buffers = buffers
+        self._logged = logged
+        self._began = 0
+        self._kept: dict[Incarnation, deque[tuple[Version, Bytes]]] = {}
+
+    def restored(self, version: Version) -> None:
+        """The partition is as it was at that version, whose life is another one."""
+        self._began = version.number
+        self.forget()
+
+    def check(self, base: Base | None, newest: Version) -> None:
+        """Raises InvalidRequest for a version that there was never."""
+        if base is None or self._logged:
+            return
+        version = base.version
+        if version.life > newest.life or (version.life == newest.life and version.number > newest.number):
+            raise InvalidRequest(
+                f"a gradient of version {version.number} of partition {self._partition} in life {version.life}; it is "
+                f"at version {newest.number} in life {newest.life}"
+            )
+
+    # ---- how old
+
+    def staleness(self, base: Base | None, newest: Version) -> int:
+        """Updates that the values lacked; 0 where it is not known which these were. Of an earlier life, what it had
+        beyond where the present one began is of no use."""
+        if base is None:
+            return 0
+        number = base.version.number
+        if base.version.life != newest.life and not self._logged:
+            number = min(number, self._began)
+        return max(0, newest.number - number)
+
+    def groups(self, groups: Groups, staleness: int) -> Groups:
+        """The settings that an update of that staleness is applied with."""
+        if staleness <= 1 or not self.rule.divides_rate:
+            return groups
+        return tuple([_slowed(values, self._rate, staleness) for values in groups])
+
+    def row_groups(self, groups: Groups, staleness: int) -> Groups:
+        """The same of tables."""
+        if staleness <= 1 or not self.rule.divides_rate or not groups:
+            return groups
+        return tuple([_slowed(values, at, staleness) for values, at in zip(groups, self._row_rates, strict=True)])
+
+    def count(self, base: Base | None, staleness: int, *, compensated: bool) -> None:
+        """A gradient was applied. `compensated`: it was, or was computed on the newest version."""
+        if base is None:
+            return
+        tally = self.tally
+        missed = self.rule.compensation > 0 and not compensated
+        self.tally = Tally(
+            tally.gradients + 1,
+            tally.total + staleness,
+            max(tally.most, staleness),
+            tally.uncompensated + missed,
+        )
+
+    # ---- what is kept
+
+    def keep(self, worker: Incarnation, version: Version, buffer: Bytes) -> None:
+        """That version was given to a worker, which computes on it next. `buffer` is held by others meanwhile."""
+        if not self.rule.compensation:
+            return
+        kept = self._kept.setdefault(worker, deque())
+        if kept and kept[-1][0] == version:
+            return
+        self._buffers.hold(buffer)
+        kept.append((version, buffer))
+        if len(kept) > GIVEN_KEPT:
+            self._buffers.release(kept.popleft()[1])
+
+    def find(self, base: Base | None) -> Bytes | None:
+        """The values that a gradient was computed on, if they are kept."""
+        if base is not None:
+            for version, buffer in self._kept.get(base.worker, ()):
+                if version == base.version:
+                    return buffer
+        return None
+
+    def passed(self, base: Base | None) -> None:
+        """Nothing of that worker comes that was computed on an earlier version."""
+        if base is None:
+            return
+        kept = self._kept.get(base.worker)
+        while kept and kept[0][0] < base.version:
+            self._buffers.release(kept.popleft()[1])
+
+    def forget(self, worker: Incarnation | None = None) -> None:
+        """It is gone; None: nothing is kept for anybody."""
+        for each in list(self._kept) if worker is None else [worker]:
+            for _, buffer in self._kept.pop(each, ()):
+                self._buffers.release(buffer)
+
+
+def _slowed(values: tuple[float, ...], at: int, staleness: int) -> tuple[float, ...]:
+    return (*values[:at], values[at] / staleness, *values[at + 1 :])

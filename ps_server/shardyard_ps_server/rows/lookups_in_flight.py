@@ -1,0 +1,139 @@
+"""Rows that workers have looked up and have not pushed yet: a step in flight was computed on them, so they stay.
+
+Owns: what each worker has in flight. Invariants: what was pushed is in flight no more, nor what its worker has not
+pushed with so many pushes as there may be steps in flight; of a worker at most IDS_MAX ids beside those of its newest
+look-up, for at most KEPT_MS; of one that is gone nothing. Changes no row and no frequency, and is in no log and no
+checkpoint. Safe for several threads. Must not know: tables, why rows go.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from shardyard.domain.ids import Incarnation, PartitionId
+from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
+from shardyard.domain.tables.row_ids import Ids
+from shardyard.runtime.ports import Clock
+
+IDS_MAX: Final = 1 << 19
+KEPT_MS: Final = 600_000
+
+
+class TablePart(NamedTuple):
+    """A table in one partition."""
+
+    partition: PartitionId
+    table: int
+
+
+class _LookUp(NamedTuple):
+    place: TablePart
+    ids: Ids
+    at_ms: int
+    pushes: int
+    """Of the worker, before it."""
+
+
+@dataclass
+class _OfWorker:
+    """`look_ups`: by their numbers, the oldest first; `places`: the numbers of those of each place."""
+
+    look_ups: dict[int, _LookUp] = field(default_factory=dict)
+    places: dict[TablePart, list[int]] = field(default_factory=dict)
+    ids: int = 0
+    pushes: int = 0
+
+    def at(self, place: TablePart) -> list[tuple[int, _LookUp]]:
+        return [(number, self.look_ups[number]) for number in self.places.get(place, ())]
+
+    def put(self, number: int, look_up: _LookUp) -> None:
+        if number not in self.look_ups:
+            self.places.setdefault(look_up.place, []).append(number)
+        self.ids += look_up.ids.size - (self.look_ups[number].ids.size if number in self.look_ups else 0)
+        self.look_ups[number] = look_up
+
+    def drop(self, number: int) -> None:
+        gone = self.look_ups.pop(number)
+        self.ids -= gone.ids.size
+        self.places[gone.place].remove(number)
+        if not self.places[gone.place]:
+            del self.places[gone.place]
+
+
+class LookupsInFlight:
+    """Of one job."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._workers: dict[Incarnation, _OfWorker] = {}
+
+    def begin(self, worker: Incarnation, looked_up: Sequence[tuple[TablePart, Ids]]) -> None:
+        """Ids that ascend, each once."""
+        now_ms = self._clock.now_ms()
+        with self._lock:
+            mine = self._workers.setdefault(worker, _OfWorker())
+            before = list(mine.look_ups)
+            for place, ids in looked_up:
+                if ids.size:
+                    mine.put(next(self._numbers), _LookUp(place, ids, now_ms, mine.pushes))
+            for number in before:
+                if mine.ids > IDS_MAX or mine.look_ups[number].at_ms < now_ms - KEPT_MS:
+                    mine.drop(number)
+
+    def end(self, worker: Incarnation, pushed: Iterable[tuple[TablePart, Ids]]) -> None:
+        """With each push, whatever rows it has."""
+        with self._lock:
+            mine = self._workers.get(worker)
+            if mine is None:
+                return
+            for place, ids in pushed:
+                for number, each in mine.at(place):
+                    rest = _without(each.ids, ids)
+                    if rest.size:
+                        mine.put(number, each._replace(ids=rest))
+                    else:
+                        mine.drop(number)
+            mine.pushes += 1
+            late = mine.pushes - ROWS_IN_FLIGHT_MAX
+            for number in [*itertools.takewhile(lambda each: mine.look_ups[each].pushes <= late, mine.look_ups)]:
+                mine.drop(number)
+
+    def forget(self, workers: Iterable[Incarnation]) -> None:
+        with self._lock:
+            for worker in workers:
+                self._workers.pop(worker, None)
+
+    def without(self, place: TablePart, ids: Ids) -> Ids:
+        """Those of the ids, which ascend, that nobody has in flight."""
+        if not ids.size:
+            return ids
+        since_ms = self._clock.now_ms() - KEPT_MS
+        with self._lock:
+            found = [each for mine in self._workers.values() for _, each in mine.at(place)]
+        for each in found:
+            if each.at_ms >= since_ms:
+                ids = _without(ids, each.ids)
+        return ids
+
+    def __len__(self) -> int:
+        """Ids, of all workers."""
+        with self._lock:
+            return sum([mine.ids for mine in self._workers.values()])
+
+
+def _without(ids: Ids, others: Ids) -> Ids:
+    """Both ascend."""
+    if not others.size:
+        return ids
+    places = np.searchsorted(others, ids)
+    places[places == others.size] = 0
+    left: Ids = ids[others[places] != ids]
+    return left

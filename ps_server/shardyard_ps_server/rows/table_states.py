@@ -1,0 +1,77 @@
+"""The tables of one partition: made with it, or as a checkpoint has them, and cut together.
+
+Owns: how they come to be, and that cuts are of all or none. Invariant: tables that are given out are whole. Must not
+know: pushes, ledgers, when a partition is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardyard.checkpoints.rows_file import Cells, Removed
+from shardyard.checkpoints.table_state import TableState
+from shardyard.domain.errors import CheckpointDamaged, ShardyardError, TableError
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard_ps_server.tables.cuts import TableCut
+from shardyard_ps_server.tables.memory.budget import Budget
+from shardyard_ps_server.tables.table import Table
+
+Tables = Mapping[str, Table]
+Since = Mapping[str, int]
+"""Of tables by name, the generation of a cut of which not more than what has changed after it is wanted."""
+
+
+def make_tables(layout: JobLayout, budget: Budget | None = None) -> Tables:
+    """Empty ones; `budget`: of the server. Raises TableError where address space is refused."""
+    return {settings.name: Table(in_partition(settings, layout), budget) for settings in layout.tables}
+
+
+def in_partition(settings: TableSettings, layout: JobLayout) -> TableSettings:
+    """Rows that are kept of a table are its partitions' together: each has its share, rounded up."""
+    kept = -(-settings.expiry.rows_kept // len(layout.partitions))
+    return replace(settings, expiry=replace(settings.expiry, rows_kept=kept))
+
+
+def read_tables(states: tuple[TableState, ...], budget: Budget | None = None) -> Tables:
+    """As a checkpoint has them, read one file at a time. Raises CheckpointDamaged, CheckpointNotFound,
+    StorageUnavailable, TableError where address space is refused."""
+    return {state.settings.name: _read(state, budget) for state in states}
+
+
+def cut_tables(tables: Tables, since: Since) -> Mapping[str, TableCut]:
+    """Of one moment, where nothing is pushed meanwhile. A table of which it is not known what has changed since then is
+    cut whole. Raises NotReady where somebody reads a whole table, TableError; then none is cut."""
+    found: dict[str, TableCut] = {}
+    try:
+        for name, table in tables.items():
+            known = since.get(name)
+            found[name] = table.cut(known if known == table.known_since else None)
+    except ShardyardError:
+        for cut in found.values():
+            cut.close()
+        raise
+    return found
+
+
+def _read(state: TableState, budget: Budget | None) -> Table:
+    table = Table(in_partition(state.settings, state.layout), budget)
+    called = f"table {state.settings.name!r} of partition {state.partition} in {state.storage.locate(state.folder)}"
+    try:
+        for part in state.parts():
+            if isinstance(part, Removed):
+                table.remove(part.ids)
+            elif isinstance(part, Cells):
+                table.load_cells(part.cells, part.begin)
+            else:
+                table.load(part.ids, part.values, part.state, part.frequencies, part.steps)
+        table.resume(state.entry.updates, state.entry.now_ms)
+    except TableError as error:  # files that are whole, each by itself, and do not fit together
+        raise CheckpointDamaged(f"{called}: {error.what}") from error
+    found, expected = (table.rows, table.entries), (state.entry.rows, state.entry.ids)
+    if found != expected:
+        raise CheckpointDamaged(
+            f"{called} has {found[0]} rows and {found[1]} ids; the manifest says {expected[0]} and {expected[1]}"
+        )
+    return table

@@ -1,0 +1,169 @@
+"""The role: a store with its servicer, registered with a coordinator; and the process that runs one.
+
+Must not know: how partitions work.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shardyard.config.settings import COORDINATOR_GRACE_MS, Settings
+from shardyard.domain import errors
+from shardyard.domain.ids import MemberRole
+from shardyard.runtime import log as logs
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard.transport.grpc_server import GrpcServer
+from shardyard.transport.interfaces import Network, Service
+from shardyard.transport.malloc import tune_malloc
+from shardyard.transport.membership_client import Membership, MembershipClient
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.jit.optimizer_warmup import load_optimizer_loops
+from shardyard_ps_server.service.servicer import Servicer
+from shardyard_ps_server.tables.memory.budget import Budget, budget_in
+from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogRoot
+
+log = logging.getLogger("shardyard.server")
+
+
+class Server:
+    """A server's role without a process: used by `serve` and by the in-process yard.
+
+    `on_lost` is told when the coordinator is gone or has declared this server dead, when a log cannot be written,
+    or a push was applied in part.
+    `logs`: the folder of logs; None: it takes no jobs that need one. `budget`: of the memory for rows of tables; None:
+    there is no bound.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        coordinator: str,
+        *,
+        on_lost: Callable[[errors.ShardyardError], None],
+        coordinator_grace_ms: int = COORDINATOR_GRACE_MS,
+        logs: LogRoot | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self._grace_ms = coordinator_grace_ms
+        self._logs = logs
+        self.store = Store(logs=logs, on_failure=on_lost, budget=budget)
+        self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        self._on_lost = on_lost
+        self._enrolment: MembershipClient | None = None
+
+    def service(self) -> Service:
+        return Servicer(self.store).service()
+
+    def register(self, address: str, *, patience_ms: int, stop: threading.Event | None = None) -> None:
+        """Registers the address at which workers reach this server, and begins to send heartbeats.
+
+        Raises CoordinatorUnavailable after `patience_ms`, or when `stop` is set meanwhile, and what the folder of logs
+        raises.
+        """
+        membership = Membership(MemberRole.SERVER, address, logs="" if self._logs is None else self._logs.id)
+        enrolment = MembershipClient(
+            self._peer,
+            membership,
+            on_reply=self._hear,
+            on_lost=self._on_lost,
+            report=self._report,
+            grace_ms=self._grace_ms,
+        )
+        enrolment.register(patience_ms=patience_ms, stop=stop)
+        self.store.become(enrolment.incarnation, enrolment.term)
+        enrolment.start()
+        self._enrolment = enrolment
+
+    def leave(self) -> None:
+        if self._enrolment is not None:
+            self._enrolment.leave()
+        self._peer.close()
+
+    def close(self) -> None:
+        """Forgets all jobs. Nobody may be served any more."""
+        self.store.close()
+
+    def _report(self, request: wire.HeartbeatRequest) -> None:
+        self.store.expire_pins()  # also while the coordinator is away
+        for hosted in self.store.hosted():
+            if hosted.wal is not None:
+                request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
+            if hosted.layout.tables:
+                request.tables.add(job=hosted.job, rows=[table.rows for table in hosted.describe_tables()])
+        request.waiting_for = self.store.vigil.waiting_for
+
+    def _hear(self, reply: wire.HeartbeatReply) -> None:
+        self.store.fence(reply.fenced)
+
+
+def _logs(folder: Path, now_s: float) -> LogRoot | None:
+    """The folder of logs, if it can be used, without what was put aside there long ago."""
+    logs = LogRoot(folder.resolve())
+    try:
+        log.debug("logs are kept in %s, which is %s", logs.path, logs.id)
+        for aside in logs.delete_aside(now_s):
+            log.warning("deleted %s, which was put aside %d days ago or earlier", aside, ASIDE_KEPT_S // DAY_S)
+    except (errors.StorageUnavailable, errors.LogDamaged) as error:
+        log.warning("this server takes no jobs that need a log: %s", error.what)
+        return None
+    return logs
+
+
+def serve(
+    *,
+    coordinator: str,
+    bind: str,
+    advertise: str | None,
+    settings: Settings,
+    stop: threading.Event,
+    ready: Callable[[str], None],
+    preparing: Callable[[str], None],
+) -> None:
+    """Runs a server until `stop` is set. `ready` is told its address once it can be used, and `preparing` before, why
+    that takes long, where it does.
+
+    Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost;
+    StorageUnavailable when a log cannot be written, or the folder for colder rows takes no file.
+    """
+    tune_malloc()
+    lost: list[errors.ShardyardError] = []
+
+    def on_lost(error: errors.ShardyardError) -> None:
+        lost.append(error)
+        stop.set()
+
+    server = Server(
+        GrpcNetwork(),
+        coordinator,
+        on_lost=on_lost,
+        coordinator_grace_ms=settings.membership.coordinator_grace_ms,
+        logs=_logs(settings.yard.wal_folder, time.time()),
+        budget=budget_in(settings.yard.cold_folder, settings.yard.memory_bytes_max),
+    )
+    listener = GrpcServer(bind, [server.service()])
+    listener.start()
+    try:
+        load_optimizer_loops(server.store.vigil, preparing, stop)
+        address = advertise or listener.address
+        try:
+            server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)
+        except errors.Unavailable:
+            if stop.is_set():
+                return
+            raise
+        logs.bind_process(role="server", id=server.store.incarnation)
+        listener.set_ready(ready=True)
+        log.info("serving", extra={"address": address, "coordinator": coordinator})
+        ready(address)
+        stop.wait()
+    finally:
+        server.leave()
+        listener.stop()
+        server.close()
+    if lost:
+        raise lost[0]

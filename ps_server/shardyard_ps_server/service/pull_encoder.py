@@ -1,0 +1,48 @@
+"""The codes of values that one worker pulls over one stream.
+
+Owns: which block travels in which codec, and, for "delta", what the worker has. Invariant: every code goes to the
+worker, in order, or the stream ends and this with it; so worker and shadow never part. Must not know: versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardyard.codecs import DeltaSender, encode_values
+from shardyard.domain.compression import NONE, CodecSpec, parse_pull_rules
+from shardyard.domain.errors import ConfigurationError, InvalidRequest
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard_ps_server.hosting.hosted_job import Held
+
+
+class PullEncoder:
+    """`coding` as shardyard.domain.compression.Rules write it. Raises InvalidRequest where it says nothing."""
+
+    def __init__(self, coding: str, layout: JobLayout) -> None:
+        try:
+            rules = parse_pull_rules(coding)
+        except ConfigurationError as error:
+            raise InvalidRequest(f"the coding of a pull: {error.what}") from error
+        self._layout = layout
+        self._codecs: tuple[CodecSpec, ...] = tuple(rules.codec_for(variable) for variable in layout.variables)
+        self._senders: dict[CodecSpec, DeltaSender] = {}
+
+    def codes(self, held: Held) -> list[memoryview]:
+        """One code for each block of each partition, in order."""
+        return list(self._codes(held))
+
+    def _codes(self, held: Held) -> Iterator[memoryview]:
+        for partition, buffer in held.buffers:
+            for number, block in enumerate(self._layout.partitions[partition.id].blocks):
+                spec, codec = self._layout.variables[block.variable], self._codecs[block.variable]
+                end = block.position + block.length * spec.dtype.item_bytes
+                values = buffer[block.position : end].view(spec.dtype.value)
+                if codec.kind == "delta":
+                    yield self._sender(codec).code((partition.id, number), values)
+                else:
+                    yield encode_values(codec if spec.dtype.is_floating else NONE, values)
+
+    def _sender(self, codec: CodecSpec) -> DeltaSender:
+        if codec not in self._senders:
+            self._senders[codec] = DeltaSender(codec)
+        return self._senders[codec]

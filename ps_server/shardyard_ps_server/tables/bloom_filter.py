@@ -1,0 +1,109 @@
+"""How often ids were pushed, about: a counting Bloom filter (shardyard.domain.tables.row_admission). Counts are never
+too low.
+
+Owns: the cells, their lock, and the cells as they were at one moment. Invariants: cells are a function of what was
+counted, in any order, but for none of a table's private seeds; a moment takes as long whatever the number of cells,
+since what changes after it is copied before, a piece at a time. Must not know: rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.domain.errors import TableError
+from shardyard.domain.tables.row_admission import PIECE_CELLS, count_cells
+from shardyard.domain.tables.row_ids import Ids, writable
+from shardyard_ps_server.tables.memory.address_space import reserve
+from shardyard_ps_server.tables.memory.layout import Numbers
+
+Cells = npt.NDArray[np.uint8]
+
+
+class CellsThen:
+    """A filter as it was when `BloomFilter.cut` gave it, until that is asked for another one, or `end` was called."""
+
+    def __init__(self, cells: Cells, lock: threading.Lock) -> None:
+        self._cells, self._lock = cells, lock
+        self.copies: Cells = reserve(cells.size, np.uint8)
+        self.kept: Cells = np.zeros(-(-cells.size // PIECE_CELLS), np.uint8)
+        self.over = False
+
+    def pieces(self) -> Iterator[tuple[int, Cells]]:
+        """All cells, a piece at a time, each with the number of its first."""
+        for at in range(self.kept.size):
+            begin = at * PIECE_CELLS
+            with self._lock:
+                assert not self.over, "a filter of a cut that has ended"
+                self.keep(at)
+            yield begin, self.copies[begin : begin + PIECE_CELLS]
+
+    def whole(self) -> Cells:
+        return np.concatenate([piece for _, piece in self.pieces()])
+
+    def keep(self, at: int) -> None:
+        if not self.kept[at]:
+            part = slice(at * PIECE_CELLS, (at + 1) * PIECE_CELLS)
+            self.copies[part] = self._cells[part]
+            self.kept[at] = 1
+
+
+_NO_CELLS: Final[Cells] = np.empty(0, np.uint8)
+
+
+class BloomFilter:
+    def __init__(self, cells: int, key: int) -> None:
+        self._cells: Cells = np.zeros(cells, np.uint8)
+        self._key = np.uint64(key)
+        self._changing = threading.Lock()
+        self._then: CellsThen | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._cells.nbytes
+
+    def count(self, ids: Ids, counts: Numbers | None) -> Numbers:
+        """Counts them, in their order; how often each was there before, about."""
+        before = np.empty(ids.size, np.int64)
+        given = np.ones(ids.size, np.int64) if counts is None else writable(counts)
+        with self._changing:
+            then = self._then
+            copies, kept = (_NO_CELLS, _NO_CELLS) if then is None else (then.copies, then.kept)
+            count_cells(self._cells, self._key, writable(ids), given, before, copies, kept)
+        return before
+
+    def cut(self) -> CellsThen:
+        """The cells as they are now, for who reads them while others count; the one before is over."""
+        then = CellsThen(self._cells, self._changing)
+        with self._changing:
+            if self._then is not None:
+                self._then.over = True
+            self._then = then
+        return then
+
+    def end(self, then: CellsThen) -> None:
+        """Nobody reads it any more."""
+        with self._changing:
+            then.over = True
+            if self._then is then:
+                self._then = None
+
+    def load(self, cells: Cells, begin: int | None = None) -> None:
+        """All cells, or those from `begin` on."""
+        size = self._cells.size
+        fits = cells.shape == (size,) if begin is None else cells.ndim == 1 and 0 <= begin <= size - cells.size
+        if cells.dtype != np.uint8 or not fits:
+            raise TableError(
+                f"a filter of {cells.dtype} {cells.shape} for one of uint8 {self._cells.shape}",
+                todo="restore with the admission settings that the checkpoint was taken with",
+            )
+        first = begin or 0
+        with self._changing:
+            if self._then is not None and cells.size:
+                for at in range(first // PIECE_CELLS, (first + cells.size - 1) // PIECE_CELLS + 1):
+                    self._then.keep(at)
+            self._cells[first : first + cells.size] = cells

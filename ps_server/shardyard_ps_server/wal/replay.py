@@ -1,0 +1,208 @@
+"""What a log records, as messages and back, and how partitions come back from it.
+
+A record holds a push as it was received, with the settings that it was to be applied with and the rows that expire with
+it, the verdict on a step, the tokens of sources that were opened, or which partitions began anew. Given to the same
+partitions in the same order it has the same outcome, refusals included, so replay gives the same bits (docs/ledger.md,
+rule C1). What a checkpoint has already is known by its name, and passed over.
+
+Owns: the meaning of records. Invariant: a record that does not fit what came before it is damage. Must not know: files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from shardyard.domain.errors import InvalidRequest, NotReady, Refused, SequenceGap, ShardyardError, TooLarge
+from shardyard.domain.ids import Generation, Incarnation, PartitionId, Token
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.push_names import SourceKey, WorkerSource
+from shardyard.domain.pushes import PushHeader, PushKind, StepVerdict
+from shardyard.wire import lease_messages, push_messages
+from shardyard.wire.v1 import parameter_server_pb2 as wire
+from shardyard_ps_server.partition.dense_state import Contribution
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.staleness import Base
+from shardyard_ps_server.values.versions import Bytes, aligned_empty
+from shardyard_ps_server.wal.records import Mark, Record, RecordKind, damaged
+from shardyard_ps_server.wal.row_records import read_rows
+from shardyard_ps_server.wal.segments import LogFiles
+
+log = logging.getLogger("shardyard.server")
+
+_RECORDED: Final = (PushKind.GRADIENT, PushKind.EMPTY)
+
+
+def push_head(order: PushHeader) -> bytes:
+    """What is recorded of a push beside its payload."""
+    said = replace(
+        order,
+        pull=None,
+        wanted=(),
+        attach=None,
+        shared_at=None,
+        rest=None,
+        detach=False,
+        pace=None,
+        verdict=None,
+        attach_rows=None,
+        rows_at=None,
+        wanted_at=None,
+    )
+    return push_messages.push_to_wire(said).SerializeToString()
+
+
+def open_head(sources: Sequence[tuple[SourceKey, Token]]) -> bytes:
+    return wire.OpenSourcesRequest(sources=lease_messages.sources_to_wire(sources)).SerializeToString()
+
+
+def begin_head(generation: Generation, partitions: Sequence[PartitionId]) -> bytes:
+    return wire.CreatePartitionsRequest(generation=generation, partitions=partitions).SerializeToString()
+
+
+def verdict_head(verdict: StepVerdict, partitions: Iterable[PartitionId]) -> bytes:
+    """`partitions`: those to which it is given."""
+    return push_messages.given_to_wire(verdict, partitions).SerializeToString()
+
+
+def pass_over_head(worker: Incarnation, next_sequence: int) -> bytes:
+    return wire.PassOverRequest(worker=worker, next=next_sequence).SerializeToString()
+
+
+def replay(
+    files: LogFiles, generation: Generation, base: int, layout: JobLayout, partitions: Mapping[PartitionId, Partition]
+) -> None:
+    """Does again, on partitions as checkpoint `base` has them, what the log of a server that is gone says.
+    `generation`: under which they are given to another. Raises StorageUnavailable, LogDamaged, TooLarge."""
+    end = files.take_over(generation)
+    begins = _begins(files, files.records(base, end, payloads=False))
+    counted = 0
+    for record in files.records(base, end):
+        path = files.segment(record.at.segment)
+        present = {number: each for number, each in partitions.items() if begins.get(number, record.at) <= record.at}
+        try:
+            if record.kind is RecordKind.PUSH:
+                counted += _push(record, layout, present)
+            elif record.kind is RecordKind.OPEN:
+                _open(record, present)
+            elif record.kind is RecordKind.PASS_OVER:
+                _pass_over(record, present)
+            elif record.kind is RecordKind.VERDICT:
+                _give_verdict(record, present)
+        except TooLarge:
+            raise
+        except (DecodeError, ShardyardError) as error:
+            what = error.what if isinstance(error, ShardyardError) else str(error)
+            raise damaged(path, record.at.offset, f"the record does not fit what came before it: {what}") from error
+    log.info(
+        "partitions %s: %d pushes are done again, from the log of server %s",
+        ", ".join(str(number) for number in sorted(partitions)),
+        counted,
+        files.server,
+    )
+
+
+def pieces_of(order: PushHeader, payload: Bytes) -> Iterator[tuple[PartitionId, Bytes]]:
+    """Each part's piece of a push's payload."""
+    at = 0
+    for part in order.parts:
+        yield part.partition, payload[at : at + part.payload_bytes]
+        at += part.payload_bytes
+
+
+def bases_of(order: PushHeader) -> Sequence[Base | None]:
+    """What each part was computed on, as far as that is said."""
+    worker = order.caller.incarnation
+    return [Base(worker, version) for version in order.bases] or [None] * len(order.parts)
+
+
+def _begins(files: LogFiles, records: Iterable[Record]) -> dict[PartitionId, Mark]:
+    """Where each partition began for the last time, where it did."""
+    found: dict[PartitionId, Mark] = {}
+    for record in records:
+        if record.kind is RecordKind.BEGIN:
+            try:
+                numbers = wire.CreatePartitionsRequest.FromString(record.head).partitions
+            except DecodeError as error:
+                path = files.segment(record.at.segment)
+                raise damaged(path, record.at.offset, f"the record cannot be read: {error}") from error
+            found.update((PartitionId(number), record.at) for number in numbers)
+    return found
+
+
+def _push(record: Record, layout: JobLayout, partitions: Mapping[PartitionId, Partition]) -> bool:
+    order = push_messages.push_from_header(record.head, recorded=True)
+    if order.kind not in _RECORDED:
+        raise InvalidRequest(f"{order.name}, {order.kind.value}, with {len(record.payload)} bytes of payload")
+    try:
+        brought, gone = read_rows(layout, order, record.payload, partitions)
+    except TooLarge as error:  # what was taken was within the limits
+        raise InvalidRequest(error.what) from error
+    touched = False
+    pieces = pieces_of(order, record.payload)
+    for part, (number, piece), base in zip(order.parts, pieces, bases_of(order), strict=True):
+        partition = partitions.get(number)
+        if partition is None:
+            continue
+        groups = order.groups if order.kind is PushKind.GRADIENT else None
+        partition.check_recorded(part, len(piece), groups)
+        if len(piece):
+            piece = _aligned(piece)
+        full, present = partition.unpack(part, piece)
+        rows, expired = brought.get(number, ()), gone.get(number, ())
+        contribution = Contribution(
+            order.weight, groups, full, present, base, order.overflow, rows, order.table_groups, expired
+        )
+        try:
+            partition.push(order.name, contribution, _check_nothing)
+        except MemoryError as error:
+            raise TooLarge(f"{order.name}, for which there is no memory now") from error
+        except (SequenceGap, TooLarge):
+            raise
+        except (Refused, InvalidRequest, NotReady) as error:
+            if partition.torn is not None:
+                raise TooLarge(f"{order.name}, whose rows were applied in part: {error.what}") from error
+            # refused when it was received, or, under a token that has ended, contained in the checkpoint
+            log.debug("%s is passed over: %s", order.name, error.what)
+            continue
+        touched = True
+    return touched
+
+
+def _open(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
+    for key, token in lease_messages.sources_from_wire(wire.OpenSourcesRequest.FromString(record.head).sources):
+        for number in sorted(partitions):
+            try:
+                partitions[number].open_source(key, token)
+            except Refused as error:
+                log.debug("%s is not opened again: %s", key.source, error.what)
+
+
+def _pass_over(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
+    said = wire.PassOverRequest.FromString(record.head)
+    for number in sorted(partitions):
+        partitions[number].pass_over(SourceKey(WorkerSource(Incarnation(said.worker))), said.next, _check_nothing)
+
+
+def _give_verdict(record: Record, partitions: Mapping[PartitionId, Partition]) -> None:
+    verdict, numbers = push_messages.given_from_wire(wire.VerdictGiven.FromString(record.head))
+    for number in numbers:
+        if number in partitions:
+            try:
+                partitions[number].take_verdict(verdict, _check_nothing)
+            except MemoryError as error:
+                raise TooLarge(f"{verdict}, for which there is no memory now") from error
+
+
+def _aligned(piece: Bytes) -> Bytes:
+    copy = aligned_empty(len(piece))
+    copy[:] = piece
+    return copy
+
+
+def _check_nothing() -> None:
+    """Whoever was refused is not in the log."""

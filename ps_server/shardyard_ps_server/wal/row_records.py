@@ -1,0 +1,101 @@
+"""PushedTableRows in a log: those of a push as they came, when they came, and the ids that expire with it.
+
+Owns: where their bytes stand in a record. Invariant: what is read from a record is checked as a peer's bytes are, all
+of it, before anything changes. Must not know: files, what a push does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.domain.errors import InvalidRequest, MalformedPayload
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.pulls import RequestedRows
+from shardyard.domain.pushes import PushedRows, PushHeader
+from shardyard_ps_server.rows.partition_tables import (
+    ExpiredIds,
+    PushedTableRows,
+    check_pushed,
+    check_wanted,
+    read_ids,
+    unpack_pushed,
+)
+from shardyard_ps_server.values.versions import Bytes
+
+
+def said_of(gone: Iterable[tuple[PartitionId, Sequence[ExpiredIds]]]) -> tuple[tuple[RequestedRows, ...], list[Bytes]]:
+    """What expires in each partition, as a record says it, and the codes of the ids."""
+    tables: dict[int, list[tuple[PartitionId, ExpiredIds, Bytes]]] = {}
+    for partition, each in gone:
+        for one in each:
+            code = np.frombuffer(encode_ids(one.ids), np.uint8)
+            tables.setdefault(one.table, []).append((partition, one, code))
+    said = [
+        RequestedRows(
+            table,
+            tuple([partition for partition, _, _ in mine]),
+            tuple([one.ids.size for _, one, _ in mine]),
+            tuple([len(code) for _, _, code in mine]),
+        )
+        for table, mine in tables.items()
+    ]
+    return tuple(said), [code for mine in tables.values() for _, _, code in mine]
+
+
+def with_times(
+    pushed: Sequence[PushedRows], brought: Iterable[tuple[PartitionId, Sequence[PushedTableRows]]]
+) -> tuple[PushedRows, ...]:
+    """The rows of a push as a record says them: with their times, where their table has a clock."""
+    times = {
+        (partition, each.table): each.now_ms for partition, rows in brought for each in rows if each.now_ms is not None
+    }
+    timed = {table for _, table in times}
+    return tuple(
+        [
+            replace(each, now_ms=tuple([times[partition, each.table] for partition in each.partitions]))
+            if each.table in timed
+            else each
+            for each in pushed
+        ]
+    )
+
+
+def read_rows(
+    layout: JobLayout, order: PushHeader, payload: Bytes, among: Container[PartitionId]
+) -> tuple[dict[PartitionId, list[PushedTableRows]], dict[PartitionId, list[ExpiredIds]]]:
+    """The rows of a recorded push, and what expires with it, in partitions `among` these. Raises MalformedPayload,
+    InvalidRequest, ShapeMismatch."""
+    begin, end = order.payload_bytes, order.payload_bytes + order.rows_bytes
+    if end + order.expired_bytes != len(payload):
+        raise MalformedPayload(f"{order.name} with {len(payload)} bytes; its header says {end + order.expired_bytes}")
+    if order.rows:
+        check_pushed(layout.tables, order.rows, order.table_groups)
+    for pushed in order.rows:
+        if bool(pushed.now_ms) is not layout.tables[pushed.table].expiry.by_time:
+            raise InvalidRequest(
+                f"rows of table {layout.tables[pushed.table].name!r} with {len(pushed.now_ms)} times; expected"
+                f" {0 if pushed.now_ms else len(pushed.partitions)}"
+            )
+    check_wanted(layout.tables, order.expired)
+    brought: dict[PartitionId, list[PushedTableRows]] = {}
+    times = {
+        (partition, each.table): now_ms
+        for each in order.rows
+        if each.now_ms
+        for partition, now_ms in zip(each.partitions, each.now_ms, strict=True)
+    }
+    for partition, rows in unpack_pushed(layout, order.rows, payload[begin:end], among):
+        brought.setdefault(partition, []).append(rows._replace(now_ms=times.get((partition, rows.table))))
+    gone: dict[PartitionId, list[ExpiredIds]] = {}
+    for each in order.expired:
+        for partition, n, length in zip(each.partitions, each.rows, each.id_bytes, strict=True):
+            if partition in among:
+                ids = read_ids(layout, layout.tables[each.table].name, partition, n, payload[end : end + length])
+                gone.setdefault(partition, []).append(ExpiredIds(each.table, ids))
+            end += length
+    return brought, gone

@@ -1,0 +1,56 @@
+"""Compiles loops before they are needed, so that no first push waits for a compiler.
+
+Owns: one small code of each kind that has a loop, written down, since a receiver need not compile senders' loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.codecs import encoding, pulls
+from shardyard.codecs.decoding import apply
+from shardyard.codecs.format.form import CodeId
+from shardyard.domain.compression import CodecSpec
+
+_ELEMENTS: Final = 8
+_CODES: Final = tuple(
+    bytes((code, _ELEMENTS, *header)) + bytes(zeros)
+    for code, header, zeros in (
+        (CodeId.BF16, (), 16),
+        (CodeId.FP16, (128,), 16),
+        (CodeId.INT8, (8,), 12),
+        (CodeId.QSGD, (8, 1), 6),
+        (CodeId.ONEBIT, (8,), 5),
+        (CodeId.TOPK, (1, 0, 0, 1), 5),
+        (CodeId.RANDOMK, (1,), 12),
+        (CodeId.POWERSGD, (8, 0, 1), 36),
+        (CodeId.DELTA, (8,), 12),
+    )
+)
+_SENT_ELEMENTS: Final = 4_096
+"""Enough that each codec makes a code of its own, and none falls back to RAW."""
+
+
+def warm_decoders(dtypes: Iterable[npt.DTypeLike] = ("float32", "float64")) -> None:
+    """For a receiver, which may be sent any code."""
+    for dtype in dtypes:
+        for code in _CODES:
+            apply(code, np.zeros(_ELEMENTS, dtype))
+
+
+def warm_codecs(codecs: Iterable[CodecSpec], dtypes: Iterable[npt.DTypeLike] = ("float32",)) -> None:
+    """For a sender that knows what it will send."""
+    kinds = sorted(set(codecs), key=str)
+    for dtype in dtypes:
+        values = np.ones(_SENT_ELEMENTS, dtype)
+        for codec in kinds:
+            if codec.kind == "delta":
+                sender = pulls.DeltaSender(codec)
+                sender.code(0, values)
+                sender.code(0, values)
+            else:
+                encoding.encode(codec, values)

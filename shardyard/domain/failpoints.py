@@ -1,0 +1,116 @@
+"""Named places in the code where a test can stop, fail or delay a process, to try what a crash there leaves behind.
+
+    SHARDYARD_FAILPOINTS="storage.before_rename=exit@3,storage.after_write=sleep:50"
+
+Each entry is NAME=ACTION, with @N at its N-th passing alone, else at each. NAME "*" is every place. Actions: `exit`
+ends the process at once, as kill -9 does (nothing is flushed, no handler runs), with EXIT_CODE; `error` raises OSError
+(EIO, or the one named, as `error:ENOSPC`); `sleep:MS`.
+
+Owns: what is armed; the one module state of the library, since a place in the middle of a write can be given nothing.
+Invariant: a place that nothing is armed for costs a look-up. Must not know: what happens at a place. Pure cores have no
+such places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from shardyard.domain.errors import ConfigurationError
+
+VARIABLE: Final = "SHARDYARD_FAILPOINTS"
+EXIT_CODE: Final = 91
+SLEEP_MS_MAX: Final = 600_000
+EVERY_PLACE: Final = "*"
+
+_ENTRY: Final = re.compile(
+    r"(?P<name>[a-z0-9_.]+|\*)=(?P<action>[a-z]+)(?::(?P<argument>[A-Za-z0-9]+))?(?:@(?P<at>\d+))?"
+)
+
+Action = Callable[[str], None]
+"""Called with the name of the place."""
+
+
+@dataclass(frozen=True)
+class _Armed:
+    name: str
+    action: Action
+    at: int | None
+    passings: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+_armed: list[_Armed] | None = None
+"""None: the environment has not been read yet."""
+
+
+def failpoint(name: str) -> None:
+    """A place. Raises what an armed action raises, and ConfigurationError where the environment's text is wrong."""
+    global _armed
+    if _armed is None:
+        _armed = _parse(os.environ.get(VARIABLE, ""))
+    if not _armed:
+        return
+    for each in tuple(_armed):
+        if each.name in (name, EVERY_PLACE) and (each.at is None or next(each.passings) == each.at):
+            each.action(name)
+
+
+@contextlib.contextmanager
+def armed(name: str, action: Action, *, at: int | None = None) -> Iterator[None]:
+    """Calls `action` at the place while the block lasts: each time, or at its passing number `at` (1 is the first)."""
+    global _armed
+    if _armed is None:
+        _armed = _parse(os.environ.get(VARIABLE, ""))
+    mine = _Armed(name, action, at)
+    _armed.append(mine)
+    try:
+        yield
+    finally:
+        _armed.remove(mine)
+
+
+def action_of(text: str) -> Action:
+    """The action of a text such as "exit", "error:ENOSPC" or "sleep:50". Raises ConfigurationError."""
+    kind, _, argument = text.partition(":")
+    if kind == "exit" and not argument:
+        return _exit
+    if kind == "error" and (number := getattr(errno, argument or "EIO", None)) is not None:
+        return partial(_fail, number)
+    if kind == "sleep" and argument.isdigit() and int(argument) <= SLEEP_MS_MAX:
+        return partial(_sleep, int(argument))
+    raise _wrong(text, f"exit, error, error:NAME (as ENOSPC) or sleep:MS (at most {SLEEP_MS_MAX})")
+
+
+def _parse(text: str) -> list[_Armed]:
+    found = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        match = _ENTRY.fullmatch(entry)
+        if match is None or match["at"] == "0":
+            raise _wrong(entry, "NAME=exit, NAME=error or NAME=sleep:MS, and @N after it for its N-th passing alone")
+        action = action_of(match["action"] + (f":{match['argument']}" if match["argument"] else ""))
+        found.append(_Armed(match["name"], action, None if match["at"] is None else int(match["at"])))
+    return found
+
+
+def _wrong(text: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(f"${VARIABLE} has {text!r}; expected {expected}", todo=f"unset ${VARIABLE}, or mend it")
+
+
+def _exit(_: str) -> None:
+    os._exit(EXIT_CODE)
+
+
+def _fail(number: int, name: str) -> None:
+    raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
+
+
+def _sleep(wait_ms: int, _: str) -> None:
+    time.sleep(wait_ms / 1_000)

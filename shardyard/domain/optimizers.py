@@ -1,0 +1,176 @@
+"""The optimizers that servers know: their settings, in the order of the wire, with defaults and ranges.
+
+Owns: names and checks, used by workers (which translate optimizer objects), the coordinator (which leaves variables
+whole for some) and servers (which have the kernels). Defaults are those of `torch.optim`, and of `shardyard.optim` for
+what torch does not have. Flags are 0 or 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardyard.domain.errors import InvalidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """`kind` is a key of KINDS; each group has one value per setting of the kind."""
+
+    kind: str
+    groups: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A number in [low, high), or a flag."""
+
+    name: str
+    default: float
+    low: float = 0.0
+    high: float = math.inf
+    flag: bool = False
+    fixed: str = ""
+    """Why it may not change while the job runs; empty: it may."""
+
+
+_STATE = "it decides which state the servers keep"
+_PRODUCT = "the servers compute the product of all steps' momenta from it and the number of updates"
+
+
+def _flag(name: str) -> Setting:
+    return Setting(name, 0.0, flag=True, fixed=_STATE)
+
+
+_LR = 1e-3
+_EPS = Setting("eps", 1e-8)
+_DECAY = Setting("weight_decay", 0.0)
+_DECOUPLED = _flag("decoupled_weight_decay")
+_MAXIMIZE = _flag("maximize")
+_BETAS = (Setting("beta1", 0.9, high=1.0), Setting("beta2", 0.999, high=1.0))
+
+KINDS: dict[str, tuple[Setting, ...]] = {
+    "sgd": (
+        Setting("lr", _LR),
+        Setting("momentum", 0.0),
+        Setting("dampening", 0.0, low=-math.inf),
+        _DECAY,
+        _flag("nesterov"),
+        _MAXIMIZE,
+    ),
+    "adam": (Setting("lr", _LR), *_BETAS, _EPS, _DECAY, _flag("amsgrad"), _MAXIMIZE),
+    "adamw": (
+        Setting("lr", _LR),
+        *_BETAS,
+        _EPS,
+        Setting("weight_decay", 1e-2),
+        _flag("amsgrad"),
+        _MAXIMIZE,
+    ),
+    "adagrad": (
+        Setting("lr", 1e-2),
+        Setting("lr_decay", 0.0),
+        _DECAY,
+        Setting("initial_accumulator_value", 0.0, fixed=_STATE),
+        Setting("eps", 1e-10),
+        _MAXIMIZE,
+    ),
+    "rmsprop": (
+        Setting("lr", 1e-2),
+        Setting("alpha", 0.99),
+        _EPS,
+        _DECAY,
+        Setting("momentum", 0.0),
+        _flag("centered"),
+        _MAXIMIZE,
+    ),
+    "adamax": (Setting("lr", 2e-3), *_BETAS, _EPS, _DECAY, _MAXIMIZE),
+    "nadam": (
+        Setting("lr", 2e-3),
+        Setting("beta1", 0.9, high=1.0, fixed=_PRODUCT),
+        Setting("beta2", 0.999, high=1.0),
+        _EPS,
+        _DECAY,
+        Setting("momentum_decay", 4e-3, fixed=_PRODUCT),
+        _DECOUPLED,
+        _MAXIMIZE,
+    ),
+    "radam": (Setting("lr", _LR), *_BETAS, _EPS, _DECAY, _DECOUPLED, _MAXIMIZE),
+    "lamb": (Setting("lr", _LR), *_BETAS, Setting("eps", 1e-6), Setting("weight_decay", 1e-2), _MAXIMIZE),
+    "lion": (
+        Setting("lr", 1e-4),
+        Setting("beta1", 0.9, high=1.0),
+        Setting("beta2", 0.99, high=1.0),
+        _DECAY,
+        _MAXIMIZE,
+    ),
+    "ftrl": (Setting("lr", 0.1), Setting("beta", 1.0), Setting("l1", 0.0), Setting("l2", 0.0), _MAXIMIZE),
+}
+
+WHOLE_VARIABLES = frozenset({"lamb"})
+"""The kinds whose update of an element depends on all of its variable, which therefore lies in one block."""
+
+
+def setting_names(kind: str) -> tuple[str, ...]:
+    return tuple(setting.name for setting in KINDS[kind])
+
+
+def make_group(kind: str, given: Mapping[str, float]) -> tuple[float, ...]:
+    """One group's values in wire order, defaults filled in. Raises InvalidRequest for an unknown name."""
+    unknown = sorted(set(given) - set(setting_names(kind)))
+    if unknown:
+        raise InvalidRequest(
+            f"optimizer {kind!r} has no setting {unknown[0]!r}; it has {', '.join(setting_names(kind))}"
+        )
+    return tuple(float(given.get(setting.name, setting.default)) for setting in KINDS[kind])
+
+
+def check_spec(spec: OptimizerSpec) -> None:
+    """Raises InvalidRequest for an unknown kind or a value out of range."""
+    if spec.kind not in KINDS:
+        raise InvalidRequest(f"unknown optimizer {spec.kind!r}; the servers know {', '.join(sorted(KINDS))}")
+    for index, values in enumerate(spec.groups):
+        check_group(spec.kind, index, values)
+
+
+def check_group(kind: str, index: int, values: Sequence[float]) -> None:
+    """Raises InvalidRequest unless `values` are one group's settings of the kind, each in its range."""
+    settings = KINDS[kind]
+    if len(values) != len(settings):
+        raise InvalidRequest(
+            f"parameter group {index} of {kind!r} has {len(values)} values; expected {len(settings)}: "
+            + ", ".join(setting_names(kind))
+        )
+    for setting, value in zip(settings, values, strict=True):
+        good = value in (0.0, 1.0) if setting.flag else math.isfinite(value) and setting.low <= value < setting.high
+        if not good:
+            allowed = "0 or 1" if setting.flag else f"at least {setting.low:g} and below {setting.high:g}"
+            raise InvalidRequest(
+                f"parameter group {index} of {kind!r}: {setting.name} is {value!r}; expected {allowed}"
+            )
+    if kind == "sgd":
+        _, momentum, dampening, _, nesterov, _ = values
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise InvalidRequest(f"parameter group {index}: nesterov needs a momentum, and no dampening")
+    if kind == "ftrl" and values[0] == 0:
+        raise InvalidRequest(f"parameter group {index}: ftrl divides by lr, which is 0; expected more than 0")
+
+
+def check_update(spec: OptimizerSpec, groups: Sequence[Sequence[float]]) -> None:
+    """Raises InvalidRequest unless `groups` may replace the registered groups for one update."""
+    if len(groups) != len(spec.groups):
+        raise InvalidRequest(
+            f"the push has settings for {len(groups)} parameter groups; the job has {len(spec.groups)}"
+        )
+    for index, (values, registered) in enumerate(zip(groups, spec.groups, strict=True)):
+        check_group(spec.kind, index, values)
+        for setting, value, first in zip(KINDS[spec.kind], values, registered, strict=True):
+            momentum_appears = setting.name == "momentum" and (value == 0.0) != (first == 0.0)
+            why = _STATE if momentum_appears else setting.fixed if value != first else ""
+            if why:
+                raise InvalidRequest(
+                    f"parameter group {index}: {setting.name} was {first:g} when the job began and is {value:g} now",
+                    why=f"{why}, so it may not change in a running job",
+                    todo="start a job of another name",
+                )

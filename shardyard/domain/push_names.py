@@ -1,0 +1,136 @@
+"""Names of pushes, and leases on the work that they are named by (docs/ledger.md, rules A1 to A7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    pass
+from shardyard.domain.ids import Incarnation, PartitionId, Rank, Token, Version
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DataShardSource:
+    """A data shard of one epoch of one feed; its sequence counts its batches."""
+
+    feed: int
+    epoch: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"data shard {self.feed}.{self.epoch}.{self.index}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RankSource:
+    """A logical rank; its sequence is the step."""
+
+    rank: Rank
+
+    def __str__(self) -> str:
+        return f"logical rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkerSource:
+    """A worker's incarnation, for work without leased data; its sequence counts its pushes."""
+
+    incarnation: Incarnation
+
+    def __str__(self) -> str:
+        return f"worker {self.incarnation}"
+
+
+Source = DataShardSource | RankSource | WorkerSource
+
+
+LeasedSource = DataShardSource | RankSource
+"""What the coordinator gives to workers; each has a token."""
+
+
+ROW_LANE: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKey:
+    """Key of a ledger: a source and a lane (rule A1)."""
+
+    source: Source
+    lane: int = 0
+
+    @property
+    def of_rows(self) -> SourceKey:
+        """Of the rows of the same work, where they are updated before its step is taken."""
+        return SourceKey(self.source, ROW_LANE)
+
+
+class SourceMark(NamedTuple):
+    """An entry of a ledger: the highest token seen, and the next sequence."""
+
+    key: SourceKey
+    token: Token
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushName:
+    """The name of a push: the work that it did. `first == last` unless gradients were accumulated."""
+
+    key: SourceKey
+    token: Token
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        span = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{self.key.source} #{span}"
+
+
+NO_NAME: Final = PushName(SourceKey(WorkerSource(Incarnation(0))), Token(0), 0, 0)
+"""Of an exchange that is no push."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """Where a source stands in one partition: the next sequence it will apply, and the partition's version."""
+
+    partition: PartitionId
+    next: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class DoneDataShards:
+    """Data shards of a feed that are closed: of those with a number (epoch * `per_epoch` + index) below `begun` all but
+    `open`."""
+
+    feed: int
+    per_epoch: int
+    begun: int
+    open: frozenset[int] = frozenset()
+
+    def __contains__(self, source: DataShardSource) -> bool:
+        number = source.epoch * self.per_epoch + source.index
+        return source.feed == self.feed and number < self.begun and number not in self.open
+
+
+@dataclass(frozen=True, slots=True)
+class RankLease:
+    """`careful_below`: steps before it are announced to the coordinator before they are computed."""
+
+    rank: Rank
+    token: Token
+    careful_below: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataLease:
+    """Indices [begin, end) of the epoch's permutation, under a token. `careful_below`: batches before it are announced
+    to the coordinator before they are computed."""
+
+    source: DataShardSource
+    token: Token
+    begin: int
+    end: int
+    careful_below: int = 0

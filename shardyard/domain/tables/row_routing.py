@@ -1,0 +1,50 @@
+"""Where the rows of a batch are: shardyard.domain.tables.row_ids in one compiled pass.
+
+Owns: the loop. Invariant: it says what row_ids.partition_of says. Must not know: servers, maps of partitions.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from shardyard.domain.compiling import compiled
+from shardyard.domain.tables.row_ids import Ids, Partitions, check, writable
+from shardyard.domain.tables.splitmix_loops import mixed
+
+_S32: Final = np.uint64(32)
+
+
+@compiled
+def _put_partitions(ids: Ids, partitions: int, out: Partitions) -> None:
+    count = np.uint64(partitions)
+    for i in range(ids.size):
+        out[i] = np.int32((mixed(np.uint64(ids[i])) >> _S32) * count >> _S32)
+
+
+@compiled
+def _first_stray(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int:
+    of, begin = np.uint64(partitions), 0
+    for k in range(counts.size):
+        for i in range(begin, begin + counts[k]):
+            if np.int64((mixed(np.uint64(ids[i])) >> _S32) * of >> _S32) != owners[k]:
+                return i
+        begin += counts[k]
+    return -1
+
+
+def first_stray(ids: Ids, counts: Ids, owners: Ids, partitions: int) -> int | None:
+    """The place of the first id that is not of the partition that it is said to be of: the first counts[0] ids of
+    partition owners[0], the next counts[1] of owners[1], and so on. All int64."""
+    check(ids, partitions)
+    found = _first_stray(writable(ids), counts, owners, partitions)
+    return None if found < 0 else found
+
+
+def partition_of(ids: Ids, partitions: int) -> Partitions:
+    """The partition of each id, in [0, partitions): int32, shape (n,). `ids`: int64, shape (n,)."""
+    check(ids, partitions)
+    out = np.empty(ids.size, np.int32)
+    _put_partitions(writable(ids), partitions, out)
+    return out

@@ -1,0 +1,446 @@
+"""Bytes at a URL: a folder of this machine, or anything that fsspec knows (`s3://bucket/path`, `gs://`, `memory://`).
+
+Owns: how a file gets there whole or not at all. Invariants: a reader sees no half of a file (on this machine: a
+temporary name, fsync, rename, fsync of the folder and of those that were made for it; elsewhere the object store's own
+put); what `write` has returned survives a crash; a failed write leaves nothing behind; every error is one of ours and
+names the file. Paths are relative, their parts parted by "/", and cannot lead out of the URL. Must not know: what the
+bytes are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+from shardyard.domain.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigurationError,
+    InvalidRequest,
+    StorageUnavailable,
+)
+from shardyard.domain.failpoints import failpoint
+
+Buffer = bytes | bytearray | memoryview
+"""What is written: contiguous bytes."""
+
+PIECE_BYTES: Final = 4 * 1024 * 1024
+"""How much of a file is read at a time where it need not be in memory whole."""
+TEMPORARY_SUFFIX: Final = ".tmp"
+
+_PART: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LOCAL_SCHEMES: Final = ("file", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file is known by. `sha256`: 64 hexadecimal digits."""
+
+    nbytes: int
+    sha256: str
+
+
+class Storage(ABC):
+    """Files below one URL. Safe for several threads, and processes, that write different files."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/") or url
+
+    def locate(self, path: str) -> str:
+        """The whole name of a file, for messages."""
+        return f"{self.url}/{path}" if path else self.url
+
+    @abstractmethod
+    def write(self, path: str, pieces: Iterable[Buffer]) -> Written:
+        """Writes a file, whole or not at all, in place of one of that name. Raises StorageUnavailable, and what
+        `pieces` raises."""
+
+    @abstractmethod
+    def read(self, path: str, begin: int, nbytes: int) -> bytes:
+        """Exactly these bytes. Raises CheckpointNotFound, CheckpointDamaged where the file ends before them,
+        StorageUnavailable. The caller has checked that so many may be asked for."""
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """Raises CheckpointNotFound, StorageUnavailable."""
+
+    @abstractmethod
+    def list_folders(self, path: str) -> tuple[str, ...]:
+        """Names of the folders in a folder, sorted; none where it does not exist. Raises StorageUnavailable."""
+
+    @abstractmethod
+    def list_files(self, path: str) -> dict[str, int]:
+        """Names and sizes of the files in a folder, sorted; none where it does not exist. Raises StorageUnavailable."""
+
+    @abstractmethod
+    def delete_file(self, path: str) -> None:
+        """A file that is not there is no error. Raises StorageUnavailable."""
+
+    @abstractmethod
+    def delete_folder(self, path: str) -> None:
+        """With all that is in it; one that is not there is no error. Raises StorageUnavailable."""
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such a file. Raises StorageUnavailable."""
+        try:
+            self.size(path)
+        except CheckpointNotFound:
+            return False
+        return True
+
+    def read_pieces(self, path: str, begin: int, end: int) -> Iterator[bytes]:
+        """Bytes [begin, end), at most PIECE_BYTES at a time."""
+        for at in range(begin, end, PIECE_BYTES):
+            yield self.read(path, at, min(PIECE_BYTES, end - at))
+
+    def _short(self, path: str, begin: int, nbytes: int, got: int) -> CheckpointDamaged:
+        return CheckpointDamaged(
+            f"{self.locate(path)} ends at byte {begin + got}; expected {nbytes} bytes from byte {begin} on"
+        )
+
+    def _missing(self, path: str) -> CheckpointNotFound:
+        return CheckpointNotFound(f"{self.locate(path)} is not there")
+
+    def _refused(self, path: str, doing: str, error: Exception) -> StorageUnavailable:
+        return _unavailable(self.locate(path), doing, error)
+
+
+def open_storage(url: str) -> Storage:
+    """`url`: a path of this machine, file://PATH, or a URL that fsspec knows. Nothing is made or looked at yet.
+
+    Raises ConfigurationError for a URL that nothing here can open.
+    """
+    if not url:
+        raise ConfigurationError(
+            "an empty URL for checkpoints", todo="give a folder, or a URL such as s3://bucket/path"
+        )
+    if not unquote(url).isprintable():
+        raise ConfigurationError(f"{url[:200]!r} is no URL for checkpoints: it has characters that cannot be shown")
+    if "://" not in url:
+        return LocalStorage(Path(url))
+    split = urlsplit(url)
+    if split.scheme not in _LOCAL_SCHEMES:
+        return RemoteStorage(url)
+    if split.netloc not in ("", "localhost"):
+        raise ConfigurationError(
+            f"{url!r} names the host {split.netloc!r}", why="file: is this machine", todo="write file:///PATH"
+        )
+    return LocalStorage(Path(unquote(split.path)))
+
+
+def check_path(path: str) -> str:
+    """Raises InvalidRequest unless each part is letters, digits, ".", "_" or "-" and begins with a letter or digit."""
+    if path and not all(_PART.fullmatch(part) for part in path.split("/")):
+        raise InvalidRequest(f"{path[:200]!r} is no path inside a folder of checkpoints")
+    return path
+
+
+class Tally:
+    """Counts and digests pieces as they go by."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._nbytes = 0
+
+    def add(self, piece: Buffer) -> None:
+        self._digest.update(piece)
+        self._nbytes += memoryview(piece).nbytes
+
+    @property
+    def written(self) -> Written:
+        return Written(self._nbytes, self._digest.hexdigest())
+
+
+def _unavailable(where: object, doing: str, error: Exception) -> StorageUnavailable:
+    said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return StorageUnavailable(f"cannot {doing} {where}: {said}")
+
+
+class LocalStorage(Storage):
+    """A folder of this machine, or of a file system that it has mounted."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self._root = root
+
+    def write(self, path: str, pieces: Iterable[Buffer]) -> Written:
+        return write_file(self._at(path), pieces)
+
+    def read(self, path: str, begin: int, nbytes: int) -> bytes:
+        with self._reading(path), open(self._at(path), "rb", buffering=0) as file:
+            parts = []
+            missing = nbytes
+            while missing and (part := os.pread(file.fileno(), missing, begin + nbytes - missing)):
+                parts.append(part)
+                missing -= len(part)
+        if missing:
+            raise self._short(path, begin, nbytes, nbytes - missing)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def size(self, path: str) -> int:
+        with self._reading(path):
+            found = self._at(path).stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise self._missing(path)
+        return found.st_size
+
+    def list_folders(self, path: str) -> tuple[str, ...]:
+        return tuple(sorted(entry.name for entry in self._entries(path) if entry.is_dir(follow_symlinks=False)))
+
+    def list_files(self, path: str) -> dict[str, int]:
+        found = {}
+        for entry in self._entries(path):
+            # another process may take a file away meanwhile
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return dict(sorted(found.items()))
+
+    def delete_file(self, path: str) -> None:
+        self._delete(path, lambda target: target.unlink(missing_ok=True))
+
+    def delete_folder(self, path: str) -> None:
+        assert path, "all of a URL's checkpoints at once"
+        self._delete(path, lambda target: shutil.rmtree(target) if target.exists() else None)
+
+    def _delete(self, path: str, delete: Callable[[Path], object]) -> None:
+        target = self._at(path, temporary=True)
+        try:
+            failpoint("storage.before_delete")
+            delete(target)
+            failpoint("storage.after_delete")
+            if target.parent.exists():
+                _sync_folder(target.parent)
+        except OSError as error:
+            raise self._refused(path, "delete", error) from error
+
+    def _at(self, path: str, *, temporary: bool = False) -> Path:
+        if temporary and path.endswith(TEMPORARY_SUFFIX):
+            folder, parted, name = path.rpartition("/")
+            check_path(folder + parted + name.removeprefix("."))
+        else:
+            check_path(path)
+        return self._root / path
+
+    def _entries(self, path: str) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._at(path)) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._refused(path, "list", error) from error
+
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise self._missing(path) from error
+        except OSError as error:
+            raise self._refused(path, "read", error) from error
+
+
+def write_file(target: Path, pieces: Iterable[Buffer]) -> Written:
+    """Writes a file of this machine, whole or not at all, durable when this returns; folders are made for it. Raises
+    StorageUnavailable, and what `pieces` raises."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+    try:
+        _make_folder(target.parent)
+        try:
+            written = _write_through(temporary, pieces)
+            failpoint("storage.before_rename")
+            os.replace(temporary, target)
+            failpoint("storage.after_rename")
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_folder(target.parent)
+    except OSError as error:
+        raise _unavailable(target, "write", error) from error
+    return written
+
+
+def _make_folder(folder: Path) -> None:
+    """With its parents; what was made is durable."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    _sync_folder(folder.parent)
+
+
+def _write_through(path: Path, pieces: Iterable[Buffer]) -> Written:
+    """A new file, on the disk when this returns."""
+    tally = Tally()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for piece in pieces:
+            failpoint("storage.before_write")
+            rest = memoryview(piece).cast("B")
+            tally.add(rest)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+            failpoint("storage.after_write")
+        failpoint("storage.before_fsync")
+        os.fsync(descriptor)
+        failpoint("storage.after_fsync")
+    finally:
+        os.close(descriptor)
+    return tally.written
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        failpoint("storage.before_fsync_folder")
+        os.fsync(descriptor)
+        failpoint("storage.after_fsync_folder")
+    except OSError as error:
+        # some network file systems know no such thing, and have renames durable by themselves
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class RemoteStorage(Storage):
+    """Anything that fsspec knows. A put of an object store is whole or not at all; where a file system's is not (sftp),
+    a torn file is found by its size and digest, since the manifest that names it comes last."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        # takes longer than all the rest of this package, and a folder of this machine needs none of it
+        import fsspec
+
+        try:
+            self._files, root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"cannot open {url!r}: {error}",
+                why="each kind of storage has a package of its own",
+                todo="install it (for s3: pip install s3fs)",
+            ) from error
+        except ValueError as error:
+            raise ConfigurationError(f"cannot open {url!r}: {error}") from error
+        self._root = str(root).rstrip("/")
+
+    def write(self, path: str, pieces: Iterable[Buffer]) -> Written:
+        tally = Tally()
+        target = self._at(path)
+        with self._calling(path, "write"):
+            try:
+                file = self._files.open(target, "wb")
+            except FileNotFoundError:
+                # an object store has no folders to be made
+                self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                file = self._files.open(target, "wb")
+        try:
+            for piece in pieces:
+                view = memoryview(piece).cast("B")
+                tally.add(view)
+                with self._calling(path, "write"):
+                    failpoint("storage.before_write")
+                    file.write(view)
+                    failpoint("storage.after_write")
+            with self._calling(path, "write"):
+                failpoint("storage.before_commit")
+                file.close()
+                failpoint("storage.after_commit")
+        except BaseException:
+            _abandon(file)
+            raise
+        return tally.written
+
+    def read(self, path: str, begin: int, nbytes: int) -> bytes:
+        if nbytes == 0:
+            return b""
+        at = self._at(path)
+        with self._calling(path, "read"):
+            got = bytes(self._files.cat_file(at, start=begin, end=begin + nbytes))
+        if len(got) != nbytes:
+            # beyond its end some stores answer with an error, some with less
+            raise self._short(path, begin, nbytes, len(got))
+        return got
+
+    def size(self, path: str) -> int:
+        at = self._at(path)
+        with self._calling(path, "read"):
+            self._files.invalidate_cache()
+            found = self._files.info(at)
+        if found["type"] != "file":
+            raise self._missing(path)
+        return int(found["size"])
+
+    def list_folders(self, path: str) -> tuple[str, ...]:
+        return tuple(sorted(name for name, found in self._entries(path) if found["type"] == "directory"))
+
+    def list_files(self, path: str) -> dict[str, int]:
+        return {name: int(found["size"]) for name, found in sorted(self._entries(path)) if found["type"] == "file"}
+
+    def delete_file(self, path: str) -> None:
+        at = self._at(path)
+        with contextlib.suppress(CheckpointNotFound), self._calling(path, "delete"):
+            failpoint("storage.before_delete")
+            self._files.rm_file(at)
+            failpoint("storage.after_delete")
+
+    def delete_folder(self, path: str) -> None:
+        assert path, "all of a URL's checkpoints at once"
+        at = self._at(path)
+        with contextlib.suppress(CheckpointNotFound), self._calling(path, "delete"):
+            failpoint("storage.before_delete")
+            self._files.invalidate_cache()
+            self._files.rm(at, recursive=True)
+            failpoint("storage.after_delete")
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{check_path(path)}" if path else self._root
+
+    def _entries(self, path: str) -> list[tuple[str, dict[str, Any]]]:
+        at = self._at(path)
+        try:
+            with self._calling(path, "list"):
+                self._files.invalidate_cache()
+                found = self._files.ls(at, detail=True)
+        except CheckpointNotFound:
+            return []
+        entries = ((str(each["name"]).rstrip("/"), each) for each in found)
+        # an object store may list the folder itself
+        return [(name.rpartition("/")[2], each) for name, each in entries if name.strip("/") != at.strip("/")]
+
+    @contextlib.contextmanager
+    def _calling(self, path: str, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if doing == "write":
+                raise self._refused(path, doing, error) from error
+            raise self._missing(path) from error
+        except OSError as error:
+            raise self._refused(path, doing, error) from error
+        except Exception as error:
+            # each kind of storage raises what the library under it raises
+            raise self._refused(path, doing, error) from error
+
+
+def _abandon(file: Any) -> None:
+    """Ends a file that must not appear: closing it would commit what was written so far."""
+    with contextlib.suppress(Exception):
+        file.discard()
+    with contextlib.suppress(AttributeError):
+        file.closed = True

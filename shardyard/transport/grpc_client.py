@@ -1,0 +1,304 @@
+"""Calling others over gRPC.
+
+Invariants: every call has a deadline; the channel never retries anything (it once applied a push twice), retries are
+the caller's, who knows the names of the work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import grpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from shardyard.domain import errors
+from shardyard.domain.limits import MESSAGE_BYTES_MAX
+from shardyard.transport import TRIED
+from shardyard.transport.error_codes import from_rpc_error
+from shardyard.transport.grpc_private import Ended, PrivateCall
+from shardyard.transport.interfaces import REQUEST_ID_KEY, next_request_id
+from shardyard.wire.methods import Method
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    # a frozen peer is noticed after keepalive_time + ping_timeout; without the latter after a minute
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+KNOCK_MS = 250
+"""How long a call waits for a peer to be there again that did not answer the one before."""
+KNOCK_SLICE_MS = 50
+DEADLINES_MS = 250
+"""How often streams are looked at: an answer is called overdue by so much too late."""
+
+
+class GrpcPeer:
+    """A peer at HOST:PORT, on a channel of its own. Safe for several threads."""
+
+    def __init__(self, address: str, *, name: str, unavailable: type[errors.Unavailable], deadlines: Deadlines) -> None:
+        self._address = address
+        self._name = name
+        self._unavailable = unavailable
+        self._deadlines = deadlines
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._stubs: dict[str, Any] = {}
+        self._is_cut = False
+
+    @property
+    def name(self) -> str:
+        return f"{self._name} at {self._address}"
+
+    def call(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Response:
+        return self._once(method, request, timeout_ms)
+
+    def send(self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int) -> Response:
+        return self._once(method, iter(requests), timeout_ms)
+
+    def receive(self, method: Method[Request, Response], request: Request, *, timeout_ms: int) -> Iterator[Response]:
+        return self._stream(method, request, timeout_ms)
+
+    def exchange(
+        self, method: Method[Request, Response], requests: Iterable[Request], *, timeout_ms: int
+    ) -> Iterator[Response]:
+        return self._stream(method, iter(requests), timeout_ms)
+
+    def open(self, method: Method[Any, Any], *, timeout_ms: int) -> GrpcStream:
+        metadata = ((REQUEST_ID_KEY, next_request_id()),)
+        try:
+            self._knock()
+            call = (
+                PrivateCall(self._channel, method.path, metadata)
+                if TRIED
+                else ThreadedCall(self._channel.stream_stream(method.path, None, None), metadata)
+            )
+        except ValueError as error:
+            raise self._closed(str(error)) from None
+        return GrpcStream(self.name, method, call, self._failure, self._deadlines, timeout_ms)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _once(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Response:
+        try:
+            answer: bytes = self._begin(method, sent, timeout_ms)
+        except grpc.RpcError as error:
+            raise self._failure(method, error) from None
+        return method.response.decode(answer)
+
+    def _stream(self, method: Method[Any, Response], sent: object, timeout_ms: int) -> Iterator[Response]:
+        call = self._begin(method, sent, timeout_ms)
+        try:
+            for answer in call:
+                yield method.response.decode(answer)
+        except grpc.RpcError as error:
+            raise self._failure(method, error) from None
+        finally:
+            call.cancel()
+
+    def _begin(self, method: Method[Any, Any], sent: object, timeout_ms: int) -> Any:
+        try:
+            self._knock()
+            return self._stub(method)(sent, timeout=timeout_ms / 1000, metadata=((REQUEST_ID_KEY, next_request_id()),))
+        except ValueError as error:  # gRPC's word for a channel that was closed
+            raise self._closed(str(error)) from None
+
+    def _closed(self, why: str) -> errors.ShardyardError:
+        return self._unavailable(f"{self.name} does not answer ({why})")
+
+    def _failure(self, method: Method[Any, Any], error: grpc.RpcError) -> errors.ShardyardError:
+        found = from_rpc_error(error, peer=self.name, path=method.path, unavailable=self._unavailable)
+        self._is_cut = self._is_cut or isinstance(found, self._unavailable)
+        return found
+
+    def _knock(self) -> None:
+        """Polls for a moment where the last call found nobody. Where grpc polls in the threads that wait, a connection
+        is made only while one does, and a call on a channel that is not connected fails at once: without this, a peer
+        that was started again might never be found. Raises ValueError for a channel that was closed."""
+        if not (TRIED and self._is_cut):
+            return
+        core: Any = self._channel._channel  # type: ignore[attr-defined]
+        until = time.monotonic() + KNOCK_MS / 1000
+        state = core.check_connectivity_state(True)
+        while state != cygrpc.ConnectivityState.ready and time.monotonic() < until:
+            # gRPC wants the time of day, which may jump: a little of it at a time
+            core.watch_connectivity_state(state, time.time() + KNOCK_SLICE_MS / 1000)
+            state = core.check_connectivity_state(True)
+        self._is_cut = state != cygrpc.ConnectivityState.ready
+
+    def _stub(self, method: Method[Any, Any]) -> Any:
+        stub = self._stubs.get(method.path)
+        if stub is None:
+            kind = (
+                ("unary_unary", "unary_stream"),
+                ("stream_unary", "stream_stream"),
+            )[method.streams_in][method.streams_out]
+            stub = self._stubs[method.path] = getattr(self._channel, kind)(
+                method.path,
+                # answers are decoded by the caller, whose error would be lost in here
+                request_serializer=method.request.encode,
+            )
+        return stub
+
+
+class ThreadedCall:
+    """As PrivateCall, on gRPC's public interface, which reads the requests in a thread of its own."""
+
+    def __init__(self, stub: Any, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._waiting: queue.SimpleQueue[Iterable[bytes] | None] = queue.SimpleQueue()
+        self._call = stub(self._requests(), metadata=metadata)
+
+    def _requests(self) -> Iterator[bytes]:
+        while (requests := self._waiting.get()) is not None:
+            yield from requests
+
+    def send(self, messages: Iterable[bytes], *, answered: bool = True) -> None:
+        del answered
+        self._waiting.put(messages)
+
+    def receive(self) -> bytes:
+        try:
+            answer: bytes | None = next(self._call, None)
+        except grpc.RpcError as error:
+            raise Ended(error) from None
+        if answer is None:
+            raise Ended(self._call)
+        return answer
+
+    def cancel(self) -> None:
+        self._waiting.put(None)
+        self._call.cancel()
+
+
+class GrpcStream:
+    """See shardyard.transport.interfaces.Stream."""
+
+    def __init__(
+        self,
+        peer: str,
+        method: Method[Any, Any],
+        call: PrivateCall | ThreadedCall,
+        failure: Callable[[Method[Any, Any], grpc.RpcError], errors.ShardyardError],
+        deadlines: Deadlines,
+        timeout_ms: int,
+    ) -> None:
+        self._peer = peer
+        self._timeout_ms = timeout_ms
+        self._method = method
+        self._call = call
+        self._failure = failure
+        self._deadlines = deadlines
+        self._overdue = False
+        self._due: float | None = None
+        self._send_due: float | None = None
+        deadlines.watch(self)
+
+    def send(self, requests: Iterable[Any], *, answered: bool = True) -> None:
+        try:
+            self._call.send(self._paced(requests), answered=answered)
+        except Ended as ended:
+            if ended.status.code() is not grpc.StatusCode.OK:  # else there will be no answer
+                raise self._error(ended) from None
+
+    def _paced(self, requests: Iterable[Any]) -> Iterator[bytes]:
+        """Each of them on its way in time; all together may take longer."""
+        try:
+            for request in requests:
+                self._send_due = time.monotonic() + self._timeout_ms / 1000
+                yield self._method.request.encode(request)
+        finally:
+            self._send_due = None
+
+    def receive(self, *, timeout_ms: int) -> Any:
+        self._due = time.monotonic() + timeout_ms / 1000
+        try:
+            answer = self._call.receive()
+        except Ended as ended:
+            self.cancel()
+            if ended.status.code() is grpc.StatusCode.OK:
+                return None
+            raise self._error(ended) from None
+        finally:
+            self._due = None
+        return self._method.response.decode(answer)
+
+    def _error(self, ended: Ended) -> errors.ShardyardError:
+        if self._overdue:
+            return errors.DeadlineExceeded(f"{self._peer} did not answer {self._method.path} in time")
+        return self._failure(self._method, ended.status)
+
+    def is_late(self, now: float) -> bool:
+        due, send_due = self._due, self._send_due
+        return (due is not None and due < now) or (send_due is not None and send_due < now)
+
+    def expire(self) -> None:
+        """Ends a stream whose answer is overdue."""
+        self._overdue = True
+        self._call.cancel()
+
+    def cancel(self) -> None:
+        self._deadlines.forget(self)
+        self._call.cancel()
+
+
+class Deadlines:
+    """Ends streams whose answers are overdue, since gRPC's own deadline is for a stream as a whole.
+
+    One thread, while there are streams.
+    """
+
+    def __init__(self) -> None:
+        self._streams: set[GrpcStream] = set()
+        self._changed = threading.Condition()
+        self._runs = False
+
+    def watch(self, stream: GrpcStream) -> None:
+        with self._changed:
+            self._streams.add(stream)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="deadlines", daemon=True).start()
+
+    def forget(self, stream: GrpcStream) -> None:
+        with self._changed:
+            self._streams.discard(stream)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._streams:
+                    self._runs = False
+                    return
+                self._changed.wait(DEADLINES_MS / 1000)
+                now = time.monotonic()
+                late = [stream for stream in self._streams if stream.is_late(now)]
+            for stream in late:
+                stream.expire()
+
+
+class GrpcNetwork:
+    """Reaches peers by their addresses. See shardyard.transport.interfaces.Network."""
+
+    def __init__(self) -> None:
+        self._deadlines = Deadlines()
+
+    def connect(
+        self, address: str, *, name: str, unavailable: type[errors.Unavailable] = errors.ServerUnavailable
+    ) -> GrpcPeer:
+        return GrpcPeer(address, name=name, unavailable=unavailable, deadlines=self._deadlines)

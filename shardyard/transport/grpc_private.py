@@ -1,0 +1,233 @@
+"""Streams with fewer threads between the network and who waits for it, on both ends.
+
+gRPC's Python API hands each message from thread to thread; for small ones that is most of what they cost. Here the
+caller takes the events of its call itself, and a served stream needs one change of threads for each message. That
+stands on gRPC's private layer, so it is used with the versions that it was tried with (shardyard.transport.TRIED); with
+all others the public interface does the same.
+
+Owns: the operations of one call. Invariants: every operation that was begun is waited for before a call is given up,
+since the core writes to its memory until then; one thread at a time takes events. Must not know: what messages mean.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import grpc
+from grpc import _common
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+_NO_FLAGS: Final = 0
+_LOOK_AROUND_S: Final = 0.5
+_SEND, _EXCHANGE, _RECEIVE, _STATUS, _METADATA = "send", "exchange", "receive", "status", "metadata"
+
+
+class Ended(Exception):
+    """The stream has ended. `status`: gRPC's, OK included; also a grpc.Call."""
+
+    def __init__(self, status: Any) -> None:
+        self.status = status
+        super().__init__(status)
+
+
+class PrivateStatus(grpc.RpcError, grpc.Call):
+    """How a call ended, as grpc.Call shows it."""
+
+    def __init__(self, operation: Any) -> None:
+        self._code = _common.CYGRPC_STATUS_CODE_TO_STATUS_CODE.get(operation.code(), grpc.StatusCode.UNKNOWN)
+        self._details = _common.decode(operation.details())
+        self._trailers = operation.trailing_metadata()
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._trailers
+
+    def initial_metadata(self) -> Any:
+        return ()
+
+    def is_active(self) -> bool:
+        return False
+
+    def time_remaining(self) -> float:
+        return 0.0
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        del callback
+        return False
+
+
+class PrivateCall:
+    """A call of a method with streams both ways. Raises ValueError where the channel is closed."""
+
+    def __init__(self, channel: grpc.Channel, path: str, metadata: tuple[tuple[str, str], ...]) -> None:
+        operations = (
+            ((cygrpc.SendInitialMetadataOperation(metadata, _NO_FLAGS),), None),
+            ((cygrpc.ReceiveStatusOnClientOperation(_NO_FLAGS),), _STATUS),
+            ((cygrpc.ReceiveInitialMetadataOperation(_NO_FLAGS),), _METADATA),
+        )
+        self._taking = threading.Lock()
+        self._due = len(operations)
+        self._status: PrivateStatus | None = None
+        self._answer: bytes | None = None
+        self._begun = False
+        inner: Any = channel
+        self._call = inner._channel.segregated_call(
+            _NO_FLAGS, path.encode(), None, None, metadata, None, operations, None, None
+        )
+
+    def send(self, messages: Iterable[bytes], *, answered: bool = True) -> None:
+        """Sends messages in order, and waits for them to be on their way; for the last one only if it is not
+        `answered`. Raises Ended."""
+        with self._taking:
+            held: bytes | None = None
+            for message in messages:
+                if held is not None:
+                    self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
+                    self._until(_SEND)
+                held = message
+            if held is not None and not answered:
+                self._do((cygrpc.SendMessageOperation(held, _NO_FLAGS),), _SEND)
+                self._until(_SEND)
+            elif held is not None:
+                self._do(
+                    (cygrpc.SendMessageOperation(held, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), _EXCHANGE
+                )
+                self._begun = True
+
+    def receive(self) -> bytes:
+        """The next answer. Raises Ended."""
+        with self._taking:
+            if self._begun:
+                self._begun = False
+                self._until(_EXCHANGE)
+            else:
+                self._do((cygrpc.ReceiveMessageOperation(_NO_FLAGS),), _RECEIVE)
+                self._until(_RECEIVE)
+            if self._answer is None:
+                self._end()
+            answer, self._answer = self._answer, None
+            assert answer is not None
+            return answer
+
+    def cancel(self) -> None:
+        """Ends the call. Any thread may; one that waits for an answer is woken."""
+        self._call.cancel(_common.STATUS_CODE_TO_CYGRPC_STATUS_CODE[grpc.StatusCode.CANCELLED], "cancelled here")
+        if self._taking.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._taking.release()
+
+    # ---- inside, by the thread that holds `_taking`
+
+    def _do(self, operations: tuple[Any, ...], tag: str) -> None:
+        if self._status is not None or not self._call.operate(operations, tag):
+            self._end()
+        self._due += 1
+
+    def _until(self, tag: str) -> None:
+        """Takes events until that one has come. Raises Ended where it failed."""
+        while True:
+            event = self._take()
+            if event.tag == tag:
+                if tag != _SEND:
+                    self._answer = event.batch_operations[-1].message()
+                if not event.success or (tag != _SEND and self._answer is None):
+                    self._end()
+                return
+
+    def _take(self) -> Any:
+        event = self._call.next_event()
+        self._due -= 1
+        if event.tag == _STATUS:
+            self._status = PrivateStatus(event.batch_operations[0])
+        return event
+
+    def _drain(self) -> None:
+        while self._due:
+            self._take()
+
+    def _end(self) -> None:
+        """Waits for the rest of the call, which has ended or is about to, and raises Ended."""
+        self._drain()
+        assert self._status is not None
+        raise Ended(self._status)
+
+
+class ServedCall:
+    """A call of a method with streams both ways, from the side that serves it, in the thread that gRPC gave it.
+
+    Requests and answers alternate as the handler likes. An answer is held until it is known whether another follows,
+    so that the last one is sent, and the next request asked for, in one operation. Where the handler waits for a
+    request, `at_once` may answer it in the thread that takes the server's events, without waking the handler.
+    """
+
+    def __init__(self, context: Any) -> None:
+        context.send_initial_metadata(())
+        self._context = context
+        self._call = context._rpc_event.call
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._held: bytes | None = None
+        self.at_once: Callable[[bytes], bytes | None] | None = None
+
+    def requests(self) -> Iterator[bytes]:
+        """Ends when the caller has ended the stream, in good order or not."""
+        while True:
+            held, self._held = self._held, None
+            receive = cygrpc.ReceiveMessageOperation(_NO_FLAGS)
+            operations = (receive,) if held is None else (cygrpc.SendMessageOperation(held, _NO_FLAGS), receive)
+            event = self._run(operations, self._came)
+            message = event.batch_operations[-1].message() if event is not None and event.success else None
+            if message is None:
+                return
+            yield message
+
+    def answer(self, message: bytes) -> None:
+        self.flush()
+        self._held = message
+
+    def flush(self) -> None:
+        """Sends what is held."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._run((cygrpc.SendMessageOperation(held, _NO_FLAGS),), self._done)
+
+    def _run(self, operations: tuple[Any, ...], then: Callable[[Any], Any]) -> Any:
+        """The event of these operations; None where there will be none: once a call has ended, the server may have
+        ended too, and with it the thread that takes its events."""
+        if not self._context.is_active():
+            return None
+        self._call.start_server_batch(operations, then)
+        while True:
+            try:
+                return self._events.get(timeout=_LOOK_AROUND_S)
+            except queue.Empty:
+                if not self._context.is_active():
+                    return None
+
+    def _came(self, event: Any) -> tuple[None, tuple[()]]:
+        """A request has come, or none will. Called by the thread that takes the server's events."""
+        message = event.batch_operations[-1].message() if event.success and self.at_once is not None else None
+        answer = self.at_once(message) if message is not None and self.at_once is not None else None
+        if answer is None:
+            return self._done(event)
+        self._call.start_server_batch(
+            (cygrpc.SendMessageOperation(answer, _NO_FLAGS), cygrpc.ReceiveMessageOperation(_NO_FLAGS)), self._came
+        )
+        return None, ()
+
+    def _done(self, event: Any) -> tuple[None, tuple[()]]:
+        """Called by the thread that takes the server's events."""
+        self._events.put(event)
+        return None, ()

@@ -1,0 +1,156 @@
+"""Being called over gRPC: a threaded server with health and reflection.
+
+Invariants: two servers never share a port in silence; messages beyond the limit are refused before they are read.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import errno
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from shardyard.domain import errors
+from shardyard.domain.limits import MESSAGE_BYTES_MAX
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport import TRIED
+from shardyard.transport.dispatch import serve, serve_at_once
+from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
+from shardyard.transport.grpc_private import ServedCall
+from shardyard.transport.interfaces import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
+from shardyard.wire.methods import PACKAGE, Method
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT in its parts. Raises ConfigurationError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise errors.ConfigurationError(f"{address!r} is no address; expected HOST:PORT, for example 127.0.0.1:7070")
+    return host, int(port)
+
+
+class GrpcServer:
+    """Serves services at an address until it is stopped.
+
+    `threads` bounds the calls served at a time; it must exceed the number of streams that may be open at once by two.
+    Raises AddressInUse where the port is taken, ConfigurationError where the address cannot be this machine's.
+    """
+
+    def __init__(self, bind: str, services: Sequence[Service], *, threads: int = 64) -> None:
+        host, port = split_address(bind)
+        refusal = _refusal(host, port)
+        if refusal is not None:
+            raise refusal
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="serve")
+        self._server = grpc.server(self._pool, options=OPTIONS)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [f"{PACKAGE}.{service.name}" for service in services]
+        for service, name in zip(services, names, strict=True):
+            handlers = {method.name: _grpc_handler(method, handler) for method, handler in service.handlers.items()}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._names = names
+        self._started = False
+        try:
+            self.port = self._server.add_insecure_port(bind)
+        except RuntimeError:
+            self.port = 0
+        if self.port == 0:
+            self._pool.shutdown(wait=False)
+            raise errors.AddressInUse(f"cannot listen on {bind}")
+        self.address = f"{host}:{self.port}"
+
+    def start(self) -> None:
+        """Begins to serve. Health says NOT_SERVING until `set_ready`."""
+        self.set_ready(ready=False)
+        self._begin()
+
+    def set_ready(self, *, ready: bool) -> None:
+        kind = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._names):
+            self._health.set(name, kind)
+
+    def stop(self, grace_ms: int = 500) -> None:
+        """Takes no new calls, gives those under way the grace time, and waits for all threads."""
+        self._health.enter_graceful_shutdown()
+        if not self._started:
+            self._begin()  # gRPC gives back the port of a server that was started, no other's
+        vigil = WaitRegistry()
+        try:
+            with vigil.over(lambda: f"the calls that {self.address} still serves to end"):
+                self._server.stop(grace_ms / 1000).wait()
+                self._pool.shutdown(wait=True)
+        finally:
+            vigil.close()
+
+    def _begin(self) -> None:
+        self._server.start()
+        self._started = True
+
+
+def _refusal(host: str, port: int) -> errors.ShardyardError | None:
+    """Why the port cannot be had, if it cannot. gRPC does not say, so a plain socket is asked first."""
+    what = f"cannot listen on {host}:{port}"
+    try:
+        family, kind, number, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return errors.AddressInUse(what)
+        return errors.ConfigurationError(
+            f"{what}: {error.strerror}", todo="give an address of this machine, for example 127.0.0.1:0"
+        )
+    return None
+
+
+def _grpc_handler(method: Method[Any, Any], handler: Handler) -> grpc.RpcMethodHandler[Any, Any]:
+    def run(sent: Any, call: grpc.ServicerContext, offer: Callable[[AtOnce], None] = lambda _: None) -> Iterator[bytes]:
+        metadata = dict(call.invocation_metadata())
+        context = Context(peer=call.peer(), is_active=call.is_active, offer=offer)
+        try:
+            yield from serve(method, handler, sent, context, str(metadata.get(REQUEST_ID_KEY, "")))
+        except errors.ShardyardError as error:
+            call.set_trailing_metadata(((DETAIL_KEY, to_detail(error).SerializeToString()),))
+            call.abort(status_of(error), status_text(error))
+
+    def run_once(sent: Any, call: grpc.ServicerContext) -> bytes:
+        answers = list(run(sent, call))
+        return answers[0]
+
+    def run_direct(_: Any, call: grpc.ServicerContext) -> Iterator[bytes]:
+        direct = ServedCall(call)
+
+        def offer(at_once: AtOnce) -> None:
+            scope = contextvars.copy_context()
+            direct.at_once = lambda message: scope.run(serve_at_once, method, at_once, message)
+
+        for message in run(direct.requests(), call, offer):
+            direct.answer(message)
+        direct.flush()
+        yield from ()
+
+    if method.streams_in and method.streams_out and TRIED:
+        return grpc.stream_stream_rpc_method_handler(run_direct)
+    if method.streams_out:
+        kind = grpc.stream_stream_rpc_method_handler if method.streams_in else grpc.unary_stream_rpc_method_handler
+        return kind(run)
+    once = grpc.stream_unary_rpc_method_handler if method.streams_in else grpc.unary_unary_rpc_method_handler
+    return once(run_once)

@@ -1,0 +1,226 @@
+"""Being a member of a yard: register, then heartbeats from a thread of its own, until leaving or being lost.
+
+Owns: the incarnation, the heartbeat thread, the decision that the coordinator is lost. Invariants: `on_reply` is called
+one at a time, from the heartbeat thread or whoever calls `beat`, never after `leave`; `on_lost` at most once; a
+coordinator that is started again from its journal, in a higher term, finds its members as they were. Must not know:
+what a role does with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from shardyard.config.settings import COORDINATOR_GRACE_MS
+from shardyard.domain import errors
+from shardyard.domain.ids import Caller, Incarnation, JobId, MemberRole, Term
+from shardyard.domain.limits import PROTOCOL
+from shardyard.runtime.waits import ExplainedWait
+from shardyard.transport.interfaces import Peer
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+
+log = logging.getLogger("shardyard.enrolment")
+
+RETRY_MS = 250
+LEAVE_MS = 1_000
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a member says of itself when it registers. `logs`: names a server's folder of logs, "" where it has none."""
+
+    role: MemberRole
+    address: str = ""
+    agent: Incarnation | None = None
+    local_index: int = 0
+    logs: str = ""
+
+
+class MembershipClient:
+    """A member's standing with the coordinator.
+
+    `report` fills a heartbeat with what the role measured; `on_reply` takes the coordinator's answer; `on_lost` is told
+    when the member was fenced (StaleIncarnation) or the coordinator is gone for `grace_ms` (CoordinatorLost). Until
+    then the member goes on, and the log says what it waits for: at once, and again like every wait.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        membership: Membership,
+        *,
+        on_reply: Callable[[wire.HeartbeatReply], None],
+        on_lost: Callable[[errors.ShardyardError], None],
+        report: Callable[[wire.HeartbeatRequest], None] | None = None,
+        deadline_ms: int = 3_000,
+        grace_ms: int = COORDINATOR_GRACE_MS,
+    ) -> None:
+        self._peer = peer
+        self._membership = membership
+        self._on_reply = on_reply
+        self._on_lost = on_lost
+        self._report = report
+        self._deadline_ms = deadline_ms
+        self._grace_ms = grace_ms
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._beat = threading.Lock()
+        self.incarnation = Incarnation(0)
+        self.term = Term(0)
+        self.job = JobId(0)
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.job, self.incarnation, self.term)
+
+    def register(self, *, patience_ms: int, stop: threading.Event | None = None) -> None:
+        """Registers, trying for `patience_ms` while the coordinator does not answer or is not ready. Raises what it
+        answers, or CoordinatorUnavailable. Gives up at once when the event `stop` is set or `self.stop` is called."""
+        member = self._membership
+        request = wire.RegisterRequest(
+            role=common_messages.role_to_wire(member.role),
+            address=member.address,
+            protocol=PROTOCOL,
+            release=version("shardyard"),
+            host=platform.node(),
+            pid=os.getpid(),
+            agent=member.agent or 0,
+            local_index=member.local_index,
+            logs=member.logs,
+        )
+        give_up = time.monotonic() + patience_ms / 1000
+        last = ""
+        with ExplainedWait(lambda: f"{self._peer.name} to register this {member.role.value}{last}", logger=log) as wait:
+            while True:
+                try:
+                    reply = self._peer.call(methods.REGISTER, request, timeout_ms=self._deadline_ms)
+                    break
+                except (errors.Unavailable, errors.NotReady) as error:
+                    last = f" ({error.what})"
+                    wait.tick()
+                    if time.monotonic() >= give_up or (stop or self._stop).wait(RETRY_MS / 1000):
+                        raise
+                    if self._stop.is_set():
+                        raise
+        self.incarnation, self.term = Incarnation(reply.incarnation), Term(reply.term)
+        self._heartbeat_ms = reply.heartbeat_ms
+
+    def start(self) -> None:
+        """Begins to send heartbeats."""
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """One heartbeat, now, from the caller's thread. Raises what the coordinator answers."""
+        with self._beat:
+            self._beat_now(self._deadline_ms)
+
+    def beat_last(self) -> None:
+        """A heartbeat before `leave`, unless one is under way: a goodbye must not wait for longer than the lease lasts.
+        Raises what the coordinator answers."""
+        if self._beat.acquire(blocking=False):
+            try:
+                self._beat_now(LEAVE_MS)
+            finally:
+                self._beat.release()
+
+    def _beat_now(self, timeout_ms: int) -> None:
+        request = wire.HeartbeatRequest(caller=common_messages.caller_to_wire(self.caller))
+        if self._report is not None:
+            self._report(request)
+        reply = self._peer.call(methods.HEARTBEAT, request, timeout_ms=timeout_ms)
+        self.term = Term(max(self.term, reply.term))
+        if not self._stop.is_set():
+            self._on_reply(reply)
+
+    def stop(self) -> None:
+        """Sends no more heartbeats; says nothing to the coordinator."""
+        self._stop.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=self._deadline_ms / 1000 + 1)
+
+    def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> None:
+        """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
+        `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death. `pushed`: a
+        worker's acknowledged pushes without leased data; `residual_lost`: the 2-norm of what it could not hand over."""
+        # a heartbeat may be under way for longer than the lease; a goodbye that waited for it would come too late
+        self._stop.set()
+        try:
+            said = wire.LeaveRequest(error=error[:1000], pushed=pushed, residual_lost=residual_lost)
+            self._say_goodbye(said, patience_ms)
+        finally:
+            self.stop()
+
+    def _say_goodbye(self, request: wire.LeaveRequest, patience_ms: int) -> None:
+        request.caller.CopyFrom(common_messages.caller_to_wire(self.caller))
+        give_up = time.monotonic() + patience_ms / 1000
+        with ExplainedWait(lambda: f"{self._peer.name} to let {self._me} go", logger=log) as wait:
+            while True:
+                try:
+                    self._peer.call(methods.LEAVE, request, timeout_ms=LEAVE_MS)
+                    return
+                except errors.ShardyardError as refused:
+                    silent = isinstance(refused, errors.Unavailable | errors.NotReady)
+                    if not silent or time.monotonic() >= give_up:
+                        log.debug("left without a word: %s", refused)
+                        return
+                wait.tick()
+                time.sleep(RETRY_MS / 1000)
+
+    @property
+    def _me(self) -> str:
+        return f"{self._membership.role.value} {self.incarnation}"
+
+    def _run(self) -> None:
+        try:
+            while not self._pause():
+                begun = time.monotonic()
+                try:
+                    self.beat()
+                except (errors.Unavailable, errors.NotReady) as error:
+                    self._outlast(begun, error)
+        except errors.ShardyardError as error:
+            self._lose(error)
+        except Exception as error:
+            # a defect in what the role reports or does with the answer must not look like a dead coordinator
+            log.exception("a heartbeat failed")
+            self._lose(errors.Internal(f"a heartbeat failed: {type(error).__name__}: {error}"))
+
+    def _pause(self) -> bool:
+        """Until the next heartbeat is due. True when there shall be none."""
+        return self._stop.wait(self._heartbeat_ms / 1000)
+
+    def _outlast(self, begun: float, error: errors.ShardyardError) -> None:
+        """Heartbeats until the coordinator answers again. Raises what it answers, or CoordinatorLost."""
+        me, said = self._me, error.what
+        log.warning(
+            "%s waits for the coordinator (%s), and goes on without it for up to %g s", me, said, self._grace_ms / 1000
+        )
+        with ExplainedWait(lambda: f"{self._peer.name} to answer {me} ({said})", logger=log) as wait:
+            while not self._pause():
+                try:
+                    self.beat()
+                except (errors.Unavailable, errors.NotReady) as again:
+                    said = again.what
+                else:
+                    log.info("%s answers %s again, in term %d", self._peer.name, me, self.term)
+                    return
+                silent_ms = (time.monotonic() - begun) * 1000
+                if silent_ms >= self._grace_ms:
+                    raise errors.CoordinatorLost(
+                        f"{self._peer.name} has not answered for {silent_ms / 1000:.1f} s",
+                        why=f"{errors.CoordinatorLost.why}; the last try said: {said}",
+                    )
+                wait.tick()
+
+    def _lose(self, error: errors.ShardyardError) -> None:
+        if not self._stop.is_set():
+            self._on_lost(error)

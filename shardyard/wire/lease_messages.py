@@ -1,0 +1,153 @@
+"""Converts sources, watermarks, leases and a job's mode between messages and domain types.
+
+A value that leaves this module is well-formed: enums are known, counts and sizes are bounded, ids are in range,
+and numbers are finite. `check` functions raise MalformedPayload, TooLarge or InvalidRequest; nothing is allocated
+before its size has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardyard.domain import limits
+from shardyard.domain.consistency import Consistency, ConsistencyMode, Stop, SwitchPoint
+from shardyard.domain.errors import InvalidRequest, TooLarge
+from shardyard.domain.ids import (
+    Incarnation,
+    PartitionId,
+    Rank,
+    Token,
+)
+from shardyard.domain.push_names import (
+    DataLease,
+    DoneDataShards,
+    RankLease,
+    SourceKey,
+    Watermark,
+)
+from shardyard.wire.common_messages import (
+    _bounded,
+    consistency_mode_from_wire,
+    consistency_mode_to_wire,
+    data_shard_from_wire,
+    source_from_wire,
+    source_to_wire,
+    text,
+    version_from_wire,
+    version_to_wire,
+)
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import coordinator_pb2 as coordinator
+from shardyard.wire.v1 import parameter_server_pb2 as server
+
+# ---- ledgers and leases
+
+
+def sources_to_wire(keys: Iterable[tuple[SourceKey, Token]]) -> list[server.SourceToken]:
+    return [server.SourceToken(source=source_to_wire(k.source), lane=k.lane, token=t) for k, t in keys]
+
+
+def sources_from_wire(messages: Sequence[server.SourceToken]) -> tuple[tuple[SourceKey, Token], ...]:
+    return tuple(
+        (SourceKey(source_from_wire(m.source), m.lane), Token(m.token))
+        for m in _bounded(messages, limits.SOURCES_PER_REQUEST_MAX, "sources")
+    )
+
+
+def done_to_wire(done: Iterable[DoneDataShards]) -> list[server.DoneDataShards]:
+    return [
+        server.DoneDataShards(feed=each.feed, per_epoch=each.per_epoch, begun=each.begun, open=sorted(each.open))
+        for each in done
+    ]
+
+
+def done_from_wire(messages: Sequence[server.DoneDataShards]) -> tuple[DoneDataShards, ...]:
+    _bounded(messages, limits.FEEDS_MAX, "feeds")
+    if sum(len(message.open) for message in messages) > limits.SOURCES_PER_REQUEST_MAX:
+        raise TooLarge(f"more than {limits.SOURCES_PER_REQUEST_MAX} data shards that are open")
+    return tuple(DoneDataShards(m.feed, m.per_epoch, m.begun, frozenset(m.open)) for m in messages)
+
+
+def watermarks_to_wire(found: Iterable[tuple[SourceKey, Sequence[Watermark]]]) -> list[server.SourceWatermarks]:
+    return [
+        server.SourceWatermarks(
+            source=source_to_wire(key.source),
+            lane=key.lane,
+            watermarks=[
+                server.Watermark(partition=w.partition, next=w.next, version=version_to_wire(w.version)) for w in marks
+            ],
+        )
+        for key, marks in found
+    ]
+
+
+def watermarks_from_wire(
+    messages: Sequence[server.SourceWatermarks],
+) -> tuple[tuple[SourceKey, tuple[Watermark, ...]], ...]:
+    return tuple(
+        (
+            SourceKey(source_from_wire(m.source), m.lane),
+            tuple(Watermark(PartitionId(w.partition), w.next, version_from_wire(w.version)) for w in m.watermarks),
+        )
+        for m in messages
+    )
+
+
+def rank_leases_to_wire(leases: Iterable[RankLease]) -> list[coordinator.RankLease]:
+    return [
+        coordinator.RankLease(rank=lease.rank, token=lease.token, careful_below=lease.careful_below) for lease in leases
+    ]
+
+
+def rank_leases_from_wire(messages: Iterable[coordinator.RankLease]) -> tuple[RankLease, ...]:
+    return tuple(RankLease(Rank(m.rank), Token(m.token), m.careful_below) for m in messages)
+
+
+def consistency_to_wire(consistency: Consistency) -> coordinator.Consistency:
+    mode = consistency_mode_to_wire(consistency.mode)
+    return coordinator.Consistency(number=consistency.number, mode=mode, staleness=consistency.bound)
+
+
+def consistency_from_wire(message: coordinator.Consistency) -> Consistency:
+    """Raises MalformedPayload, InvalidRequest, TooLarge."""
+    mode = consistency_mode_from_wire(message.mode)
+    bound = message.staleness if message.HasField("staleness") else None
+    if (bound is None) is (mode is ConsistencyMode.BOUNDED):
+        raise InvalidRequest(f"mode {mode.value} with {'no' if bound is None else 'a'} bound on staleness")
+    if bound is not None and bound > limits.STALENESS_MAX:
+        raise TooLarge(f"a staleness of {bound}; at most {limits.STALENESS_MAX} is taken")
+    return Consistency(message.number, mode, bound)
+
+
+def stop_to_wire(stop: Stop) -> coordinator.Stop:
+    return coordinator.Stop(reason=stop.reason, worker=stop.worker or 0, settled=stop.settled, step=stop.step)
+
+
+def stop_from_wire(message: coordinator.Stop) -> Stop:
+    """Raises TooLarge."""
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a stop at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
+    reason = text(message.reason, "the reason of a stop")
+    return Stop(reason, Incarnation(message.worker) or None, message.settled, message.step)
+
+
+def halt_to_wire(halt: SwitchPoint) -> coordinator.Halt:
+    return coordinator.Halt(number=halt.number, settled=halt.settled, step=halt.step, drains=halt.drains)
+
+
+def halt_from_wire(message: coordinator.Halt) -> SwitchPoint:
+    """Raises TooLarge."""
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a halt at step {message.step}; at most {limits.SEQUENCE_MAX} are taken")
+    return SwitchPoint(message.number, message.settled, message.step, message.drains)
+
+
+def data_lease_to_wire(lease: DataLease) -> coordinator.DataLease:
+    name = common.DataShardName(feed=lease.source.feed, epoch=lease.source.epoch, index=lease.source.index)
+    return coordinator.DataLease(
+        data_shard=name, token=lease.token, begin=lease.begin, end=lease.end, careful_below=lease.careful_below
+    )
+
+
+def data_lease_from_wire(message: coordinator.DataLease) -> DataLease:
+    source, token = data_shard_from_wire(message.data_shard), Token(message.token)
+    return DataLease(source, token, message.begin, message.end, message.careful_below)

@@ -1,0 +1,219 @@
+"""Converts requests that read, and their parts of replies.
+
+A value that leaves this module is well-formed: enums are known, counts and sizes are bounded, ids are in range,
+and numbers are finite. `check` functions raise MalformedPayload, TooLarge or InvalidRequest; nothing is allocated
+before its size has been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from shardyard.domain import limits
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.domain.ids import (
+    Caller,
+    Generation,
+    Incarnation,
+    PartitionId,
+)
+from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader, ShmHandle
+from shardyard.domain.pushes import PushHeader
+from shardyard.wire.common_messages import (
+    _bounded,
+    _check_unique,
+    caller_from_wire,
+    caller_to_wire,
+    text,
+    version_from_wire,
+    version_to_wire,
+)
+from shardyard.wire.v1 import parameter_server_pb2 as server
+
+
+def pull_to_wire(wish: PullHeader) -> server.PullRequest:
+    message = _wish_to_wire(wish, ())
+    message.caller.CopyFrom(caller_to_wire(wish.caller))
+    message.server = wish.server
+    message.generation = wish.generation
+    return message
+
+
+def _wished(order: PushHeader) -> tuple[PartitionId, ...]:
+    return () if order.pull is None else order.pull.partitions
+
+
+def _wish_to_wire(wish: PullHeader, before: tuple[PartitionId, ...]) -> server.PullRequest:
+    """Without caller, server and generation, which stand in the header."""
+    return server.PullRequest(
+        partitions=None if wish.partitions == before else wish.partitions,
+        number=wish.number,
+        exactly=wish.exactly,
+        wait_ms=wish.wait_ms,
+        coding=wish.coding,
+        shared=wish.shared,
+        order=wish.order or None,
+        pin=wish.pin,
+    )
+
+
+def pull_from_wire(message: server.PullRequest) -> PullHeader:
+    return _wish(
+        message,
+        caller_from_wire(message.caller),
+        Incarnation(message.server),
+        Generation(message.generation),
+        _wished_from_wire(message),
+    )
+
+
+def _wish_from_wire(header: server.PushHeader, last: PushHeader | None) -> PullHeader:
+    """The pull of an exchange. It is asked by who pushes."""
+    message = header.pull
+    if message.pin:
+        raise InvalidRequest("a pinned pull in an exchange", todo="use Pull")
+    if last is not None and not message.partitions and last.pull is not None:
+        return _wish(message, last.caller, last.server, last.generation, last.pull.partitions)
+    if last is not None:
+        return _wish(message, last.caller, last.server, last.generation, _wished_from_wire(message))
+    return _wish(
+        message,
+        caller_from_wire(header.caller),
+        Incarnation(header.server),
+        Generation(header.generation),
+        _wished_from_wire(message),
+    )
+
+
+def _wished_from_wire(message: server.PullRequest) -> tuple[PartitionId, ...]:
+    partitions = _bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
+    _check_unique(partitions, "a pull")
+    return tuple(PartitionId(partition) for partition in partitions)
+
+
+def _wish(
+    message: server.PullRequest,
+    caller: Caller,
+    to: Incarnation,
+    generation: Generation,
+    partitions: tuple[PartitionId, ...],
+) -> PullHeader:
+    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
+        raise InvalidRequest(f"a pull that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+    coding = text(message.coding, "the coding of a pull", limits.CODING_CHARACTERS_MAX) if message.coding else ""
+    order = _order_from_wire(message) if message.order else ()
+    if message.pin:
+        random_name(message.pin)
+        if message.number or message.exactly or message.wait_ms or message.coding or message.shared:
+            raise InvalidRequest("a pinned pull that is coded, shared, or asks for a version", todo="ask for the pin")
+    return PullHeader(
+        caller,
+        to,
+        generation,
+        partitions,
+        message.number,
+        message.exactly,
+        message.wait_ms,
+        coding,
+        message.shared,
+        order,
+        message.pin,
+    )
+
+
+def random_name(value: bytes) -> bytes:
+    """Of a reader, or of its pin. Raises MalformedPayload."""
+    if len(value) != limits.RANDOM_NAME_BYTES:
+        raise MalformedPayload(f"a random name of {len(value)} bytes; not {limits.RANDOM_NAME_BYTES}")
+    return value
+
+
+def pin_to_wire(wish: PinRequest) -> server.PinRequest:
+    return server.PinRequest(
+        caller=caller_to_wire(wish.caller),
+        server=wish.server,
+        generation=wish.generation,
+        pin=wish.pin,
+        number=wish.number,
+        lease_ms=wish.lease_ms,
+        wait_ms=wish.wait_ms,
+        rows=wish.rows,
+    )
+
+
+def pin_from_wire(message: server.PinRequest) -> PinRequest:
+    if not 1 <= message.lease_ms <= limits.PIN_LEASE_MS_MAX:
+        raise InvalidRequest(f"a pin for {message.lease_ms} ms; expected 1 to {limits.PIN_LEASE_MS_MAX}")
+    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
+        raise InvalidRequest(f"a pin that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+    if message.number > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a pin of version {message.number}; the last one is {limits.SEQUENCE_MAX}")
+    return PinRequest(
+        caller_from_wire(message.caller),
+        Incarnation(message.server),
+        Generation(message.generation),
+        random_name(message.pin),
+        message.number if message.HasField("number") else None,
+        message.lease_ms,
+        message.wait_ms,
+        message.rows,
+    )
+
+
+def pinned_to_wire(parts: Iterable[PulledPart], missing: Iterable[NotReadyPart]) -> server.PinReply:
+    reply = server.PinReply(
+        parts=[server.PulledPart(partition=part.partition, version=version_to_wire(part.version)) for part in parts]
+    )
+    for each in missing:
+        reply.not_yet.missing.append(_missing_to_wire(each))
+    return reply
+
+
+def pinned_from_wire(
+    message: server.PinReply, expected: Sequence[PartitionId]
+) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
+    """`expected`: the server's partitions, ascending. Raises MalformedPayload where others are answered."""
+    parts = tuple(PulledPart(PartitionId(part.partition), version_from_wire(part.version)) for part in message.parts)
+    missing = tuple(_missing_from_wire(each) for each in message.not_yet.missing)
+    if not missing and [part.partition for part in parts] != list(expected):
+        raise MalformedPayload(f"a pin of {len(parts)} partitions; expected {len(expected)} others")
+    return parts, missing
+
+
+def _order_from_wire(message: server.PullRequest) -> tuple[int, ...]:
+    order = tuple(_bounded(message.order, limits.VARIABLES_MAX, "variables in the order of a pull"))
+    if len(set(order)) != len(order):
+        raise MalformedPayload("the order of a pull that names a variable twice")
+    if message.coding or message.shared:
+        raise InvalidRequest(
+            f"a pull in an order that is {'coded' if message.coding else 'shared'}", todo="ask for the one or the other"
+        )
+    return order
+
+
+def ticket_to_wire(ticket: ShmHandle) -> server.SharedMemory:
+    return server.SharedMemory(
+        pid=ticket.pid, fd=ticket.fd, bytes=ticket.nbytes, nonce=ticket.nonce, region=ticket.region
+    )
+
+
+def ticket_from_wire(message: server.SharedMemory) -> ShmHandle:
+    if len(message.nonce) != limits.NONCE_BYTES:
+        raise MalformedPayload(f"shared memory with a nonce of {len(message.nonce)} bytes; not {limits.NONCE_BYTES}")
+    if message.bytes > limits.SHARED_BYTES_MAX:
+        raise TooLarge(f"shared memory of {message.bytes} bytes; at most {limits.SHARED_BYTES_MAX} are taken")
+    return ShmHandle(message.pid, message.fd, message.bytes, message.nonce, message.region)
+
+
+def _missing_to_wire(missing: NotReadyPart) -> server.Missing:
+    return server.Missing(
+        partition=missing.partition,
+        have=version_to_wire(missing.have),
+        want=missing.want,
+        waiting_for=missing.waiting_for,
+    )
+
+
+def _missing_from_wire(message: server.Missing) -> NotReadyPart:
+    return NotReadyPart(
+        PartitionId(message.partition), version_from_wire(message.have), message.want, message.waiting_for
+    )

@@ -1,0 +1,472 @@
+"""Converts the headers of exchanges and of their replies.
+
+A value that leaves this module is well-formed: enums are known, counts and sizes are bounded, ids are in range,
+and numbers are finite. `check` functions raise MalformedPayload, TooLarge or InvalidRequest; nothing is allocated
+before its size has been checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.message import DecodeError
+
+from shardyard.domain import limits
+from shardyard.domain.consistency import SspPhase, SspReport
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.domain.ids import (
+    Generation,
+    Incarnation,
+    PartitionId,
+    Rank,
+    Version,
+)
+from shardyard.domain.pulls import NotReadyPart, PulledPart, RequestedRows, ShmLocation
+from shardyard.domain.push_names import (
+    NO_NAME,
+)
+from shardyard.domain.pushes import (
+    ExchangeReply,
+    GatheredPart,
+    Outcome,
+    PartResult,
+    PushedRows,
+    PushHeader,
+    PushKind,
+    PushPart,
+    StepVerdict,
+)
+from shardyard.wire import table_messages
+from shardyard.wire.common_messages import (
+    _bounded,
+    _check_unique,
+    _known,
+    caller_from_wire,
+    caller_to_wire,
+    name_from_wire,
+    name_to_wire,
+    version_from_wire,
+)
+from shardyard.wire.layout_messages import groups_from_wire, groups_to_wire
+from shardyard.wire.pull_messages import (
+    _missing_from_wire,
+    _missing_to_wire,
+    _wish_from_wire,
+    _wish_to_wire,
+    _wished,
+    ticket_from_wire,
+    ticket_to_wire,
+)
+from shardyard.wire.v1 import parameter_server_pb2 as server
+
+_PUSH_KINDS: dict[PushKind, server.PushKind] = {
+    PushKind.GRADIENT: server.PUSH_KIND_GRADIENT,
+    PushKind.EMPTY: server.PUSH_KIND_EMPTY,
+    PushKind.VALUES: server.PUSH_KIND_VALUES,
+    PushKind.NOTHING: server.PUSH_KIND_NOTHING,
+}
+
+
+_STRIDES: dict[SspPhase, server.Stride] = {
+    SspPhase.JOINS: server.STRIDE_JOINS,
+    SspPhase.STEPS: server.STRIDE_STEPS,
+    SspPhase.RESTS: server.STRIDE_RESTS,
+}
+
+
+_OUTCOMES: dict[Outcome, server.Outcome] = {
+    Outcome.APPLIED: server.OUTCOME_APPLIED,
+    Outcome.RECORDED: server.OUTCOME_RECORDED,
+    Outcome.DUPLICATE: server.OUTCOME_DUPLICATE,
+    Outcome.DROPPED: server.OUTCOME_DROPPED,
+}
+
+
+# ---- pushes and pulls
+
+
+def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: bool = True) -> server.PushHeader:
+    """`before`: the order of the exchange before on the same stream; what is as there is left out. `named`: with its
+    name, its bases, its rows and those that it wants."""
+    again = (
+        before is not None
+        and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
+        and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
+        and bool(_wished(order) or order.pull is None or not _wished(before))
+    )
+    header = server.PushHeader(kind=_PUSH_KINDS[order.kind], weight=order.weight, again=again, detach=order.detach)
+    if not again:
+        header.caller.CopyFrom(caller_to_wire(order.caller))
+        header.server = order.server
+        header.generation = order.generation
+    if order.kind is not PushKind.NOTHING:
+        if named:
+            header.name.CopyFrom(name_to_wire(order.name))
+        if not (again and before is not None and before.parts == order.parts):
+            header.parts.extend(_part_to_wire(part) for part in order.parts)
+    if order.groups:
+        header.groups.extend(groups_to_wire(order.groups))
+    if order.pull is not None:
+        wished = _wished(before) if again and before is not None else ()
+        header.pull.CopyFrom(_wish_to_wire(order.pull, wished))
+    if order.shared_at is not None:
+        header.shared_at = order.shared_at
+    if order.rest is not None:
+        header.rest = order.rest
+    if order.attach is not None:
+        header.attach.CopyFrom(ticket_to_wire(order.attach))
+    if order.pace is not None:
+        pace = order.pace
+        header.pace.CopyFrom(
+            server.Pace(stride=_STRIDES[pace.stride], turn=pace.turn, clock=pace.clock, ahead=pace.ahead)
+        )
+    if named and order.bases:
+        header.bases.CopyFrom(bases_to_wire(order.bases))
+    if order.verdict is not None:
+        header.verdict.CopyFrom(verdict_to_wire(order.verdict))
+    if order.overflow:
+        header.overflow = True
+    if order.rows:
+        header.table_groups.extend(groups_to_wire(order.table_groups))
+    if named:
+        header.rows.extend(table_messages.pushed_to_wire(order.rows))
+        header.wanted.extend(table_messages.wanted_to_wire(order.wanted))
+    if order.expired:
+        header.expired.extend(table_messages.wanted_to_wire(order.expired))
+    if order.attach_rows is not None:
+        header.attach_rows.CopyFrom(ticket_to_wire(order.attach_rows))
+    if order.rows_at is not None:
+        header.rows_at = order.rows_at
+    if order.wanted_at is not None:
+        header.wanted_at = order.wanted_at
+    return header
+
+
+def bases_to_wire(bases: Sequence[Version]) -> server.Bases:
+    """Those that are alike stand once, in the place of the first of them."""
+    message = server.Bases()
+    last: server.Base | None = None
+    said: Version | None = None
+    for base in bases:
+        if last is not None and base == said:
+            last.alike += 1
+            continue
+        said = base
+        last = message.parts.add()
+        last.version.life = base.life
+        last.version.number = base.number
+    return message
+
+
+def bases_from_wire(message: server.Bases, count: int) -> tuple[Version, ...]:
+    """`count`: the parts of the push. Raises MalformedPayload where there are not as many."""
+    found: list[Version] = []
+    for base in message.parts:
+        if len(found) + 1 + base.alike > count:
+            raise MalformedPayload(f"a push of {count} parts that says of more what they were computed on")
+        found += [version_from_wire(base.version)] * (1 + base.alike)
+    if len(found) != count:
+        raise MalformedPayload(f"a push of {count} parts that says of {len(found)} what they were computed on")
+    return tuple(found)
+
+
+def _part_to_wire(part: PushPart) -> server.PushPart:
+    return server.PushPart(
+        partition=part.partition,
+        payload_bytes=part.payload_bytes,
+        absent_blocks=part.absent_blocks,
+        code_bytes=part.code_bytes,
+    )
+
+
+def push_from_header(header: bytes, before: PushHeader | None = None, *, recorded: bool = False) -> PushHeader:
+    """Reads and checks the header of a push. The payload it announces is bounded. `before`: the order of the exchange
+    before on the same stream, for what this one leaves out. `recorded`: it comes from a log."""
+    if not header:
+        raise MalformedPayload("a push whose first frame has no header")
+    try:
+        message = server.PushHeader.FromString(header)
+    except DecodeError as error:
+        raise MalformedPayload(f"the header of a push: {error}") from error
+    if message.again and before is None:
+        raise MalformedPayload("the header of a push that begins with 'again'")
+    if not math.isfinite(message.weight) or message.weight < 0:
+        raise InvalidRequest(f"a push of weight {message.weight}; expected the number of samples behind it")
+    last = before if message.again else None
+    kind = _known(_PUSH_KINDS, message.kind, "the kind of a push")
+    order = PushHeader(
+        caller=caller_from_wire(message.caller) if last is None else last.caller,
+        server=Incarnation(message.server) if last is None else last.server,
+        generation=Generation(message.generation) if last is None else last.generation,
+        name=NO_NAME if kind is PushKind.NOTHING else name_from_wire(message.name),
+        kind=kind,
+        parts=_parts_from_wire(message) if last is None or message.parts else last.parts,
+        weight=message.weight,
+        groups=groups_from_wire(message.groups),
+        pull=_wish_from_wire(message, last) if message.HasField("pull") else None,
+        shared_at=message.shared_at if message.HasField("shared_at") else None,
+        attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
+        detach=message.detach,
+        rest=message.rest if message.HasField("rest") else None,
+        pace=_pace_from_wire(message.pace) if message.HasField("pace") else None,
+        verdict=verdict_from_wire(message.verdict) if message.HasField("verdict") else None,
+        overflow=message.overflow,
+        rows=table_messages.pushed_from_wire(message.rows) if message.rows else (),
+        table_groups=groups_from_wire(message.table_groups) if message.table_groups else (),
+        wanted=table_messages.wanted_from_wire(message.wanted) if message.wanted else (),
+        expired=table_messages.expired_from_wire(message.expired) if message.expired else (),
+        attach_rows=ticket_from_wire(message.attach_rows) if message.HasField("attach_rows") else None,
+        rows_at=message.rows_at if message.HasField("rows_at") else None,
+        wanted_at=message.wanted_at if message.HasField("wanted_at") else None,
+    )
+    if order.expired and not recorded:
+        raise InvalidRequest(
+            "a push that says which rows expire", why="what expires is the server's to decide", todo="leave them out"
+        )
+    if not recorded and any(each.now_ms for each in order.rows):
+        raise InvalidRequest(
+            "a push that says when it came", why="clocks of tables are the server's", todo="leave the times out"
+        )
+    check_rows(order)
+    if order.overflow and kind is not PushKind.GRADIENT:
+        raise InvalidRequest(f"an overflow of a push of kind {kind.value}; only gradients are scaled")
+    if message.HasField("bases"):
+        if kind is not PushKind.GRADIENT:
+            raise MalformedPayload(f"a push of kind {kind.value} that says what it was computed on")
+        order = order.renamed(order.name, bases_from_wire(message.bases, len(order.parts)))
+    if last is None or message.parts:
+        _check_sizes(order)
+    if kind in (PushKind.EMPTY, PushKind.NOTHING) and message.parts and order.payload_bytes:
+        raise MalformedPayload(f"an empty push with {order.payload_bytes} bytes of payload")
+    return order
+
+
+def check_rows(order: PushHeader) -> None:
+    """What the header of a push says of rows. Raises MalformedPayload, InvalidRequest, TooLarge."""
+    if order.rows or order.expired:
+        _check_rows(order)
+    if order.wanted:
+        _check_wanted(order)
+    if (order.rows_at is not None and not (order.rows or order.wanted)) or (
+        order.wanted_at is not None and not order.wanted
+    ):
+        raise MalformedPayload("a place for rows in an exchange that has none, or wants none")
+
+
+def _check_rows(order: PushHeader) -> None:
+    if order.kind not in (PushKind.GRADIENT, PushKind.VALUES):
+        raise MalformedPayload(f"a push of kind {order.kind.value} with rows")
+    if order.overflow:
+        raise InvalidRequest("rows of a gradient that is beyond its format", todo="leave them out")
+    if order.rest is not None:
+        raise InvalidRequest("rows of a push of which data came ahead of its header", todo="send the header first")
+    listed = {part.partition for part in order.parts}
+    said: list[PushedRows | RequestedRows] = [*order.rows, *order.expired]
+    for each in said:
+        strange = [partition for partition in each.partitions if partition not in listed]
+        if strange:
+            raise MalformedPayload(
+                f"rows of table {each.table} in partition {strange[0]}, which the push does not list"
+            )
+    if order.rows_bytes > limits.ROW_BYTES_MAX:
+        raise TooLarge(f"rows of {order.rows_bytes} bytes in a push; at most {limits.ROW_BYTES_MAX} are taken")
+
+
+def _check_wanted(order: PushHeader) -> None:
+    if order.pull is None or order.pull.order or order.rest is not None:
+        raise InvalidRequest(
+            "rows wanted in an exchange that pulls nothing, or in an order, or whose data came ahead of its header",
+            why="they follow the values of a pull, and their ids what is pushed",
+            todo="ask for them with LookUp",
+        )
+    pulled = set(order.pull.partitions)
+    for each in order.wanted:
+        strange = [partition for partition in each.partitions if partition not in pulled]
+        if strange:
+            raise MalformedPayload(
+                f"rows wanted of table {each.table} in partition {strange[0]}, which is not among those pulled"
+            )
+
+
+def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:
+    absent = sum(len(p.absent_blocks) for p in message.parts)
+    if absent > limits.BLOCKS_MAX:
+        raise TooLarge(f"{absent} absent blocks of a push; at most {limits.BLOCKS_MAX} are taken")
+    codes = sum(len(p.code_bytes) for p in message.parts)
+    if codes > limits.BLOCKS_MAX:
+        raise TooLarge(f"{codes} codes in a push; at most {limits.BLOCKS_MAX} are taken")
+    parts = tuple(
+        PushPart(PartitionId(p.partition), p.payload_bytes, tuple(p.absent_blocks), tuple(p.code_bytes))
+        for p in _bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")
+    )
+    _check_unique([part.partition for part in parts], "a push")
+    for part in parts:
+        if part.code_bytes and sum(part.code_bytes) != part.payload_bytes:
+            raise MalformedPayload(
+                f"partition {part.partition} with codes of {sum(part.code_bytes)} bytes in all; announced "
+                f"{part.payload_bytes}"
+            )
+    return parts
+
+
+def _check_sizes(order: PushHeader) -> None:
+    if order.payload_bytes > limits.PUSH_BYTES_MAX:
+        raise TooLarge(f"a push of {order.payload_bytes} bytes; at most {limits.PUSH_BYTES_MAX} are taken")
+
+
+def _pace_from_wire(message: server.Pace) -> SspReport:
+    if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
+        raise InvalidRequest(f"a pace of {message.clock} steps, {message.ahead} ahead; more than can be counted")
+    return SspReport(
+        _known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead
+    )
+
+
+def verdict_to_wire(verdict: StepVerdict) -> server.StepVerdict:
+    return server.StepVerdict(step=verdict.step, square_norm=verdict.square_norm, members=verdict.members)
+
+
+def verdict_from_wire(message: server.StepVerdict) -> StepVerdict:
+    if message.step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a verdict on step {message.step}; the last one is {limits.SEQUENCE_MAX}")
+    members = ranks_from_wire(message.members, f"members of step {message.step}")
+    if not message.HasField("square_norm"):
+        return StepVerdict(message.step, members=members)
+    if message.square_norm < 0:
+        raise InvalidRequest(f"a verdict on step {message.step} with a square norm of {message.square_norm}")
+    return StepVerdict(message.step, message.square_norm, members)
+
+
+def ranks_from_wire(ranks: Sequence[int], what: str) -> tuple[Rank, ...]:
+    """Logical ranks that a job can have, ascending. Raises TooLarge, MalformedPayload."""
+    found = tuple([Rank(rank) for rank in _bounded(ranks, limits.LOGICAL_RANKS_MAX, what)])
+    if found and (list(found) != sorted(set(found)) or found[-1] >= limits.LOGICAL_RANKS_MAX):
+        raise MalformedPayload(f"{what}: {list(found[:8])}; expected logical ranks, ascending")
+    return found
+
+
+def given_to_wire(verdict: StepVerdict, partitions: Iterable[PartitionId]) -> server.VerdictGiven:
+    return server.VerdictGiven(verdict=verdict_to_wire(verdict), partitions=partitions)
+
+
+def given_from_wire(message: server.VerdictGiven) -> tuple[StepVerdict, tuple[PartitionId, ...]]:
+    partitions = _bounded(message.partitions, limits.PARTITIONS_MAX, "partitions that were given a verdict")
+    _check_unique(partitions, "a verdict")
+    return verdict_from_wire(message.verdict), tuple(map(PartitionId, partitions))
+
+
+def results_to_wire(results: Sequence[PartResult]) -> server.PushReply:
+    """Results that are alike stand once, in the place of the first of them."""
+    reply = server.PushReply()
+    last: server.PartReply | None = None
+    said: tuple[Outcome, int, Version] | None = None
+    for result in results:
+        saying = (result.outcome, result.next, result.version)
+        if last is not None and saying == said:
+            last.alike += 1
+            continue
+        said = saying
+        last = reply.parts.add(partition=result.partition, outcome=_OUTCOMES[result.outcome], next=result.next)
+        last.version.life = result.version.life
+        last.version.number = result.version.number
+    return reply
+
+
+def results_from_wire(message: server.PushReply, partitions: Sequence[PartitionId]) -> tuple[PartResult, ...]:
+    """`partitions`: those of the push, in its order. Raises MalformedPayload where others are answered."""
+    found: list[PartResult] = []
+    for part in message.parts:
+        at, end = len(found), len(found) + 1 + part.alike
+        if end > len(partitions) or partitions[at] != part.partition:
+            raise MalformedPayload(f"the answer to a push names partition {part.partition} in place {at}")
+        outcome = _known(_OUTCOMES, part.outcome, "the outcome of a push")
+        version = version_from_wire(part.version)
+        found += [PartResult(partition, outcome, part.next, version) for partition in partitions[at:end]]
+    if len(found) != len(partitions):
+        raise MalformedPayload(f"the answer to a push of {len(partitions)} parts has {len(found)}")
+    return tuple(found)
+
+
+def pulled_to_header(result: ExchangeReply) -> bytes:
+    header = server.PullHeader(code_bytes=result.code_bytes)
+    if result.push:
+        header.push.CopyFrom(results_to_wire(result.push))
+    last: server.PulledPart | None = None
+    said: Version | None = None
+    for part in result.parts:
+        if last is not None and said == part.version:
+            last.alike += 1
+            continue
+        said = part.version
+        last = header.parts.add(partition=part.partition)
+        last.version.life = said.life
+        last.version.number = said.number
+    if result.places:
+        header.place_regions.extend([place.region for place in result.places])
+        header.places.extend([place.at for place in result.places])
+    for ticket in result.regions:
+        header.regions.append(ticket_to_wire(ticket))
+    for missing in result.missing:
+        header.not_yet.missing.append(_missing_to_wire(missing))
+    if result.clock is not None:
+        header.clock = result.clock
+    for partition, step, square_norm in result.gathered:
+        header.gathered.add(partition=partition, step=step, square_norm=square_norm)
+    if result.attached is not None:
+        header.attached = result.attached
+        header.not_attached = result.not_attached
+    if result.rows_attached:
+        header.rows_attached = True
+    if result.rows_not_attached:
+        header.rows_not_attached = result.rows_not_attached
+    return header.SerializeToString()
+
+
+def pulled_from_header(
+    header: bytes, pulled: Sequence[PartitionId], pushed: Sequence[PartitionId] = ()
+) -> ExchangeReply:
+    """`pulled`, `pushed`: the partitions that were asked for. Raises MalformedPayload where others are answered."""
+    try:
+        message = server.PullHeader.FromString(header)
+    except DecodeError as error:
+        raise MalformedPayload(f"the header of a pull's answer: {error}") from error
+    parts: list[PulledPart] = []
+    for part in message.parts:
+        at, end = len(parts), len(parts) + 1 + part.alike
+        if end > len(pulled) or pulled[at] != part.partition:
+            raise MalformedPayload(f"the answer to a pull names partition {part.partition} in place {at}")
+        version = version_from_wire(part.version)
+        parts += [PulledPart(partition, version) for partition in pulled[at:end]]
+    missing: tuple[NotReadyPart, ...] = ()
+    if message.HasField("not_yet"):
+        missing = tuple(_missing_from_wire(each) for each in message.not_yet.missing)
+    if len(message.place_regions) != len(message.places):
+        raise MalformedPayload(f"{len(message.places)} places in {len(message.place_regions)} regions")
+    if not missing and len(parts) != len(pulled):
+        raise MalformedPayload(f"the answer to a pull of {len(pulled)} partitions has {len(parts)}")
+    return ExchangeReply(
+        parts=tuple(parts),
+        missing=missing,
+        push=results_from_wire(message.push, pushed),
+        attached=message.attached,
+        not_attached=message.not_attached,
+        regions=tuple(ticket_from_wire(ticket) for ticket in message.regions) if message.regions else (),
+        places=tuple(map(ShmLocation, message.place_regions, message.places)) if message.places else (),
+        code_bytes=tuple(message.code_bytes) if message.code_bytes else (),
+        clock=message.clock if message.HasField("clock") else None,
+        gathered=_gathered_from_wire(message.gathered, pulled) if message.gathered else (),
+        rows_attached=message.rows_attached,
+        rows_not_attached=message.rows_not_attached,
+    )
+
+
+def _gathered_from_wire(messages: Sequence[server.Gathered], pulled: Sequence[PartitionId]) -> tuple[GatheredPart, ...]:
+    _check_unique([each.partition for each in messages], "what was gathered")
+    asked = frozenset(pulled)
+    for each in messages:
+        if each.partition not in asked or each.step > limits.SEQUENCE_MAX or each.square_norm < 0:
+            raise MalformedPayload(
+                f"the answer to a pull says that partition {each.partition} has gathered step {each.step}, of square "
+                f"norm {each.square_norm}"
+            )
+    return tuple([GatheredPart(PartitionId(each.partition), each.step, each.square_norm) for each in messages])

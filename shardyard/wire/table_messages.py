@@ -1,0 +1,291 @@
+"""Tables and their rows: messages to domain values and back, checked at the door.
+
+Owns: the messages of tables alone; whether names are unique is for shardyard.domain.layout.checks, what fits a job for
+its server. Invariants: as in shardyard.wire.push_messages; a header's numbers are held against the limits, and against
+the bytes that it announces, before anybody asks for memory for them. Must not know: any state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from shardyard.domain import limits
+from shardyard.domain.errors import InvalidRequest, MalformedPayload, TooLarge
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Term
+from shardyard.domain.layout.checks import check_tables
+from shardyard.domain.pulls import LookupRequest, RequestedRows, RowCode
+from shardyard.domain.pushes import PushedRows
+from shardyard.domain.tables import row_optimizers
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import Ids
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.wire.frames import Frame
+from shardyard.wire.v1 import common_pb2 as common
+from shardyard.wire.v1 import parameter_server_pb2 as server
+
+K = TypeVar("K")
+
+_INITIALS: dict[InitialKind, common.InitialKind] = {
+    InitialKind.ZEROS: common.INITIAL_KIND_ZEROS,
+    InitialKind.UNIFORM: common.INITIAL_KIND_UNIFORM,
+    InitialKind.NORMAL: common.INITIAL_KIND_NORMAL,
+}
+_ADMISSIONS: dict[Admission, common.AdmissionKind] = {
+    Admission.ALL: common.ADMISSION_KIND_ALL,
+    Admission.COUNT: common.ADMISSION_KIND_COUNT,
+    Admission.CHANCE: common.ADMISSION_KIND_CHANCE,
+    Admission.ESTIMATE: common.ADMISSION_KIND_ESTIMATE,
+}
+
+
+_ROW_CODES: dict[RowCode, server.RowCode] = {
+    RowCode.FLOAT32: server.ROW_CODE_UNSPECIFIED,
+    RowCode.BF16: server.ROW_CODE_BF16,
+    RowCode.INT8: server.ROW_CODE_INT8,
+}
+
+
+def _known(known: dict[K, int], value: int, what: str) -> K:
+    for key, number in known.items():
+        if number == value:
+            return key
+    raise MalformedPayload(f"{what} is {value}, which this release does not know")
+
+
+# ---- tables
+
+
+def table_to_wire(table: TableSettings) -> common.TableSpec:
+    admission, expiry = table.admission, table.expiry
+    return common.TableSpec(
+        name=table.name,
+        dim=table.dim,
+        optimizer=table.optimizer,
+        settings=[setting.name for setting in row_optimizers.settings_of(table.optimizer)],
+        values=table.group,
+        seed=table.seed,
+        initial=_INITIALS[table.initial.kind],
+        scale=table.initial.scale,
+        rows_max=table.rows_max,
+        admission=common.Admission(
+            kind=_ADMISSIONS[admission.kind],
+            threshold=admission.threshold,
+            chance=admission.chance,
+            cells=admission.cells,
+            zeros=admission.zeros,
+        ),
+        expiry=common.Expiry(
+            age_steps=expiry.age_steps,
+            frequency_min=expiry.frequency_min,
+            norm_min=expiry.norm_min,
+            rows_kept=expiry.rows_kept,
+            grace_steps=expiry.grace_steps,
+            age_ms=expiry.age_ms,
+            grace_ms=expiry.grace_ms,
+        ),
+    )
+
+
+def table_from_wire(message: common.TableSpec) -> TableSettings:
+    """Raises MalformedPayload, TooLarge, InvalidRequest."""
+    name = message.name
+    if len(name) > limits.VARIABLE_NAME_CHARACTERS_MAX:
+        raise TooLarge(f"a table's name of {len(name)} characters; at most {limits.VARIABLE_NAME_CHARACTERS_MAX}")
+    names = tuple(setting.name for setting in row_optimizers.settings_of(message.optimizer))
+    if tuple(message.settings) != names:
+        raise InvalidRequest(
+            f"table {name!r} with the settings {', '.join(message.settings)} of {message.optimizer!r}; expected "
+            + ", ".join(names)
+        )
+    if len(message.values) != len(names):
+        raise InvalidRequest(f"table {name!r} with {len(message.values)} values; expected {len(names)}")
+    initial = _known(dict(_INITIALS), message.initial, f"how the rows of table {name!r} begin")
+    expiry = message.expiry
+    return TableSettings(
+        name,
+        message.dim,
+        message.optimizer,
+        tuple(message.values),
+        message.seed,
+        InitialValues(initial, message.scale),
+        message.rows_max or limits.TABLE_ROWS_MAX,
+        _admission(message),
+        ExpirySettings(
+            expiry.age_steps,
+            expiry.frequency_min,
+            expiry.norm_min,
+            expiry.rows_kept,
+            expiry.grace_steps,
+            expiry.age_ms,
+            expiry.grace_ms,
+        ),
+    )
+
+
+def _admission(message: common.TableSpec) -> AdmissionSettings:
+    given = message.admission
+    if given.kind == common.ADMISSION_KIND_UNSPECIFIED:
+        return AdmissionSettings()
+    kind = _known(dict(_ADMISSIONS), given.kind, f"the admission of table {message.name!r}")
+    return AdmissionSettings(kind, given.threshold, given.chance, given.cells, given.zeros)
+
+
+def tables_to_wire(tables: Iterable[TableSettings]) -> list[common.TableSpec]:
+    return [table_to_wire(table) for table in tables]
+
+
+def tables_from_wire(messages: Sequence[common.TableSpec]) -> tuple[TableSettings, ...]:
+    """Raises what `table_from_wire` and shardyard.domain.layout.checks.check_tables raise."""
+    if len(messages) > limits.TABLES_MAX:
+        raise TooLarge(f"{len(messages)} tables; at most {limits.TABLES_MAX} are taken")
+    tables = tuple(table_from_wire(message) for message in messages)
+    check_tables(tables)
+    return tables
+
+
+# ---- rows
+
+
+def pushed_to_wire(rows: Iterable[PushedRows]) -> list[server.PushedRows]:
+    return [
+        server.PushedRows(
+            table=each.table,
+            partitions=each.partitions,
+            rows=each.rows,
+            id_bytes=each.id_bytes,
+            row_bytes=each.row_bytes,
+            counted=each.counted,
+            now_ms=each.now_ms,
+        )
+        for each in rows
+    ]
+
+
+def pushed_from_wire(messages: Sequence[server.PushedRows]) -> tuple[PushedRows, ...]:
+    """Raises MalformedPayload, TooLarge."""
+    found = []
+    for each in messages:
+        wanted = _wanted(each.table, each.partitions, each.rows, each.id_bytes, limits.ROWS_PER_PART_MAX)
+        lengths = tuple(each.row_bytes)
+        if len(lengths) != len(wanted.partitions):
+            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions in {len(lengths)} codes")
+        times = tuple(each.now_ms)
+        if times and len(times) != len(wanted.partitions):
+            raise MalformedPayload(f"rows of {len(wanted.partitions)} partitions with {len(times)} times")
+        if times and max(times) > limits.TABLE_TIME_MS_MAX:
+            raise MalformedPayload(f"rows that came at {max(times)} ms; at most {limits.TABLE_TIME_MS_MAX}")
+        found.append(
+            PushedRows(each.table, wanted.partitions, wanted.rows, wanted.id_bytes, lengths, each.counted, times)
+        )
+    _check_tables_once([each.table for each in found])
+    return tuple(found)
+
+
+def wanted_to_wire(wanted: Iterable[RequestedRows]) -> list[server.WantedRows]:
+    return [
+        server.WantedRows(table=each.table, partitions=each.partitions, rows=each.rows, id_bytes=each.id_bytes)
+        for each in wanted
+    ]
+
+
+def wanted_from_wire(messages: Sequence[server.WantedRows]) -> tuple[RequestedRows, ...]:
+    """Raises MalformedPayload, TooLarge."""
+    return _all_wanted(messages, limits.LOOK_UP_IDS_MAX)
+
+
+def expired_from_wire(messages: Sequence[server.WantedRows]) -> tuple[RequestedRows, ...]:
+    """Raises MalformedPayload, TooLarge."""
+    return _all_wanted(messages, limits.ROWS_PER_PART_MAX)
+
+
+def look_up_to_header(asked: LookupRequest) -> bytes:
+    return server.LookUpHeader(
+        caller=common.Caller(job=asked.caller.job, incarnation=asked.caller.incarnation, term=asked.caller.term),
+        server=asked.server,
+        generation=asked.generation,
+        wanted=wanted_to_wire(asked.wanted),
+        number=asked.number,
+        wait_ms=asked.wait_ms,
+        code=_ROW_CODES[asked.code],
+        pin=asked.pin,
+    ).SerializeToString()
+
+
+def look_up_from_header(header: bytes) -> LookupRequest:
+    """Raises MalformedPayload, TooLarge, InvalidRequest."""
+    try:
+        message = server.LookUpHeader.FromString(header)
+    except DecodeError as error:
+        raise MalformedPayload(f"the header of a look-up: {error}") from error
+    wanted = wanted_from_wire(message.wanted)
+    if message.wait_ms > limits.PULL_WAIT_MS_MAX:
+        raise InvalidRequest(f"a look-up that waits {message.wait_ms} ms; at most {limits.PULL_WAIT_MS_MAX}")
+    if message.pin:
+        if len(message.pin) != limits.RANDOM_NAME_BYTES:
+            raise MalformedPayload(f"a pin's name of {len(message.pin)} bytes; not {limits.RANDOM_NAME_BYTES}")
+        if message.HasField("number") or message.wait_ms:
+            raise InvalidRequest("a pinned look-up that asks for a version", todo="ask for the pin")
+    caller = message.caller
+    return LookupRequest(
+        Caller(JobId(caller.job), Incarnation(caller.incarnation), Term(caller.term)),
+        Incarnation(message.server),
+        Generation(message.generation),
+        wanted,
+        message.number if message.HasField("number") else None,
+        message.wait_ms,
+        _known(dict(_ROW_CODES), message.code, "the code of a look-up's answer"),
+        message.pin,
+    )
+
+
+def _all_wanted(messages: Sequence[server.WantedRows], rows_max: int) -> tuple[RequestedRows, ...]:
+    found = tuple([_wanted(each.table, each.partitions, each.rows, each.id_bytes, rows_max) for each in messages])
+    _check_tables_once([each.table for each in found])
+    return found
+
+
+def _wanted(
+    table: int, partitions: Sequence[int], rows: Sequence[int], id_bytes: Sequence[int], rows_max: int
+) -> RequestedRows:
+    if table >= limits.TABLES_MAX or len(partitions) > limits.PARTITIONS_MAX:
+        raise TooLarge(f"rows of table {table} in {len(partitions)} partitions; more than there can be")
+    if not partitions or len(set(partitions)) != len(partitions):
+        raise MalformedPayload(f"rows of table {table} that name no partition, or one of them twice")
+    if not len(partitions) == len(rows) == len(id_bytes):
+        raise MalformedPayload(
+            f"rows of table {table} in {len(partitions)} partitions, with {len(rows)} numbers of rows and "
+            f"{len(id_bytes)} codes of ids"
+        )
+    if min(rows) < 1:
+        raise MalformedPayload(f"rows of table {table} that are none in one of the partitions named")
+    if max(rows) > rows_max:
+        raise TooLarge(f"{max(rows)} rows of table {table} in one partition; at most {rows_max} are taken")
+    return RequestedRows(table, tuple(map(PartitionId, partitions)), tuple(rows), tuple(id_bytes))
+
+
+def _check_tables_once(tables: Sequence[int]) -> None:
+    if len(set(tables)) != len(tables):
+        raise MalformedPayload("rows that name a table twice")
+
+
+def rows_from_frames(frames: Iterable[Frame], dim: int, sender: str) -> list[tuple[Ids, npt.NDArray[np.float32]]]:
+    """The pieces of an answer to ReadRows: ids, shape (n,), and their rows, shape (n, dim). Copies."""
+    found = []
+    before, width = 0, 8 + 4 * dim
+    for frame in frames:
+        rows, odd = divmod(len(frame.data), width)
+        if odd or frame.offset != before:
+            raise MalformedPayload(
+                f"{sender} sent {len(frame.data)} bytes of rows of {width} as those from {frame.offset} on; expected"
+                f" those from {before} on"
+            )
+        data = np.frombuffer(frame.data, np.uint8)
+        ids = data[: 8 * rows].copy().view(np.int64)
+        found.append((ids, data[8 * rows :].copy().view(np.float32).reshape(rows, dim)))
+        before += rows
+    return found

@@ -1,0 +1,103 @@
+"""Runs a training script as `python SCRIPT` would, under the contract with the agent.
+
+    python -u -P -m shardyard_worker.agent.bootstrap AGENT_PID SCRIPT [ARGUMENT...]
+
+Owns: two promises. The process dies with its agent, however that ends; an exception that the script does not catch is
+written, before anything else happens, into the file that SHARDYARD_ERROR_FILE names, as JSON {time, type, message,
+traceback}. Everything else is as without it: `sys.argv`, `sys.path[0]`, `__main__`, exit codes, the printed traceback,
+children that multiprocessing spawns. Must not know: anything but the standard library, so that it costs nothing and
+cannot fail for a reason of ours.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import importlib.machinery
+import io
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import types
+
+ERROR_FILE_VARIABLE = "SHARDYARD_ERROR_FILE"
+TRACEBACK_CHARACTERS_MAX = 64 * 1024
+MESSAGE_CHARACTERS_MAX = 4_096
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """From now on the kernel sends this process `number` when the thread that started it ends. Exits at once where
+    the parent is gone already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os._exit(128 + number)
+
+
+def run_script(script: str, arguments: list[str]) -> None:
+    """Runs the file as the module `__main__`. What it raises, SystemExit too, goes through."""
+    # a module that stays (unlike runpy's) is still __main__ for threads, atexit functions and late children
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
+    main.__dict__["__builtins__"] = builtins
+    main.__dict__["__cached__"] = None
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    sys.modules["__main__"] = main
+    with io.open_code(script) as stream:
+        source = stream.read()
+    exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
+
+
+def record(error: BaseException, shown: types.TracebackType | None) -> None:
+    """Writes the error file. A folder that is gone or full must not hide the error itself."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        return
+    text = "".join(traceback.format_exception(type(error), error, shown))
+    entry = {
+        "time": time.time(),
+        "type": type(error).__name__,
+        "message": _text(error)[:MESSAGE_CHARACTERS_MAX],
+        "traceback": text[-TRACEBACK_CHARACTERS_MAX:],
+    }
+    try:
+        with open(path + ".part", "w", encoding="utf-8", errors="backslashreplace") as stream:
+            json.dump(entry, stream)
+        os.replace(path + ".part", path)
+    except OSError as failed:
+        sys.stderr.write(f"cannot write {path}: {failed}\n")
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as failed:  # noqa: BLE001 - a script's own __str__ may do anything
+        return f"<no text: {type(failed).__name__}>"
+
+
+def main() -> None:
+    parent_pid, script = int(sys.argv[1]), sys.argv[2]
+    die_with_parent(parent_pid, signal.SIGKILL)
+    try:
+        run_script(script, sys.argv[3:])
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it ends this process
+        # without the frames of this file, if the error came from the script
+        shown = error.__traceback__
+        while shown is not None and shown.tb_frame.f_code.co_filename == __file__:
+            shown = shown.tb_next
+        record(error, shown)
+        sys.excepthook(type(error), error.with_traceback(shown), shown)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

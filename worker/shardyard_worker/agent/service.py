@@ -1,0 +1,257 @@
+"""The Agent service: launches asked for, watched, stopped and described over the wire.
+
+Owns: the launches of an agent, the checks of what is asked for, who may ask. Invariants: programs are started, read and
+stopped only for callers on this machine, unless the agent was told otherwise; of ended launches the latest few are
+kept. Must not know: how processes are supervised (agent, agent_launch), the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shardyard.domain import errors, limits
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.interfaces import Context, Service
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import agent_pb2 as wire
+from shardyard_worker.agent.launch import LaunchOrder, RunningLaunch
+from shardyard_worker.agent.supervision import (
+    STOP_GRACE_MS,
+    Happening,
+    LaunchEnded,
+    ProcessExited,
+    ProcessOutput,
+    ProcessStarted,
+    gpus_to_give,
+    is_local_caller,
+)
+
+log = logging.getLogger("shardyard.agent")
+
+LAUNCHES_RUNNING_MAX: Final = 16
+LAUNCHES_ENDED_MAX: Final = 16
+RESTARTS_MAX: Final = 1_000
+GRACE_MS_MAX: Final = 60_000
+ARGUMENTS_MAX: Final = 4_096
+BLOCK_CHARACTERS_MAX: Final = limits.MIB
+"""All arguments, or the whole environment, of a launch."""
+WATCH_SLICE_MS: Final = 200
+_GPU_DEVICE: Final = re.compile(r"nvidia([0-9]+)")
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """How an agent was started. `device` and `threads` are the settings of that name (section worker)."""
+
+    coordinator: str
+    workers: int
+    allow_remote_launch: bool = False
+    device: str = "auto"
+    threads: int = 1
+
+
+class AgentService:
+    """`incarnation` tells the agent's current one; `report_exit(pid, exit_code)` is told of every process that ends."""
+
+    def __init__(
+        self, plan: AgentPlan, *, incarnation: Callable[[], int], report_exit: Callable[[int, int], None]
+    ) -> None:
+        self._plan = plan
+        self._incarnation = incarnation
+        self._report_exit = report_exit
+        self._lock = threading.Lock()
+        self._launches: dict[int, RunningLaunch] = {}
+        self._closed = False
+        self.vigil = WaitRegistry(logger=log)
+        """Whatever this agent waits for is said here: in its log, and to the coordinator."""
+        self.service = Service("Agent")
+        self.service.on(methods.LAUNCH, self._on_launch)
+        self.service.on(methods.WATCH, self._on_watch)
+        self.service.on(methods.STOP, self._on_stop)
+        self.service.on(methods.DESCRIBE_AGENT, self._on_describe)
+
+    def launch(self, request: wire.LaunchRequest) -> RunningLaunch:
+        """Starts a launch. Raises InvalidRequest, TooLarge, NotReady."""
+        order = self._order(request)
+        with self._lock:
+            if self._closed:
+                raise errors.NotReady("the agent is stopping", todo="start it again")
+            if sum(not launch.events.ended for launch in self._launches.values()) >= LAUNCHES_RUNNING_MAX:
+                raise errors.NotReady(f"the agent runs {LAUNCHES_RUNNING_MAX} launches already, as many as it takes")
+            self._forget()
+            number = secrets.randbits(48) + 1
+            launch = self._launches[number] = RunningLaunch(
+                number, order, report_exit=self._report_exit, vigil=self.vigil
+            )
+            launch.start()
+        log.info("launch %d: %s in %d processes", number, order.script, order.workers)
+        return launch
+
+    def close(self, grace_ms: int = STOP_GRACE_MS) -> None:
+        """Stops all launches, waits for them, takes no new ones."""
+        with self._lock:
+            self._closed = True
+            launches = list(self._launches.values())
+        for launch in launches:
+            launch.stop(grace_ms)
+        for launch in launches:
+            if not launch.join(grace_ms + 5_000):
+                log.error("launch %d has not ended in time", launch.number)
+        self.vigil.close()
+
+    def _forget(self) -> None:
+        ended = [number for number, launch in self._launches.items() if launch.events.ended]
+        for number in ended[: max(0, len(ended) - LAUNCHES_ENDED_MAX + 1)]:
+            del self._launches[number]
+
+    def _order(self, request: wire.LaunchRequest) -> LaunchOrder:
+        plan = self._plan
+        workers = request.workers or plan.workers
+        if workers > limits.LAUNCH_WORKERS_MAX:
+            raise errors.TooLarge(f"{workers} workers; at most {limits.LAUNCH_WORKERS_MAX} are launched")
+        if request.restarts_max > RESTARTS_MAX:
+            raise errors.TooLarge(f"{request.restarts_max} restarts; at most {RESTARTS_MAX} are allowed")
+        script = _path(request.script, "the script")
+        if not script.is_file():
+            raise errors.InvalidRequest(
+                f"the script {script} is not a file on the agent's machine", todo="check the path, and for whom it is"
+            )
+        folder = _path(request.working_directory, "the working directory")
+        if not folder.is_dir():
+            raise errors.InvalidRequest(f"the working directory {folder} is not a folder on the agent's machine")
+        environment = {**os.environ, **_environment(dict(request.environment))}
+        return LaunchOrder(
+            script=script,
+            arguments=_arguments(list(request.arguments)),
+            working_directory=folder,
+            environment=environment,
+            workers=workers,
+            restarts_max=request.restarts_max,
+            threads=plan.threads,
+            gpus=gpus_to_give(environment, plan.device, gpus_present()),
+            coordinator=plan.coordinator,
+            agent=self._incarnation(),
+        )
+
+    def _admit(self, context: Context, wish: str) -> None:
+        if not self._plan.allow_remote_launch and not is_local_caller(context.peer):
+            raise errors.LaunchRefused(
+                f"{context.peer} asked to {wish}; this agent does that for callers on its own machine only",
+                why="whoever can launch can run any program as the agent's user",
+                todo="call from that machine, or start the agent with --allow-remote-launch in a network you trust",
+            )
+
+    def _find(self, number: int) -> RunningLaunch:
+        with self._lock:
+            launch = self._launches.get(number)
+        if launch is None:
+            raise errors.NotFound(f"no launch {number}", why="the agent has restarted since, or has forgotten it")
+        return launch
+
+    def _on_launch(self, request: wire.LaunchRequest, context: Context) -> wire.LaunchReply:
+        self._admit(context, "launch a script")
+        if not self._incarnation():
+            raise errors.NotReady("the agent has not registered yet", todo="ask again in a moment")
+        launch = self.launch(request)
+        return wire.LaunchReply(launch=launch.number, workers=launch.order.workers)
+
+    def _on_watch(self, request: wire.WatchRequest, context: Context) -> Iterator[wire.LaunchEvent]:
+        self._admit(context, "watch a launch")
+        launch = self._find(request.launch)
+        wanted = request.next_event
+        while context.is_active():
+            found = launch.events.after(wanted, wait_ms=WATCH_SLICE_MS)
+            for number, happening in found:
+                yield to_wire(number, happening)
+                wanted = number + 1
+                if isinstance(happening, LaunchEnded):
+                    return
+            if not found and launch.events.ended:
+                return
+
+    def _on_stop(self, request: wire.StopRequest, context: Context) -> wire.StopReply:
+        self._admit(context, "stop a launch")
+        if request.grace_ms > GRACE_MS_MAX:
+            raise errors.TooLarge(f"a grace time of {request.grace_ms} ms; at most {GRACE_MS_MAX} ms are given")
+        self._find(request.launch).stop(request.grace_ms or STOP_GRACE_MS)
+        return wire.StopReply()
+
+    def _on_describe(self, request: wire.DescribeAgentRequest, context: Context) -> wire.DescribeAgentReply:
+        del request, context
+        with self._lock:
+            launches = sorted(self._launches.items())
+        return wire.DescribeAgentReply(
+            workers=self._plan.workers,
+            launches=[
+                wire.DescribedLaunch(
+                    launch=number,
+                    script=str(launch.order.script),
+                    running=launch.running,
+                    ended=launch.events.ended,
+                )
+                for number, launch in launches
+            ],
+        )
+
+
+def to_wire(number: int, happening: Happening) -> wire.LaunchEvent:
+    event = wire.LaunchEvent(number=number)
+    match happening:
+        case ProcessStarted(index, pid, restarts):
+            event.started.CopyFrom(wire.ProcessStarted(local_index=index, pid=pid, restarts=restarts))
+        case ProcessOutput(index, standard_error, line):
+            # a lone surrogate cannot travel
+            sound = line.encode("utf-8", "replace").decode("utf-8")
+            event.output.CopyFrom(wire.ProcessOutput(local_index=index, standard_error=standard_error, line=sound))
+        case ProcessExited(index, pid, exit_code, will_restart):
+            event.exited.CopyFrom(
+                wire.ProcessExited(local_index=index, pid=pid, exit_code=exit_code, will_restart=will_restart)
+            )
+        case LaunchEnded(exit_code, index, text):
+            sound = text.encode("utf-8", "replace").decode("utf-8")
+            event.ended.CopyFrom(wire.LaunchEnded(exit_code=exit_code, first_error_index=index, first_error=sound))
+    return event
+
+
+def gpus_present() -> tuple[str, ...]:
+    """The numbers of the NVIDIA GPUs of this machine, without asking a driver."""
+    found = (_GPU_DEVICE.fullmatch(name) for name in os.listdir("/dev"))
+    return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
+
+
+def _path(given: str, what: str) -> Path:
+    common_messages.text(given, what)
+    if "\0" in given or not os.path.isabs(given):
+        raise errors.InvalidRequest(f"{what} is {given!r}; expected an absolute path on the agent's machine")
+    return Path(given)
+
+
+def _arguments(given: list[str]) -> tuple[str, ...]:
+    if len(given) > ARGUMENTS_MAX:
+        raise errors.TooLarge(f"{len(given)} arguments; at most {ARGUMENTS_MAX} are taken")
+    _bounded(given, "the arguments")
+    return tuple(given)
+
+
+def _environment(given: dict[str, str]) -> dict[str, str]:
+    for name in sorted(given):
+        if not name or "=" in name:
+            raise errors.InvalidRequest(f"{name!r} cannot be the name of an environment variable")
+    _bounded([*given, *given.values()], "the environment")
+    return given
+
+
+def _bounded(texts: list[str], what: str) -> None:
+    if any("\0" in text for text in texts):
+        raise errors.InvalidRequest(f"{what} of a launch cannot contain a zero character")
+    characters = sum(map(len, texts))
+    if characters > BLOCK_CHARACTERS_MAX:
+        raise errors.TooLarge(f"{what} of a launch have {characters} characters; at most {BLOCK_CHARACTERS_MAX}")

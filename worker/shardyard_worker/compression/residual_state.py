@@ -1,0 +1,397 @@
+"""What a worker's error feedback remembers, in checkpoints: written when the coordinator says so, taken up again when
+the job has gone back.
+
+Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: what is written is
+of one moment between two pushes; what the job has gone back from is forgotten before the next push under the new map;
+what is handed over is read and checked first, then claimed, then taken up, so that it is sent by one worker, once; a
+worker that leaves sends what it remembers, or hands it over, when no checkpoint is under way that has it too, and
+leaves in bounded time, whatever becomes of it.
+Must not know: what the state is made of (feedback), what is pushed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.checkpoints.convert import handed_from_wire
+from shardyard.checkpoints.library import CheckpointLibrary
+from shardyard.checkpoints.manifest import left_name, worker_name
+from shardyard.checkpoints.residual_file import State
+from shardyard.domain import limits
+from shardyard.domain.compression import RESIDUAL
+from shardyard.domain.errors import CoordinatorUnavailable, MalformedPayload, NotFound, NotReady, ShardyardError
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.storage.storage import open_storage
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.compression.error_feedback import Array, ErrorFeedback
+from shardyard_worker.compression.push_boundary import PushBoundary
+from shardyard_worker.session.session import Session
+
+log = logging.getLogger("shardyard.worker")
+
+READY_AGAIN_MS: Final = 10
+SETTLE_MS: Final = 30_000
+"""A worker that leaves waits for so long for a checkpoint that has what it remembers, and for the coordinator to say
+what becomes of that; then it leaves all the same."""
+SETTLE_AGAIN_MS: Final = 50
+WRITES_MAX: Final = 3
+"""Of what is handed over, where checkpoints were committed meanwhile."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What a heartbeat brought: the checkpoint to save for (0: none), and what is handed over by who is gone."""
+
+    number: int
+    url: str
+    handed: tuple[wire.HandOver, ...]
+
+
+class ResidualCheckpointer:
+    """Of one worker in one job. `hear` is called by any thread, the rest by the thread that trains."""
+
+    def __init__(self, session: Session, feedback: ErrorFeedback, layout: JobLayout) -> None:
+        self.between = PushBoundary()
+        self._session = session
+        self._feedback = feedback
+        self._layout = layout
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._busy = False
+        self._following = False
+        self._adding = False
+        self._closed = False
+        self._leaving = False
+        self._asked = 0
+        self._copied = 0
+        self._gone_back = 0
+        self._added: set[tuple[int, str]] = set()
+        self._taking_up = threading.Lock()
+
+    # ---- from heartbeats
+
+    def hear(self, reply: wire.HeartbeatReply) -> None:
+        """What the coordinator says is done by a thread of its own; what it cannot do yet is said again."""
+        self._asked = reply.save_feedback.number if reply.HasField("save_feedback") else 0
+        # its own is taken up with the map; so is all that comes with one that was not followed yet
+        handed = tuple(each for each in reply.feedback if not each.own and each.generation <= self._gone_back)
+        is_current = reply.gone_back <= self._gone_back and not self._following and len(handed) == len(reply.feedback)
+        number = self._asked if is_current and self._asked != self._copied else 0
+        if not number and not handed:
+            return
+        with self._lock:
+            if self._busy or self._leaving or self._closed:
+                return
+            self._busy, self._adding = True, bool(handed)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "feedback")
+            order = _Order(number, reply.save_feedback.url, handed)
+            self._thread.submit(self._carry_out, order).add_done_callback(_log_failure)
+
+    def _carry_out(self, order: _Order) -> None:
+        try:
+            for handed in order.handed:
+                self._add(handed)
+            self._adding = False
+            if order.number:
+                self._save(order.number, order.url)
+        except CancelledError:
+            log.debug("what compression has not sent was not written: this worker leaves")
+        except ShardyardError as error:
+            log.warning("what compression has not sent was not written, or taken up: %s", error.what)
+        finally:
+            with self._lock:
+                self._busy = self._adding = False
+
+    # ---- saving
+
+    def _save(self, number: int, url: str) -> None:
+        caller = common_messages.caller_to_wire(self._session.caller)
+        report = wire.ReportFeedbackRequest(caller=caller, number=number, stage=wire.FEEDBACK_STAGE_READY)
+        try:
+            with self._session.vigil.over(lambda: f"all workers to be ready for checkpoint {number}"):
+                while not self._leaving and not self._report(report).copy:
+                    time.sleep(READY_AGAIN_MS / 1000)
+            state = self._copy(number)
+            if state is None:
+                return
+            if any(values.any() for values in state.values()):
+                report.stage = wire.FEEDBACK_STAGE_COPIED
+                self._report(report)
+                self._write(number, url, state, report)
+            report.stage = wire.FEEDBACK_STAGE_ENDED
+            self._report(report)
+        except NotFound as error:
+            log.info("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+
+    def _report(self, report: wire.ReportFeedbackRequest) -> wire.ReportFeedbackReply:
+        return self._session.ask(methods.REPORT_FEEDBACK, report, check=self._check)
+
+    def _copy(self, number: int) -> State | None:
+        """Of one moment between two pushes; None once the worker leaves."""
+
+        def copy() -> State | None:
+            if self._leaving:
+                return None
+            self._copied = number
+            return self._feedback.state_dict()
+
+        copied = self.between.when_free(copy)
+        with self._session.vigil.over(lambda: "the push under way, to save what compression has not sent"):
+            return copied.result()
+
+    def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
+        """What became of it is put into the report."""
+        name = worker_name(self._session.caller.incarnation)
+        try:
+            with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
+                library = CheckpointLibrary(open_storage(url))
+                written = library.write_feedback(self._session.job_settings.name, number, name, state).file.written
+        except ShardyardError as error:
+            log.warning("what compression has not sent is not in checkpoint %d: %s", number, error.what)
+            report.failure = error.what[: limits.TEXT_CHARACTERS_MAX]
+        else:
+            report.length, report.sha256 = written.nbytes, bytes.fromhex(written.sha256)
+
+    # ---- taking up
+
+    def follow(self, reply: wire.RegisterVariablesReply) -> None:
+        """The map of the reply is followed from now on. Raises what ends the job."""
+        if not reply.feedback and reply.gone_back <= self._gone_back:
+            return
+        self._following = True
+        try:
+            if reply.gone_back > self._gone_back:
+                self._go_back([each for each in reply.feedback if each.own])
+                self._gone_back = reply.gone_back
+            for handed in reply.feedback:
+                if not handed.own:
+                    self._add(handed)
+        finally:
+            self._following = False
+
+    def _go_back(self, own: Iterable[wire.HandOver]) -> None:
+        """The job went back to when this worker remembered what it is handed over, or nothing."""
+        state: State = {}
+        for handed in own:
+            read, failure = self._read(handed)
+            try:
+                self._feedback.check(read)
+            except ShardyardError as error:
+                failure = error.what
+            if self._claims(handed, failure):
+                state = read
+        with self.between.held():
+            self._feedback.go_back(state)
+            self._tell()
+        log.info("what compression has not sent is as it was at the checkpoint" if state else "begins with no residual")
+
+    def _add(self, handed: wire.HandOver) -> None:
+        """What a worker that is gone has not sent. A heartbeat may name it while the map's reply, which does too, is
+        followed by another thread."""
+        with self._taking_up:
+            if (handed.generation, handed.worker) not in self._added:
+                self._take_up(handed)
+
+    def _take_up(self, handed: wire.HandOver) -> None:
+        state, failure = self._read(handed)
+        found: dict[int, Array] = {}
+        try:
+            found = self._feedback.residuals_in(state)
+        except ShardyardError as error:
+            failure = error.what
+        if not self._claims(handed, failure):
+            return
+        self._added.add((handed.generation, handed.worker))
+
+        def add() -> None:
+            self._feedback.absorb(found)
+            self._tell()
+
+        self.between.when_free(add)
+        log.info("takes up what worker %s had not sent", handed.worker)
+
+    def _read(self, handed: wire.HandOver) -> tuple[State, str]:
+        """The state, or why there is none."""
+        try:
+            with self._session.vigil.over(lambda: f"what worker {handed.worker} had not sent to be read"):
+                library = CheckpointLibrary(open_storage(handed.url))
+                name = self._session.job_settings.name
+                return library.load_feedback(name, handed_from_wire(handed), self._layout), ""
+        except ShardyardError as error:
+            return {}, error.what
+
+    def _claims(self, handed: wire.HandOver, failure: str) -> bool:
+        """Whether it is this worker's now, and can be taken up."""
+        taken = claim(self._session, handed, failure, self._check)
+        if taken and failure:
+            log.warning("what worker %s had not sent is lost: %s", handed.worker, failure)
+        return taken and not failure
+
+    def _tell(self) -> None:
+        """What would be lost if this process died now."""
+        norm = self._feedback.lost_norm
+        self._session.progress.residual_norm = norm if math.isfinite(norm) else 0.0
+
+    # ---- leaving
+
+    def settle(self) -> None:
+        """Before what is remembered is sent for good: nothing is saved or taken up any more, and a checkpoint that has
+        it is over, since what was sent before its partitions were cut would be there twice."""
+        with self._lock, self.between.held():
+            self._leaving = True
+        give_up = time.monotonic() + SETTLE_MS / 1000
+        number = self._copied
+
+        def is_over() -> bool:
+            return not self._adding and (not number or self._asked != number)
+
+        with self._session.vigil.over(lambda: f"checkpoint {number}, which has what this worker has not sent"):
+            while not is_over() and time.monotonic() < give_up:
+                time.sleep(SETTLE_AGAIN_MS / 1000)
+                self._session.refresh()
+
+    def hand_over(self) -> None:
+        """Before this worker leaves a job that has no room for what it has not sent: that is written for who goes on,
+        if somebody does."""
+        try:
+            self._hand_over()
+        except ShardyardError as error:
+            norm = self._session.progress.residual_lost = self._norm()
+            what = "what compression has not sent yet is lost with this worker"
+            log.warning("%s (2-norm %.3g): %s", what, norm, error.what)
+
+    def _hand_over(self) -> None:
+        request = wire.HandOverFeedbackRequest(
+            caller=common_messages.caller_to_wire(self._session.caller), gone_back=self._gone_back
+        )
+        asked = self._norm() > 0 or self._busy
+        # before it settles, since it may be part of a checkpoint that is being taken
+        fate = self._ask_fate(request) if asked else wire.HandOverFeedbackReply()
+        self.settle()
+        with self.between.held():
+            state = _residuals(self._feedback.state_dict())
+        if not state:
+            return
+        if not asked:
+            fate = self._ask_fate(request)
+        request.norm = self._norm()
+        for _ in range(WRITES_MAX):
+            if fate.fate != wire.FEEDBACK_FATE_WRITE:
+                break
+            fate = self._leave_behind(fate.url, state, request)
+        self._tell_fate(fate.fate, request.norm)
+
+    def _ask_fate(self, request: wire.HandOverFeedbackRequest) -> wire.HandOverFeedbackReply:
+        """Of what this worker has not sent; not WAIT. Raises CoordinatorUnavailable."""
+        give_up = time.monotonic() + SETTLE_MS / 1000
+
+        def check() -> None:
+            self._session.check()
+            if time.monotonic() >= give_up:
+                raise CoordinatorUnavailable(f"nobody has said within {SETTLE_MS / 1000:g} s what becomes of it")
+
+        with self._session.vigil.over(lambda: "a checkpoint to be over, before what is not sent is handed over"):
+            while True:
+                reply = self._session.ask(methods.HAND_OVER_FEEDBACK, request, check=check)
+                if reply.fate != wire.FEEDBACK_FATE_WAIT:
+                    return reply
+                time.sleep(SETTLE_AGAIN_MS / 1000)
+                self._session.refresh()
+
+    def _leave_behind(
+        self, url: str, state: State, request: wire.HandOverFeedbackRequest
+    ) -> wire.HandOverFeedbackReply:
+        """Writes it, and says so. Raises StorageUnavailable, CoordinatorUnavailable."""
+        job, name = self._session.job_settings.name, left_name(self._session.caller.incarnation)
+        with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
+            library = CheckpointLibrary(open_storage(url))
+            request.number = library.next_number(job)
+            file = library.write_feedback(job, request.number, name, state)
+        written = file.file.written
+        request.length, request.sha256 = written.nbytes, bytes.fromhex(written.sha256)
+        reply = self._ask_fate(request)
+        if reply.fate != wire.FEEDBACK_FATE_HANDED_OVER:
+            try:
+                with self._session.vigil.over(lambda: f"a file that nobody needs to be deleted from {url}"):
+                    library.drop_feedback(job, file)
+            except ShardyardError as error:
+                log.info("%s is left to the next checkpoint: %s", file.file.path, error.what)
+        return reply
+
+    def _tell_fate(self, fate: int, norm: float) -> None:
+        match fate:
+            case wire.FEEDBACK_FATE_HANDED_OVER:
+                log.info("hands over what compression has not sent yet (2-norm %.3g)", norm)
+            case wire.FEEDBACK_FATE_VOID:
+                log.info("the job goes back to a checkpoint, and so does what compression has not sent")
+            case wire.FEEDBACK_FATE_UNWANTED:
+                log.warning(
+                    "what compression has not sent yet is lost with this worker (2-norm %.3g): a step of a synchronous"
+                    " job has room for its logical ranks only, and nobody goes on",
+                    norm,
+                )
+                return
+            case wire.FEEDBACK_FATE_WRITE:
+                raise NotReady(f"{WRITES_MAX} times a checkpoint was committed while it was written")
+            case _:
+                raise MalformedPayload(f"fate {fate} of what was not sent; expected one that has a name")
+        self._session.progress.residual_norm = 0.0
+
+    def close(self) -> None:
+        """Ends the thread; what it has not begun is given up."""
+        with self._lock:
+            self._closed = True
+        self.between.close()
+        if self._thread is not None:
+            with self._session.vigil.over(lambda: "what compression has not sent to be written"):
+                self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _norm(self) -> float:
+        """The 2-norm of what was not sent."""
+        with self.between.held():
+            norm = self._feedback.lost_norm
+        return norm if math.isfinite(norm) else sys.float_info.max
+
+    def _check(self) -> None:
+        if self._closed:
+            raise CancelledError
+        self._session.check()
+
+
+def _residuals(state: State) -> State:
+    """What was not sent, of a state; others' momenta and factors are of no use to who takes it up."""
+    return {name: value for name, value in state.items() if name.startswith(f"{RESIDUAL}.") and value.any()}
+
+
+def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:
+    """Whether this worker takes up what it was handed over, and has read; `failure`: it could not."""
+    request = wire.TakeUpFeedbackRequest(
+        caller=common_messages.caller_to_wire(session.caller),
+        generation=handed.generation,
+        worker=handed.worker,
+        failure=failure[: limits.TEXT_CHARACTERS_MAX],
+    )
+    return session.ask(methods.TAKE_UP_FEEDBACK, request, check=check).taken
+
+
+def refuse(session: Session, reply: wire.RegisterVariablesReply) -> None:
+    """Of a worker that has no error feedback, in a job that had some at its checkpoint."""
+    for handed in reply.feedback:
+        log.warning("what worker %s had not sent is lost: this job compresses without error feedback", handed.worker)
+        claim(session, handed, "the job compresses without error feedback now")
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        log.error("what compression has not sent was not saved, or taken up", exc_info=error)

@@ -1,0 +1,330 @@
+"""LocalRounds steps: the script's optimizer runs in this process, and the servers hear of its way once a round.
+
+LocalRounds SGD (Stich, ICLR 2019): each logical rank takes so many steps by itself, from the same values; then the mean
+of what they have come to is where all go on. DiLoCo (Douillard et al., 2023): the mean of the ways is a gradient to an
+outer optimizer, SGD with Nesterov's momentum. To the servers a round is a step of a synchronous job like any other.
+
+Owns: the inner optimizer, its state for each logical rank, and where in a round this worker stands. Invariants: a
+rank's round begins with the state that its round before has left, also when it is computed again, as long as this
+process has computed that; what a parameter has moved is told if, and only if, it had a gradient in the round; a step's
+number says how many steps of a rank came before it, whoever computed them. Must not know: datasets, names of pushes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from shardyard.config.settings import ConsistencySettings
+from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
+from shardyard.domain.ids import Rank
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.units import EpochPlan
+from shardyard_worker.consistency.strategies import SyncStrategy
+from shardyard_worker.optimizers.lr_schedule import JobScheduler
+from shardyard_worker.training.trainer import StepInput, Trainer, Variable
+
+log = logging.getLogger("shardyard.worker")
+
+Closure = Callable[[], float]
+State = defaultdict[torch.Tensor, Any]
+
+OUTER = "sgd"
+
+
+def outer_optimizer(consistency: ConsistencySettings) -> OptimizerSpec:
+    """What the servers run."""
+    momentum = consistency.outer_momentum
+    given = {"lr": consistency.outer_lr, "momentum": momentum, "nesterov": float(momentum > 0)}
+    return OptimizerSpec(OUTER, (make_group(OUTER, given),))
+
+
+# ---- the numbers of steps
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Rounds [first, end) are those of one data set, after so many steps."""
+
+    first: int
+    end: int
+    steps: int
+    units: EpochPlan
+
+
+class Rounds:
+    """How many steps of a rank came before a round. Rounds of `job.batches` may be shorter than others, where an epoch
+    ends; those of which nothing is known are taken as whole."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._known: list[_Range] = []
+
+    def add(self, first: int, units: EpochPlan, epochs: int) -> None:
+        """A data set's rounds begin at `first`, behind those of the ones before."""
+        if not any(each.first == first for each in self._known):
+            end = first + units.per_epoch * epochs
+            self._known.append(_Range(first, end, self.steps_before(first), units))
+
+    def steps_before(self, round_: int) -> int:
+        found = next((each for each in reversed(self._known) if each.first <= round_), None)
+        if found is None:
+            return round_ * self._steps
+        within = min(round_, found.end) - found.first
+        return found.steps + found.units.steps_before(within) + (round_ - found.first - within) * self._steps
+
+
+# ---- the inner optimizer
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A rank's inner state at the beginning of a round."""
+
+    round: int
+    state: State
+
+
+class InnerOptimizer:
+    """The script's optimizer, with a state for each logical rank."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """What state it has is that with which each rank begins."""
+        self.optimizer = optimizer
+        self.lost = 0
+        """Rounds that had to begin without the state of the round before, which another process had."""
+        self._first = _copied(optimizer.state)
+        self._before: dict[Rank | None, _Kept] = {}
+        self._after: dict[Rank | None, _Kept] = {}
+        self._at: tuple[Rank | None, int] | None = None
+        self._fresh = False
+
+    def begin(self, rank: Rank | None, round_: int) -> None:
+        """A rank's round begins."""
+        after, before = self._after.get(rank), self._before.get(rank)
+        self._fresh = False
+        if after is not None and after.round == round_:
+            state, start = after.state, _copied(after.state)
+        elif before is not None and before.round == round_:
+            state, start = _copied(before.state), before.state
+        else:
+            self._fresh = round_ > 0
+            state, start = _copied(self._first), _copied(self._first)
+        # what ranks that are others' now have left is of no use to anybody
+        self._after = {each: kept for each, kept in self._after.items() if kept.round >= round_}
+        self._before = {each: kept for each, kept in self._before.items() if kept.round >= round_ - 1}
+        self._after.pop(rank, None)
+        self._before[rank] = _Kept(round_, start)
+        self.optimizer.state = state
+        self._at = rank, round_
+
+    def end(self, *, keeps: bool) -> None:
+        """The round has ended. Not `keeps`: as if its steps had not been taken."""
+        assert self._at is not None
+        (rank, round_), self._at = self._at, None
+        state = self.optimizer.state
+        if self._fresh and any(state.values()):
+            self.lost += 1
+            log.warning(
+                "logical rank %s began round %d without the inner optimizer's state of the round before, which another"
+                " process had",
+                rank,
+                round_,
+            )
+        if not keeps:
+            self.optimizer.state = state = _copied(self._before[rank].state)
+        self._after[rank] = _Kept(round_ + 1, state)
+
+
+def _copied(state: Mapping[torch.Tensor, Any]) -> State:
+    """Of the same parameters."""
+    return defaultdict(dict, {parameter: _copy_of(kept) for parameter, kept in state.items()})
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: _copy_of(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_copy_of(each) for each in value]
+    return copy.deepcopy(value)
+
+
+# ---- a round
+
+
+class LocalRounds:
+    """One worker's way through the rounds of a job. Used by one thread."""
+
+    def __init__(
+        self,
+        training: Trainer,
+        strategy: SyncStrategy,
+        inner: InnerOptimizer,
+        schedule: JobScheduler | None,
+        *,
+        parameters: int,
+        steps: int,
+    ) -> None:
+        """The first `parameters` variables are those of the optimizer, the others buffers."""
+        self._training = training
+        self._strategy = strategy
+        self._inner = inner
+        self._schedule = schedule
+        self._parameters = training.variables[:parameters]
+        self._buffers: Sequence[Variable] = training.variables[parameters:]
+        self._at: tuple[Rank | None, int] | None = None
+        self._moving: set[int] = set()
+        self.steps = steps
+        self.rounds = Rounds(steps)
+        self.taken = 0
+        """Steps of the round at hand."""
+        self.finite = True
+        """Whether the last round had come to finite values."""
+        self.dropped = 0
+        """Rounds of this worker that did not count, since they did not end at finite values."""
+
+    @property
+    def step(self) -> int:
+        """Steps of a logical rank, up to where this worker stands."""
+        return self.rounds.steps_before(self._strategy.step) + self.taken
+
+    @property
+    def lost(self) -> int:
+        """Rounds of this worker that began without the inner state of the round before."""
+        return self._inner.lost
+
+    @property
+    def owes(self) -> bool:
+        """Whether steps of a rank of this worker have not been told."""
+        return self.taken > 0 and self._at is not None and self._at[0] is not None
+
+    def enter(self, rank: Rank | None, round_: int) -> None:
+        """Steps are those of that rank's round from here on. `rank` None: nobody's, on standby."""
+        if self._at == (rank, round_):
+            return
+        self._training.complete()
+        self._at, self.taken, self._moving = (rank, round_), 0, set()
+        self._inner.begin(rank, round_)
+        if self._schedule is not None:
+            self._schedule.follow()
+            self._schedule.keep()
+
+    def enter_own(self) -> None:
+        """As `enter`, where the script has data of its own: the rank whose turn it is."""
+        round_ = self._strategy.step
+        if self.taken == 0:
+            self._training.session.brake.may_begin(round_)  # if it may not, it does not count in the end
+        self.enter(self._strategy.due(), round_)
+
+    def run(self, closure: Closure | None) -> float | None:
+        """One step of the inner optimizer."""
+        if self._schedule is not None:
+            self._schedule.follow()
+        self._note()
+        loss: float | None = self._inner.optimizer.step() if closure is None else self._inner.optimizer.step(closure)
+        if closure is not None:
+            self._note()
+        self.taken += 1
+        return loss
+
+    def outer(self, groups: tuple[tuple[float, ...], ...]) -> StepInput:
+        """What this round has come to, as a contribution: of each parameter that had a gradient its value at the
+        round's beginning minus that now; buffers as they are. `finite` says whether it shall count."""
+        moved = self._training.moved(sorted(self._moving))
+        wrong = next((index for index, each in moved.items() if not bool(torch.isfinite(each).all())), None)
+        self.finite = wrong is None
+        if wrong is not None:
+            assert self._at is not None
+            self.dropped += 1
+            log.warning(
+                "logical rank %s, round %d: %r is not finite after %d steps of this worker; the round does not count",
+                *self._at,
+                self._parameters[wrong].spec.name,
+                self.taken,
+            )
+        sent = [moved.get(index) for index in range(len(self._parameters))]
+        return StepInput([*sent, *(buffer.found for buffer in self._buffers)], 1.0, groups)
+
+    def leave(self, *, keeps: bool) -> None:
+        """The round has been contributed, or is lost; not `keeps`: the rank goes on as if it had not been computed."""
+        self._at, self.taken = None, 0
+        self._inner.end(keeps=keeps)
+
+    def abandon(self) -> None:
+        """Whatever was computed of the round at hand is not wanted; the model holds the job's values again."""
+        if self._at is not None:
+            self.leave(keeps=False)
+            self._training.load()
+
+    def _note(self) -> None:
+        for index, variable in enumerate(self._parameters):
+            if variable.target.grad is not None:
+                self._moving.add(index)
+
+
+class LocalOptimizer(torch.optim.Optimizer):
+    """The optimizer that `job.prepare` gives back in local mode: `step()` is one of the script's own optimizer, and at
+    the end of a round pushes what all of them have come to, and pulls what all ranks have.
+
+    It shares its parameter groups with that optimizer, so that learning-rate schedulers built on either work.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, run: Callable[[Closure | None], float | None]) -> None:
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self.param_groups = inner.param_groups
+        self._inner = inner
+        self._run = run
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Closure) -> float: ...
+    def step(self, closure: Closure | None = None) -> float | None:
+        """One step of this logical rank. Raises JobFailed when the job has ended by an error, InvalidRequest."""
+        return self._run(closure)
+
+    # the inner optimizer's own step calls hooks, which are registered there
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self._inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self._inner.register_step_post_hook(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, as it stands for the logical rank that was computed last."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Refused: each logical rank has a state of its own."""
+        raise UnsupportedOptimizer(
+            "load_state_dict on the optimizer of a job",
+            why="each logical rank has a state of its own, and begins with what the optimizer had in job.prepare",
+            todo="load the state into the optimizer before job.prepare",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_run"):
+            raise UnsupportedOptimizer(
+                "a parameter group added after job.prepare",
+                todo="give all parameters to the optimizer before job.prepare; freeze them with requires_grad_(False)",
+            )
+        super().add_param_group(param_group)
+
+
+def refuse_without_optimizer(what: str) -> None:
+    """Raises InvalidRequest."""
+    raise InvalidRequest(
+        f"{what} in a job whose job.consistency.mode is local",
+        why="a round is made of steps of an optimizer in this process, and there is none",
+        todo="give a model and an optimizer to job.prepare, or set job.consistency.mode to sync",
+    )

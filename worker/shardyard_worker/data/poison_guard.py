@@ -1,0 +1,50 @@
+"""Work at which other workers have died is announced before it is computed (docs/ledger.md, rule A13).
+
+Owns: the question whether a batch shall count, asked until it is answered. Must not know: datasets, pushes.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from shardyard.domain.ids import Token
+from shardyard.domain.push_names import LeasedSource
+from shardyard.wire import common_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.training.trainer import Trainer
+
+log = logging.getLogger("shardyard.worker")
+
+PAUSE_MS_MAX = 1_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`careful_below`: sequences of the source before this one are announced from here on."""
+
+    counts: bool
+    careful_below: int
+
+
+def announce(training: Trainer, source: LeasedSource, token: Token, sequence: int, *, highest: int) -> Verdict:
+    """Tells the coordinator what is computed next. `highest`: the highest next sequence of the source over all
+    partitions, as of opening it under this token, and of this worker's pushes since. Raises StaleToken where the lease
+    is another worker's, and the job's failure."""
+    session = training.session
+    request = wire.BeginBatchRequest(
+        caller=common_messages.caller_to_wire(session.caller),
+        source=common_messages.source_to_wire(source),
+        token=token,
+        sequence=sequence,
+        highest=highest,
+    )
+    reply = session.ask(methods.BEGIN_BATCH, request)
+    with session.vigil.over(lambda: f"a verdict on #{sequence} of {source}, once the checkpoint is taken"):
+        while reply.retry_ms:
+            training.router.pause(min(reply.retry_ms, PAUSE_MS_MAX))
+            session.check()
+            reply = session.ask(methods.BEGIN_BATCH, request)
+    if reply.quarantined:
+        log.warning("#%d of %s is in quarantine; it does not count", sequence, source)
+    return Verdict(not reply.quarantined, reply.careful_below)

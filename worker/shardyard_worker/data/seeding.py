@@ -1,0 +1,62 @@
+"""All randomness of a training process, from the job's seed and the name of the work (docs/ledger.md, rule B5)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class GeneratorStates(NamedTuple):
+    """Of the generators of the CPU."""
+
+    of_torch: torch.Tensor
+    of_numpy: Any
+    of_random: Any
+
+
+def seed_everything(*key: int, devices: bool = True) -> None:
+    """Seeds torch (all `devices`, or the CPU alone), numpy's legacy generator and random with numbers drawn from the
+    key."""
+    words = np.random.SeedSequence(list(key)).generate_state(3, np.uint64)
+    seed = int(words[0] >> np.uint64(1))
+    if devices and _has_accelerator():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+    np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
+    random.seed(int(words[2]))
+
+
+@cache
+def _has_accelerator() -> bool:
+    """Where there is none, torch keeps each seed for one that might come, with a trace of who gave it: three stack
+    traces for each batch."""
+    return torch.accelerator.is_available()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """The generators of the CPU stand afterwards where they stood before."""
+    before = states()
+    try:
+        yield
+    finally:
+        restore(before)
+
+
+def states() -> GeneratorStates:
+    """Where the generators of the CPU stand."""
+    return GeneratorStates(torch.get_rng_state(), np.random.get_state(), random.getstate())
+
+
+def restore(states: GeneratorStates) -> None:
+    """They stand there again."""
+    torch.set_rng_state(states.of_torch)
+    np.random.set_state(states.of_numpy)
+    random.setstate(states.of_random)

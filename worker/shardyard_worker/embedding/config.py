@@ -1,0 +1,140 @@
+"""Which ids of a table get a row, and which lose it again, as `shardyard.tables` names it.
+
+Owns: the settings that users give, and their types and ranges. Invariant: what was made can be kept by any server, and
+by a process without one. Must not know: rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain.errors import TableError
+from shardyard.domain.tables import table_settings
+from shardyard.domain.tables.table_settings import AdmissionSettings, ExpirySettings
+
+SECONDS_MAX: Final = 10**10
+
+
+@dataclass(frozen=True)
+class AdmitAll:
+    """Each id has a row from its first push on. `zeros`: one without a row reads as zeros, and not as the row would
+    begin."""
+
+    zeros: bool = False
+
+    @property
+    def settings(self) -> AdmissionSettings:
+        return AdmissionSettings(zeros=bool(self.zeros))
+
+
+@dataclass(frozen=True)
+class AdmitAfter:
+    """An id has a row from that many pushes on; gradients before are dropped. A step in which the id has a gradient is
+    a push.
+
+    `cells` None: each id is counted, 16 bytes or more of memory for each until it has a row. Otherwise counts are
+    estimated by a filter of so many bytes, a power of two, in each partition, for at most 255 pushes: a little early
+    for some ids, never late. Raises TableError.
+    """
+
+    pushes: int
+    cells: int | None = None
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        _check_whole("admission after", pushes=self.pushes, cells=0 if self.cells is None else self.cells)
+        _ = self.settings
+
+    @property
+    def settings(self) -> AdmissionSettings:
+        zeros = bool(self.zeros)
+        if self.cells is None:
+            return AdmissionSettings(table_settings.Admission.COUNT, self.pushes, zeros=zeros)
+        return AdmissionSettings(table_settings.Admission.ESTIMATE, self.pushes, cells=self.cells, zeros=zeros)
+
+
+@dataclass(frozen=True)
+class AdmitByChance:
+    """An id that has no row gets one with that probability at each push: about every id of `1 / chance` pushes. Drawn
+    from the table's seed, the id and the step, so workers and servers agree. Raises TableError."""
+
+    chance: float
+    zeros: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number("admission", chance=self.chance)
+        _ = self.settings
+
+    @property
+    def settings(self) -> AdmissionSettings:
+        return AdmissionSettings(table_settings.Admission.CHANCE, chance=float(self.chance), zeros=bool(self.zeros))
+
+
+Admission = AdmitAll | AdmitAfter | AdmitByChance
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """Why rows go, with all that is kept with them; 0 is no reason.
+
+    `age_steps`, or `age_seconds`: they were pushed last more than so many steps, or seconds, ago. `frequency_min`: they
+    were pushed less often than that. `norm_min`: the L2 norm of their values is smaller. `rows_kept`: of more rows than
+    so many the least frequent go. `grace_steps`, or `grace_seconds`: for so long after its last push a row stays,
+    whatever its frequency and norm.
+    A table tells ages in steps or in seconds, not in both.
+
+    Rows go a few at a time, with the steps that follow, in a synchronous job all at once. An id that comes again begins
+    anew. Raises TableError.
+    """
+
+    age_steps: int = 0
+    frequency_min: int = 0
+    norm_min: float = 0.0
+    rows_kept: int = 0
+    grace_steps: int = 0
+    age_seconds: float = 0.0
+    grace_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_whole(
+            "expiry with",
+            age_steps=self.age_steps,
+            frequency_min=self.frequency_min,
+            rows_kept=self.rows_kept,
+            grace_steps=self.grace_steps,
+        )
+        _check_number("expiry", norm_min=self.norm_min)
+        _check_seconds(age_seconds=self.age_seconds, grace_seconds=self.grace_seconds)
+        _ = self.settings
+
+    @property
+    def settings(self) -> ExpirySettings:
+        return ExpirySettings(
+            self.age_steps,
+            self.frequency_min,
+            float(self.norm_min),
+            self.rows_kept,
+            self.grace_steps,
+            round(self.age_seconds * 1_000),
+            round(self.grace_seconds * 1_000),
+        )
+
+
+def _check_whole(what: str, **given: object) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TableError(f"{what} {name} = {value!r}; expected a whole number")
+
+
+def _check_number(what: str, **given: object) -> None:
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TableError(f"{what} with {name} = {value!r}; expected a number")
+
+
+def _check_seconds(**given: float) -> None:
+    _check_number("expiry", **given)
+    for name, value in given.items():
+        if value != 0 and not 0.001 <= value < SECONDS_MAX:
+            raise TableError(f"expiry with {name} = {value!r}; expected 0, or from a millisecond to {SECONDS_MAX:,} s")

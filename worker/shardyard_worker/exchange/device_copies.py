@@ -1,0 +1,478 @@
+"""DeviceCopies between tensors on a GPU and the flat buffers of the host, on streams of their own beside the
+computation.
+
+Owns: the streams, the events that say when a copy is done, the pinning of the buffers, and all calls of torch.cuda for
+these. Invariants:
+- `fetch` returns when the buffers hold the gradients as they are then: what was copied when autograd made it (`take`)
+  counts only if it is the same tensor with the same elements still, else it is copied again.
+- What the computing stream is given after `bring` finds the new values; memory that values were brought from may change
+  only after `settle`.
+- Where memory cannot be pinned copies are slower, and right.
+
+How a gradient is known to be unchanged: torch counts changes in place, but not those through `.data` and not those of
+`GradScaler.unscale_`. So the sum of its words is compared too, taken before the copy, on the copy's stream: if what was
+summed up was changed already, so was what was copied after it. Scaling or clamping moves all words of float32, as
+signed numbers, the same way, so their sum cannot come out even; after other changes it hardly ever does.
+
+Must not know: variables, servers, codecs.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from shardyard.domain.limits import KIB
+from shardyard.domain.pulls import ShmHandle
+from shardyard.transport.shared_memory import AttachedMemory, attach
+
+log = logging.getLogger("shardyard.worker")
+
+Bytes = npt.NDArray[np.uint8]
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Flat tensors: into, from."""
+
+EARLY_BYTES_MIN: Final = 256 * KIB
+"""Smaller gradients are copied when they are pushed: launching a copy and its check costs more than it hides."""
+# driver_types.h
+_PORTABLE: Final = 0x01
+_READ_ONLY: Final = 0x08
+
+
+class Event(Protocol):
+    def synchronize(self) -> None:
+        """Returns when what a lane was given before is done. Safe from any thread."""
+
+
+class Lane(Protocol):
+    """A stream of work on a device, in order, beside the stream that computes (the one current in this thread)."""
+
+    def follow(self) -> None:
+        """What is launched from now on waits for what the computing stream has been given."""
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Does work, later, in order. It keeps alive what it needs until then, but on a device what the computing
+        stream's tensors lie in: see `keep`."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Within it, what torch is asked for is done on this lane."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory, if it is given back, is not used anew before what has been launched is done."""
+
+    def mark(self) -> Event:
+        """Of what has been launched so far."""
+
+    def lead(self, event: Event) -> None:
+        """What the computing stream is given from now on waits for the event."""
+
+
+class Engine(Protocol):
+    """One device's."""
+
+    def lane(self) -> Lane: ...
+
+    def pin(self, address: int, nbytes: int, *, read_only: bool) -> str:
+        """Why the memory could not be pinned; "" if it is."""
+
+    def unpin(self, address: int) -> None: ...
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        """Memory of the host, uint8 of shape (nbytes,), pinned if that can be."""
+
+
+class CudaLane:
+    """A CUDA stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def launch(self, work: Callable[[], None]) -> None:
+        with self.inside():
+            work()
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            yield
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream)
+
+    def mark(self) -> Event:
+        # blocking: a thread that waits leaves the processor to those that send
+        event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._stream.record_event(event)  # type: ignore[arg-type]
+        return event
+
+    def lead(self, event: Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
+
+
+class CudaEngine:
+    """One CUDA device's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def lane(self) -> Lane:
+        return CudaLane(self._device)
+
+    def pin(self, address: int, nbytes: int, *, read_only: bool) -> str:
+        flags = _PORTABLE | (_READ_ONLY if read_only else 0)
+        return self._called("cudaHostRegister", address, nbytes, flags)
+
+    def unpin(self, address: int) -> None:
+        said = self._called("cudaHostUnregister", address)
+        if said:
+            log.debug("%s", said)
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            log.debug("%d bytes of pinned memory: %s", nbytes, error)
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def _called(self, name: str, *arguments: int) -> str:
+        with torch.cuda.device(self._device):
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            error = int(getattr(runtime, name)(*arguments))
+            if error == 0:
+                return ""
+            try:
+                # CUDA tells of the error once more, at the next kernel, whoever's that is; so it is this one
+                torch.ones(1, device=self._device)
+            except RuntimeError as again:
+                return f"{name}: error {error}: {str(again).splitlines()[0]}"
+            return f"{name}: error {error}"
+
+
+EngineOf = Callable[[torch.device], Engine | None]
+
+
+def engine_of(device: torch.device) -> Engine | None:
+    """None where plain copies serve: on the CPU, and on devices other than CUDA's."""
+    return CudaEngine(device) if device.type == "cuda" else None
+
+
+@dataclass
+class _Device:
+    """What serves one device. Work for pushes, for values and for encoders goes on lanes of their own."""
+
+    engine: Engine
+    out: Lane
+    back: Lane
+    coding: Lane
+
+
+@dataclass
+class _Taken:
+    """A gradient that was copied when it was made. `words`: their sum, once the lane has come to it."""
+
+    gradient: TensorWeakRef
+    version: int
+    address: int
+    words: torch.Tensor | None = None
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        return (
+            self.gradient() is tensor
+            and self.version == tensor._version
+            and self.address == tensor.data_ptr()
+            and self.words is not None
+        )
+
+
+@dataclass(frozen=True)
+class DeviceCopy:
+    """What the buffers shall hold: a tensor, by the index of its variable, and where its elements go."""
+
+    index: int
+    tensor: torch.Tensor
+    into: tuple[torch.Tensor, ...]
+    offsets: tuple[int, ...]
+
+    def pairs(self) -> Pairs:
+        """To be made where the work is done: a tensor that does not lie in order is put in order first."""
+        flat = self.tensor.detach().reshape(-1)
+        return [
+            (into, flat[offset : offset + into.numel()]) for into, offset in zip(self.into, self.offsets, strict=True)
+        ]
+
+
+class DeviceCopies:
+    """All copies between the devices of a model and its flat buffers.
+
+    `alone`: every parameter is on such a device. Used by the thread that trains; `take` also by autograd's, `settle` by
+    any, and `beside`, between two pushes, by that which saves what compression remembers.
+    """
+
+    def __init__(self, find_engine: EngineOf = engine_of, *, alone: bool = True) -> None:
+        self.alone = alone
+        self._find_engine = find_engine
+        self._devices: dict[torch.device, _Device | None] = {}
+        self._taken: dict[int, _Taken] = {}
+        self._brought: dict[torch.device, Event] = {}
+        self._pinned: dict[int, tuple[Bytes, Engine]] = {}
+        self._told = False
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        return self._device(tensor.device) is not None
+
+    def _device(self, device: torch.device) -> _Device | None:
+        if device not in self._devices:
+            engine = self._find_engine(device)
+            made = None if engine is None else _Device(engine, engine.lane(), engine.lane(), engine.lane())
+            self._devices[device] = made
+        return self._devices[device]
+
+    def _known(self, device: torch.device) -> _Device:
+        found = self._device(device)
+        assert found is not None, device
+        return found
+
+    # ---- from the device
+
+    def take(self, wanted: DeviceCopy) -> Event | None:
+        """Begins to copy a gradient that has just been made; `fetch` of the same will find it there. None: it is not
+        worth while."""
+        gradient = wanted.tensor
+        if gradient.nbytes < EARLY_BYTES_MIN or gradient.is_inference():
+            return None
+        lane = self._known(gradient.device).out
+        taken = _Taken(TensorWeakRef(gradient), gradient._version, gradient.data_ptr())
+
+        def work() -> None:
+            taken.words = _words(wanted.tensor)
+            _copy_beside(wanted.pairs())
+
+        lane.follow()
+        lane.launch(work)
+        lane.keep(gradient)
+        self._taken[wanted.index] = taken
+        return lane.mark()
+
+    def forget(self, index: int | None = None) -> None:
+        """What `take` has copied (of this variable) is not there any more."""
+        if index is None:
+            self._taken.clear()
+        else:
+            self._taken.pop(index, None)
+
+    def fetch(self, wanted: Sequence[DeviceCopy]) -> None:
+        """DeviceCopies what was not taken, or has changed since. Returns when all of it is in the buffers."""
+        by_device: dict[torch.device, list[DeviceCopy]] = {}
+        for each in wanted:
+            by_device.setdefault(each.tensor.device, []).append(each)
+        checks = [self._fetch_from(self._known(device), group) for device, group in by_device.items()]
+        again = [each for check in checks for each in check()]
+        if again:
+            self.fetch(again)
+
+    def _fetch_from(self, device: _Device, wanted: Sequence[DeviceCopy]) -> Callable[[], list[DeviceCopy]]:
+        """Launches the copies and the comparison. What is given back waits for both, and tells what has changed."""
+        lane, taken, before = device.out, [], []
+        lane.follow()
+        for each in wanted:
+            found = self._taken.pop(each.index, None)
+            if found is not None and found.is_of(each.tensor):
+                taken.append(each)
+                before.append(found)
+            else:
+                lane.launch(lambda each=each: _copy_beside(each.pairs()))  # type: ignore[misc]
+                lane.keep(each.tensor)
+        answer = device.engine.host(len(taken)).view(torch.bool) if taken else torch.empty(0, dtype=torch.bool)
+
+        def compare() -> None:
+            now = torch.stack([_words(each.tensor) for each in taken])
+            then = torch.stack([found.words for found in before if found.words is not None])
+            answer.copy_(now != then, non_blocking=True)
+
+        if taken:
+            lane.launch(compare)
+            for each in taken:
+                lane.keep(each.tensor)
+        done = lane.mark()
+
+        def changed() -> list[DeviceCopy]:
+            done.synchronize()
+            return [each for each, is_other in zip(taken, answer.tolist(), strict=True) if is_other]
+
+        return changed
+
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> list[npt.NDArray[Any]]:
+        """DeviceCopies of tensors as arrays of shape (elements,), of the same dtype (bool: uint8). From within
+        `beside`."""
+        flat = [_in_order(tensor).view(torch.uint8) for tensor in tensors]
+        by_device: dict[torch.device, list[int]] = {}
+        for number, each in enumerate(flat):
+            by_device.setdefault(each.device, []).append(number)
+        found: list[npt.NDArray[Any]] = [np.empty(0, np.uint8)] * len(flat)
+        copied: list[tuple[Event | None, torch.Tensor, list[int]]] = []
+        for where, numbers in by_device.items():
+            together = torch.cat([flat[number] for number in numbers])
+            device = self._device(where)
+            if device is None:
+                copied.append((None, together.cpu(), numbers))
+                continue
+            host = device.engine.host(together.numel())
+            host.copy_(together, non_blocking=True)
+            copied.append((device.coding.mark(), host, numbers))
+        for event, host, numbers in copied:
+            if event is not None:
+                event.synchronize()
+            at = 0
+            for number in numbers:
+                raw = host[at : at + flat[number].numel()].numpy()
+                at += raw.size
+                found[number] = raw if tensors[number].dtype is torch.bool else raw.view(_numpy_dtype(tensors[number]))
+        return found
+
+    @contextmanager
+    def beside(self, devices: Iterable[torch.device], inputs: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """Within it, what torch is asked for on these devices is done on lanes of encoders, which alone touch what
+        encoders keep. They follow the computing streams, which wait for them in the end. `inputs`: the computing
+        stream's tensors that are read."""
+        known = [found for found in map(self._device, devices) if found is not None]
+        with ExitStack() as stack:
+            for device in known:
+                device.coding.follow()
+                stack.enter_context(device.coding.inside())
+            stack.enter_context(torch.no_grad())
+            yield
+            for tensor in inputs:
+                where = self._device(tensor.device)
+                if where is not None:
+                    where.coding.keep(tensor)
+        for device in known:
+            device.coding.lead(device.coding.mark())
+
+    # ---- to the device
+
+    def bring(self, pairs: Pairs) -> None:
+        """Begins to copy values; the computing stream goes on when they are there."""
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for into, values in pairs:
+            by_device.setdefault(into.device, []).append((into, values))
+        for device, group in by_device.items():
+            lane = self._known(device).back
+            lane.follow()
+            lane.launch(lambda group=group: _copy_beside(group))  # type: ignore[misc]
+            for into, _ in group:
+                lane.keep(into)
+            event = lane.mark()
+            lane.lead(event)
+            self._brought[device] = event
+
+    def settle(self) -> None:
+        """Waits until all values are where they were brought."""
+        for event in tuple(self._brought.values()):
+            event.synchronize()
+
+    # ---- memory of the host
+
+    def memory(self, nbytes: int) -> Bytes:
+        """Zeros of shape (nbytes,), pinned. Shared with processes that are forked off: pages that are copied on write
+        would part from those that the device has."""
+        if not nbytes:
+            return np.zeros(0, np.uint8)
+        made: Bytes = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        self.pin(made)
+        return made
+
+    def pin(self, memory: Bytes, *, read_only: bool = False) -> None:
+        """Lets devices read and write (`read_only`: read) memory at full speed, if that can be. It must be mapped by
+        itself, and shared: see `memory`."""
+        if not memory.size or memory.ctypes.data in self._pinned:
+            return
+        engine = next((device.engine for device in self._devices.values() if device is not None), None)
+        if engine is None:
+            return
+        why = engine.pin(memory.ctypes.data, memory.nbytes, read_only=read_only)
+        if not why:
+            self._pinned[memory.ctypes.data] = memory, engine
+        elif not self._told:
+            self._told = True
+            log.info("copies to and from the GPU are slower: memory could not be pinned (%s)", why)
+
+    def attach(self, ticket: ShmHandle) -> AttachedMemory:
+        """Opens what a server exports, to be read by devices only. Raises NotShareable."""
+        # not private: pinning would give this process pages of its own, which the server never writes to
+        memory = attach(ticket, private=False)
+        self.pin(memory.bytes, read_only=True)
+        return memory
+
+    def unpin(self, memory: Bytes) -> None:
+        """Memory that is going away. Nothing is copied from or to it any more."""
+        found = self._pinned.pop(memory.ctypes.data, None)
+        if found is not None:
+            found[1].unpin(memory.ctypes.data)
+
+    def close(self) -> None:
+        """Waits for what is under way, and gives back what was pinned."""
+        self.settle()
+        for device in self._devices.values():
+            if device is not None:
+                device.out.mark().synchronize()
+        for memory, _ in tuple(self._pinned.values()):
+            self.unpin(memory)
+        self.forget()
+
+
+def copies_for(parameters: Iterable[torch.Tensor], find_engine: EngineOf = engine_of) -> DeviceCopies | None:
+    """What a model with these parameters needs; None where plain copies serve all of them."""
+    devices = list(dict.fromkeys(parameter.device for parameter in parameters))
+    copies = DeviceCopies(find_engine)
+    served = [copies._device(device) is not None for device in devices]
+    copies.alone = all(served)
+    return copies if any(served) else None
+
+
+def tensor_of(memory: Bytes) -> torch.Tensor:
+    """Memory as a tensor of uint8, also such as cannot be written; to write to that ends the process."""
+    return torch.from_numpy(memory if memory.flags.writeable else np.asarray(_Readable(memory)))
+
+
+class _Readable:
+    """Says of an array that it could be written, since torch has no tensors that cannot."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        self.__array_interface__ = {**memory.__array_interface__, "data": (memory.ctypes.data, False)}
+
+
+def _copy_beside(pairs: Pairs) -> None:
+    with torch.no_grad():
+        for into, values in pairs:
+            into.copy_(values, non_blocking=True)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's words of 32 bits, or of 16 where its elements are so narrow, as signed numbers, int64,
+    shape (). Exact."""
+    word = torch.int16 if tensor.element_size() == 2 else torch.int32
+    return _in_order(tensor).view(word).sum(dtype=torch.int64)
+
+
+def _in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements one after the other, shape (elements,); also where there is one or none, which may have any stride
+    and still be contiguous."""
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+
+
+def _numpy_dtype(tensor: torch.Tensor) -> npt.DTypeLike:
+    return torch.empty(0, dtype=tensor.dtype).numpy().dtype

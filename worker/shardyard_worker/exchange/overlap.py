@@ -1,0 +1,123 @@
+"""Gradients on their way to the servers while backward still computes others.
+
+Owns: a thread that sends, what was sent of the next push, and a sum of it. Invariants: what is sent ahead counts for
+nothing until the push names it; what has changed since it was sent (clipped, accumulated again) is sent again with the
+push, seen by its sum, whoever changed it; a stream that breaks off takes what was sent with it. Must not know: names of
+pushes, autograd.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
+from shardyard.runtime.waits import WaitRegistry
+from shardyard_worker.exchange.flat_buffers import Bytes, FlatBuffers, Span
+from shardyard_worker.exchange.server_stream import ServerStream
+
+log = logging.getLogger("shardyard.worker")
+
+
+@dataclass
+class _Sent:
+    """What went to one server, by variable: where it lies, and the sum of what lay there."""
+
+    sums: dict[int, tuple[Span, int]] = field(default_factory=dict)
+    broken: bool = False
+
+
+class Overlap:
+    """For the lines of one job. Used by one thread, but for `close`."""
+
+    def __init__(self, buckets: FlatBuffers, lines: Mapping[Incarnation, ServerStream], vigil: WaitRegistry) -> None:
+        self._buckets = buckets
+        self._lines = lines
+        self._sent: dict[Incarnation, _Sent] = {}
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending = False
+        self._vigil = vigil
+        self._sends_to = Incarnation(0)
+        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; streams must have been ended. Safe from any thread, and to repeat."""
+        self._waiting.put(None)
+
+    def ready(self, index: int, *, wait: Callable[[], None] | None = None) -> None:
+        """The gradient of a variable lies in its view, once `wait` has returned."""
+        span = self._buckets.span(index)
+        if span is None or not self._lines[span.server].takes_ahead:
+            return
+        sent = self._sent.setdefault(span.server, _Sent())
+
+        def send() -> None:
+            if wait is not None:
+                wait()
+            if sent.broken:
+                return
+            self._sends_to = span.server
+            payload = self._buckets.payload(span.server)[span.begin : span.end]
+            sent.sums[index] = span, _sum(payload)
+            try:
+                self._lines[span.server].send_ahead(span.begin, payload.data)
+            except errors.ShardyardError as error:
+                sent.broken = True
+                log.debug("server %s: nothing is sent ahead of this push (%s)", span.server, error.what)
+
+        self._pending = True
+        self._waiting.put(send)
+
+    def drain(self) -> None:
+        """Waits for what is being sent: exchanges are this thread's alone."""
+        if self._pending:
+            self._pending = False
+            done = threading.Event()
+            self._waiting.put(done.set)
+            with self._vigil.over(lambda: f"gradients to be sent to server {self._sends_to}, ahead of their push"):
+                done.wait()
+
+    def forget(self) -> None:
+        """Another exchange begins, and the servers forget what came ahead of it. After `drain`."""
+        self._sent.clear()
+
+    def rest(self, server: Incarnation) -> list[Span] | None:
+        """What of the payload must be sent with the push, after what was sent ahead of it; None where that is nothing.
+        Once for a push, after `drain`."""
+        sent = self._sent.pop(server, None)
+        if sent is None or sent.broken:
+            return None
+        payload = self._buckets.payload(server)
+        there = [span for span, sum_ in sent.sums.values() if _sum(payload[span.begin : span.end]) == sum_]
+        rest: list[Span] = []
+        at = 0
+        for span in sorted(there, key=lambda span: span.begin):
+            if at < span.begin:
+                rest.append(Span(server, at, span.begin))
+            at = span.end
+        if at < len(payload):
+            rest.append(Span(server, at, len(payload)))
+        return rest
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work()
+        while not self._waiting.empty():  # somebody may wait for the last of it
+            work = self._waiting.get()
+            if work is not None:
+                work()
+
+
+def _sum(payload: Bytes) -> int:
+    """Equal for equal bytes, and hardly ever for others; as fast as memory. The length is a multiple of 64."""
+    words = payload.view(np.uint64)
+    # the second sum tells two words that have changed places
+    half = words.size // 2
+    return int(np.add.reduce(words)) ^ (int(np.add.reduce(words[:half])) << 1)

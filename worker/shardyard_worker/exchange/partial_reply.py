@@ -1,0 +1,57 @@
+"""Values that are still on their way: one server's answer, of which the head has come.
+
+Owns: which bytes have come. Invariants: bytes are written where they belong, once, and never beyond the memory that was
+given; who waits is woken when its bytes are there, or when they will not come. Must not know: tensors, who sends.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from shardyard.domain import errors
+from shardyard.domain.ids import Incarnation
+from shardyard.wire.frames import Frame, Scatter
+
+
+class PartialReply:
+    """The payload of one answer. One thread adds, any may wait."""
+
+    def __init__(self, server: Incarnation, into: memoryview) -> None:
+        self.server = server
+        self._scatter = Scatter(into, once=True)
+        self._changed = threading.Condition()
+        self._lost: errors.ShardyardError | None = None
+
+    def add(self, frame: Frame) -> None:
+        """Raises MalformedPayload, having written nothing, for bytes beyond the end or for such as have come."""
+        with self._changed:
+            self._scatter.add(frame)
+            self._changed.notify_all()
+
+    def lose(self, error: errors.ShardyardError) -> None:
+        """What has not come will not come."""
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+
+    @property
+    def complete(self) -> bool:
+        with self._changed:
+            return self._scatter.complete
+
+    def has(self, begin: int, end: int) -> bool:
+        with self._changed:
+            return self._scatter.has(begin, end)
+
+    def wait(self, begin: int, end: int) -> None:
+        """Until bytes [begin, end) are there. Raises what they were lost by: Unavailable where they can be asked for
+        again, else MalformedPayload or TooLarge."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._scatter.has(begin, end) or self._lost is not None)
+            if self._lost is not None and not self._scatter.has(begin, end):
+                raise self._lost.anew()
+
+    def settle(self) -> None:
+        """Until all is there, or lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._scatter.complete or self._lost is not None)

@@ -1,0 +1,64 @@
+"""Memory that rows of tables pass through between this worker and a server on the same machine.
+
+Owns: what lies where in it: rows that are pushed and the ids of those wanted first, then the rows that the server puts
+there. Invariants: the room of a stream that broke off is not used again, since its server may still read it, or write
+there; a page costs nothing before it was needed; what does not fit travels over the stream. Used between the beginning
+of an exchange and its end, by the thread that has it. Must not know: what rows are for, servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from shardyard.domain.limits import ROWS_ROOM_BYTES
+from shardyard.domain.pulls import ShmHandle
+from shardyard.transport.shared_memory import SharedMemory
+
+_PUSHED_AT: Final = 0
+_WANTED_AT: Final = ROWS_ROOM_BYTES
+
+
+class ShmRows:
+    """Of one stream. Raises NotShareable, TooLarge."""
+
+    def __init__(self) -> None:
+        self._memory = SharedMemory(2 * ROWS_ROOM_BYTES, read_only=False)
+        self._pushed = self._memory.bytes[:_WANTED_AT]
+        self._wanted = self._memory.bytes[_WANTED_AT:].data
+        self.opened = False
+        """Whether the server has opened it."""
+
+    def ticket(self) -> ShmHandle:
+        return self._memory.ticket()
+
+    def settle(self, *, opened: bool) -> None:
+        """The server has opened it, or never will: nobody can from now on."""
+        self.opened = opened
+        self._memory.close()
+
+    def put(self, pieces: Sequence[memoryview]) -> int | None:
+        """Where these lie now, one after the other; None: they do not fit."""
+        total = sum([len(piece) for piece in pieces])
+        if not pieces or total > ROWS_ROOM_BYTES:
+            return None
+        at = 0
+        for piece in pieces:
+            self._pushed[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+        return _PUSHED_AT
+
+    @staticmethod
+    def place(places: Sequence[memoryview]) -> int | None:
+        """Where the rows shall be put that belong into `places`; None: they do not fit."""
+        total = sum([len(place) for place in places])
+        return _WANTED_AT if places and total <= ROWS_ROOM_BYTES else None
+
+    def take(self, places: Sequence[memoryview]) -> None:
+        """What the server has put there goes into `places`, one after the other."""
+        at = 0
+        for place in places:
+            place[:] = self._wanted[at : at + len(place)]
+            at += len(place)

@@ -1,0 +1,90 @@
+"""Learning rates as a function of the job's step (docs/ledger.md, rule B5).
+
+A worker that computes two logical ranks of a step calls `scheduler.step()` twice in it; one that joins late has never
+called it. Prepared by the job, a scheduler stands where the job stands whenever gradients are pushed, however often it
+is called.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shardyard.domain.errors import InvalidRequest, UnsupportedOptimizer
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """After `at` steps: the scheduler's state, and what it has set in each parameter group."""
+
+    at: int
+    state: dict[str, Any]
+    rates: list[dict[str, Any]]
+
+
+class JobScheduler:
+    """Wraps a `torch.optim.lr_scheduler` object that is stepped once a step of the job."""
+
+    def __init__(self, scheduler: LRScheduler, optimizer: torch.optim.Optimizer, step: Callable[[], int]) -> None:
+        """Raises UnsupportedOptimizer, InvalidRequest. `optimizer`: the one whose rates it must set."""
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise UnsupportedOptimizer(
+                "ReduceLROnPlateau cannot be a function of the job's step, since it looks at a metric",
+                todo="use a scheduler without a metric, or set group['lr'] on all workers alike",
+            )
+        if scheduler.optimizer is not optimizer:
+            raise InvalidRequest(
+                f"{type(scheduler).__name__} was built on another optimizer than the one to prepare",
+                why="it would set rates that nobody uses",
+                todo="build the scheduler on the optimizer that is given to job.prepare with it",
+            )
+        self._scheduler = scheduler
+        self._optimizer = optimizer
+        self._step = step
+        self._at = 0
+        self._first = self._kept = self._standing()
+        self.follow()
+
+    def step(self) -> None:
+        """Takes the rates of the job's step. Calling it more than once a step changes nothing."""
+        self.follow()
+
+    def follow(self) -> None:
+        """Brings the rates to the job's step, which may be an earlier one: a job can go back to a checkpoint."""
+        if self._at > self._step():
+            before = copy.deepcopy(self._kept if self._kept.at <= self._step() else self._first)
+            self._scheduler.load_state_dict(before.state)
+            for group, rates in zip(self._optimizer.param_groups, before.rates, strict=True):
+                group.update(rates)
+            self._at = before.at
+        with warnings.catch_warnings():
+            # the optimizer that steps is not the one that the scheduler was built on
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
+            while self._at < self._step():
+                self._scheduler.step()
+                self._at += 1
+
+    def keep(self) -> None:
+        """Where it stands now is what it will go back to, more than once: another logical rank begins here too."""
+        if self._kept.at != self._at:
+            self._kept = self._standing()
+
+    def _standing(self) -> _Standing:
+        return _Standing(self._at, copy.deepcopy(self._scheduler.state_dict()), copy.deepcopy(_rates(self._optimizer)))
+
+    def get_last_lr(self) -> list[Any]:
+        return list(self._scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._scheduler.state_dict())
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What schedulers change, of each parameter group."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -1,0 +1,231 @@
+"""An optimizer of torch or `shardyard.optim`, moved to the servers: its settings become an OptimizerSpec, its `step` a
+push and a pull.
+
+Owns: the translation, option by option, and the optimizer that `job.prepare` gives back. Invariant: what the servers
+cannot do exactly as torch does is refused with its name and the alternatives, never approximated. Must not know: how a
+push travels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, overload
+
+import torch
+
+from shardyard.domain.errors import UnsupportedOptimizer
+from shardyard.domain.optimizers import OptimizerSpec, make_group, setting_names
+from shardyard_worker.optimizers import extra
+
+Group = dict[str, Any]
+
+
+_KINDS: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.RMSprop: "rmsprop",
+    torch.optim.Adamax: "adamax",
+    torch.optim.NAdam: "nadam",
+    torch.optim.RAdam: "radam",
+    extra.LAMB: "lamb",
+    extra.Lion: "lion",
+    extra.FTRL: "ftrl",
+}
+
+
+def _name(kind: type[torch.optim.Optimizer]) -> str:
+    return f"{'shardyard' if kind.__module__ == extra.__name__ else 'torch'}.optim.{kind.__name__}"
+
+
+_ALTERNATIVES = "use one of " + ", ".join(_name(kind) for kind in _KINDS)
+# How torch runs an update, not what it computes.
+_UNMOVABLE_FLAGS = ("differentiable", "capturable")
+
+
+def translate(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """The optimizer as the servers know it. Raises UnsupportedOptimizer for a kind or option that they do not have."""
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
+        raise UnsupportedOptimizer(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be moved to the servers",
+            todo=_ALTERNATIVES,
+        )
+    name = _name(type(optimizer))
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise UnsupportedOptimizer(
+            f"{name} has taken steps already; its state would be lost",
+            todo="give job.prepare an optimizer that has not taken a step",
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedOptimizer(
+            f"{name} with a hook for its steps, which would not be called any more",
+            todo="register the hook on the optimizer that job.prepare gives back",
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        _check_options(name, kind, index, group)
+    return OptimizerSpec(kind, tuple(settings_of(kind, group) for group in optimizer.param_groups))
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    # Adagrad has its state from the beginning, at step 0
+    return bool(state["step"] > 0) if "step" in state else bool(state)
+
+
+def settings_of(kind: str, group: Group) -> tuple[float, ...]:
+    """A parameter group's settings as they stand now, in the order of the wire."""
+    given = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False)) | group
+    return make_group(kind, {name: float(given[name]) for name in setting_names(kind)})
+
+
+def _check_options(name: str, kind: str, index: int, group: Group) -> None:
+    for flag in _UNMOVABLE_FLAGS:
+        if group.get(flag):
+            raise UnsupportedOptimizer(
+                f"option {flag}=True of {name}, parameter group {index}",
+                todo=f"leave {flag} at False; updates run on the servers",
+            )
+    if kind == "adam" and group.get("decoupled_weight_decay"):
+        raise UnsupportedOptimizer(
+            f"option decoupled_weight_decay=True of torch.optim.Adam, parameter group {index}",
+            todo="use torch.optim.AdamW, which is the same",
+        )
+
+
+_STEADY = frozenset((float, int, bool, str, type(None)))
+
+
+def _plain(value: Any) -> Any:
+    """A value that changes when the setting does: tensors are changed in place."""
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+# torch deletes its submodule's name from torch.optim
+_TORCH_OPTIMIZER = sys.modules[torch.optim.Optimizer.__module__]
+
+
+def _global_hooks() -> bool:
+    return bool(_TORCH_OPTIMIZER._global_optimizer_pre_hooks or _TORCH_OPTIMIZER._global_optimizer_post_hooks)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a GradScaler says of gradients: whether they are beyond their format, and the scale that is still to be
+    taken from them, if any."""
+
+    overflow: bool
+    scale: torch.Tensor | None
+
+
+Contribute = Callable[["ServerOptimizer", Scaled | None], None]
+
+
+class TrainedRows(Protocol):
+    """Of the tables that are trained with the parameters."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that have come since the last step, to be changed in place."""
+
+    def clear(self) -> None:
+        """Forgets them."""
+
+
+class ServerOptimizer(torch.optim.Optimizer):
+    """The optimizer that `job.prepare` gives back: `step()` pushes the gradients and pulls the parameters.
+
+    It shares its parameter groups with the optimizer that it was made of, so that learning-rate schedulers built on
+    either work. Its state lives on the servers; `state` here is empty.
+    """
+
+    _step_supports_amp_scaling = True
+    """torch's GradScaler then calls `step` in any case, and says what it has found."""
+
+    def __init__(
+        self,
+        original: torch.optim.Optimizer,
+        kind: str,
+        contribute: Contribute,
+        rows: TrainedRows | None = None,
+    ):
+        super().__init__(original.param_groups, dict(original.defaults))
+        self.param_groups = original.param_groups
+        self._kind = kind
+        self._contribute = contribute
+        self._rows = rows
+        self._settings: tuple[tuple[float, ...], ...] | None = None
+        self._found: list[list[Any]] = []
+        self._hooked_step = partial(self.profile_hook_step(type(self)._step), self)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of the job. Afterwards the parameters are those to compute the next gradient on.
+
+        Raises JobFailed when the job has ended by an error, RateMismatch, ShapeMismatch, UnsupportedModel.
+        """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _global_hooks():
+            return self._hooked_step(closure)
+        return self._step(closure)
+
+    # torch wraps `step` of every optimizer, for hooks and its profiler, unless it says that it does so itself
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found = getattr(self, "found_inf", None)
+        self._contribute(self, None if found is None else Scaled(bool(found), getattr(self, "grad_scale", None)))
+        return loss
+
+    def settings(self) -> tuple[tuple[float, ...], ...]:
+        """All groups' settings as they stand now; the same object as long as none has changed."""
+        found = [
+            [value if type(value) in _STEADY else _plain(value) for name, value in group.items() if name != "params"]
+            for group in self.param_groups
+        ]
+        if self._settings is None or found != self._found:
+            self._settings = tuple(settings_of(self._kind, group) for group in self.param_groups)
+            self._found = found
+        return self._settings
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients, of the rows of tables too."""
+        if set_to_none:  # as torch does, which first writes down for its profiler that it does so
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad = None
+        else:
+            super().zero_grad(set_to_none)
+        if self._rows is not None:
+            self._rows.clear()
+
+    def row_gradients(self) -> list[torch.Tensor] | None:
+        """The gradients of tables' rows, to be changed in place; None without tables."""
+        return None if self._rows is None else self._rows.gradients()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Refused: the state is not in this process."""
+        raise UnsupportedOptimizer(
+            "load_state_dict on the optimizer of a job",
+            why="its state lives on the servers, and begins with the job",
+            todo="set what you need in param_groups, for example group['lr']",
+        )
+
+    def add_param_group(self, param_group: Group) -> None:
+        if hasattr(self, "_contribute"):
+            raise UnsupportedOptimizer(
+                "a parameter group added after job.prepare",
+                todo="give all parameters to the optimizer before job.prepare; freeze them with requires_grad_(False)",
+            )
+        super().add_param_group(param_group)

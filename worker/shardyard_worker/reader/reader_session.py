@@ -1,0 +1,223 @@
+"""A reader's standing with the coordinator: which job it follows, where that stands, what it has to tell.
+
+A reader is no member: it has no incarnation, takes no work and is waited for by nobody, so there is nothing that a
+fence would have to keep it from. It is known by a random name that it says again every second, and what it holds on
+servers has a lease of its own.
+
+Owns: the thread that asks. Invariants: what is told is told in order, each until it is taken; a coordinator that does
+not answer is waited for, at most its grace time. Must not know: values, servers, what is evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.domain import errors
+from shardyard.domain.ids import JobId
+from shardyard.runtime.waits import ExplainedWait, WaitRegistry
+from shardyard.transport.error_codes import from_detail
+from shardyard.transport.interfaces import Network
+from shardyard.wire import common_messages, layout_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_worker.reader.pinned_version import View
+
+log = logging.getLogger("shardyard.evaluator")
+
+ASK_MS: Final = 1_000
+LOOK_AGAIN_MS: Final = 200
+CALL_TIMEOUT_MS: Final = 3_000
+TELL_LAST_MS: Final = 5_000
+"""How long a reader that leaves tries to tell what it has found."""
+TOLD_MAX: Final = 256
+"""Reports that wait for a coordinator that is away; beyond, the oldest are forgotten."""
+
+
+@dataclass(frozen=True)
+class JobNews:
+    """What the coordinator said last. `view`: None where there are no values to be read, yet or any more; `url`: of the
+    job's checkpoints, empty: it has none."""
+
+    state: wire.JobState
+    failure: errors.ShardyardError | None
+    view: View | None
+    url: str
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (wire.JOB_STATE_FINISHED, wire.JOB_STATE_FAILED)
+
+
+class ReaderSession:
+    """`job`: the number of a run; 0: the next or present one of the name. `begin` first, `close` last."""
+
+    def __init__(self, network: Network, coordinator: str, *, job: JobId, name: str, grace_ms: int) -> None:
+        self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
+        self._reader = secrets.token_bytes(16)
+        self._grace_ms = grace_ms
+        self._changed = threading.Condition()
+        self._heard: JobNews | None = None
+        self._asked = 0
+        self._lost: errors.ShardyardError | None = None
+        self._to_tell: deque[wire.ReportEvaluationRequest] = deque(maxlen=TOLD_MAX)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._known_layout: View | None = None
+        self.vigil = WaitRegistry(logger=log)
+        self.job = job
+        self.name = name
+
+    def begin(self) -> None:
+        """Waits until there is such a job, and for the coordinator as long as its grace time. Raises
+        CoordinatorUnavailable, InvalidRequest; NotFound for a number that the coordinator does not know."""
+        silent_since: float | None = None
+        said = ""
+        with ExplainedWait(lambda: f"job {self.name or 'of any name'} to begin{said}", logger=log) as wait:
+            while True:
+                try:
+                    self._ask()
+                    break
+                except errors.NotFound:
+                    if self.job:
+                        raise
+                    silent_since = None
+                except (errors.Unavailable, errors.NotReady) as error:
+                    now = time.monotonic()
+                    silent_since = now if silent_since is None else silent_since
+                    if (now - silent_since) * 1000 >= self._grace_ms:
+                        raise
+                    said = f" ({error.what})"
+                wait.tick()
+                time.sleep(LOOK_AGAIN_MS / 1000)
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        self._thread.start()
+
+    @property
+    def heard(self) -> JobNews:
+        """Raises what the job, or its coordinator, was lost by; not where the job has ended before."""
+        with self._changed:
+            assert self._heard is not None, "not begun"
+            if self._lost is not None and not self._heard.has_ended:
+                raise self._lost.anew()
+            return self._heard
+
+    def wait(self, until: float, over: Callable[[JobNews], bool] = lambda _: False) -> JobNews:
+        """What was heard, at `until` (time.monotonic), or as soon as the job has ended or it is `over`."""
+        while True:
+            heard = self.heard
+            left = until - time.monotonic()
+            if left <= 0 or heard.has_ended or over(heard):
+                return heard
+            with self._changed:
+                self._changed.wait(min(left, LOOK_AGAIN_MS / 1000))
+
+    def tell(self, request: wire.ReportEvaluationRequest) -> None:
+        """Returns at once."""
+        with self._changed:
+            self._to_tell.append(request)
+
+    def close(self) -> None:
+        """Tells what is left to be told, and that this reader leaves. The second time does nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(CALL_TIMEOUT_MS / 1000 + 1)
+        try:
+            if self._heard is not None:
+                self._tell_last()
+        finally:
+            self.vigil.close()
+            self._peer.close()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        answered = time.monotonic()
+        while not self._stop.wait(ASK_MS / 1000):
+            try:
+                self._ask()
+                self._tell()
+                answered = time.monotonic()
+            except (errors.Unavailable, errors.NotReady) as error:
+                if (time.monotonic() - answered) * 1000 >= self._grace_ms:
+                    self._lose(errors.CoordinatorLost(f"{self._peer.name} has not answered: {error.what}"))
+                    return
+            except errors.ShardyardError as error:
+                self._lose(error)
+                return
+            except Exception as error:
+                # a defect here must not look like a job that trains on
+                log.exception("the job is not followed any more")
+                self._lose(errors.Internal(f"the job is not followed any more: {type(error).__name__}: {error}"))
+                return
+
+    def _lose(self, error: errors.ShardyardError) -> None:
+        with self._changed:
+            self._lost = error
+            self._changed.notify_all()
+
+    def _ask(self) -> None:
+        known = self._known_layout
+        request = wire.FollowJobRequest(job=self.job, job_name=self.name, reader=self._reader, layout=known is None)
+        with self.vigil.over(lambda: f"the {self._peer.name} to say where the job stands"):
+            reply = self._peer.call(methods.FOLLOW_JOB, request, timeout_ms=CALL_TIMEOUT_MS)
+        self.job, self.name = JobId(reply.job), reply.job_name
+        layout = known.layout if known is not None else None
+        if layout is None and reply.HasField("layout"):
+            layout = layout_messages.layout_from_wire(reply.layout)
+        view = None
+        if layout is not None and reply.HasField("map"):
+            map_ = layout_messages.map_from_wire(reply.map)
+            if len(map_.owners) != len(layout.partitions):
+                raise errors.MalformedPayload(f"a map of {len(map_.owners)} partitions; {len(layout.partitions)} are")
+            ended = reply.state == wire.JOB_STATE_FINISHED
+            view = View(self.job, common_messages.mode_from_wire(reply.mode), map_, layout, ended)
+            self._known_layout = view
+        failure = from_detail(reply.failure) if reply.HasField("failure") else None
+        with self._changed:
+            self._heard = JobNews(reply.state, failure, view, common_messages.text(reply.url, "the URL of checkpoints"))
+            self._changed.notify_all()
+
+    def _tell(self) -> None:
+        """Raises Unavailable; what is refused is told to the log."""
+        while True:
+            with self._changed:
+                if not self._to_tell:
+                    return
+                request = self._to_tell[0]
+            try:
+                with self.vigil.over(lambda: f"the {self._peer.name} to take an evaluation"):
+                    self._peer.call(methods.REPORT_EVALUATION, request, timeout_ms=CALL_TIMEOUT_MS)
+            except (errors.Unavailable, errors.NotReady):
+                raise
+            except errors.ShardyardError as error:
+                log.warning("the coordinator does not take the evaluation of step %d: %s", request.step, error.what)
+            with self._changed:
+                if self._to_tell and self._to_tell[0] is request:
+                    self._to_tell.popleft()
+
+    def _tell_last(self) -> None:
+        until = time.monotonic() + TELL_LAST_MS / 1000
+        goodbye = wire.FollowJobRequest(job=self.job, reader=self._reader, leaves=True)
+        while True:
+            try:
+                self._tell()
+                with self.vigil.over(lambda: f"the {self._peer.name} to let this reader go"):
+                    self._peer.call(methods.FOLLOW_JOB, goodbye, timeout_ms=CALL_TIMEOUT_MS)
+                return
+            except (errors.Unavailable, errors.NotReady) as error:
+                if time.monotonic() >= until:
+                    if self._to_tell:
+                        log.warning("%d evaluations were not told: %s", len(self._to_tell), error.what)
+                    return
+                time.sleep(LOOK_AGAIN_MS / 1000)
+            except errors.ShardyardError as error:
+                log.debug("left without a word: %s", error)
+                return

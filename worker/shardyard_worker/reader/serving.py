@@ -1,0 +1,491 @@
+"""A job's rows and parameters for who answers requests with them, while others train it.
+
+Every answer is of one version: of a synchronous job one step, else of each partition one version, all pinned at one
+moment; a version is as old as the moment before which nothing of it was newest. A thread of its own takes the next one
+before the present one is too old, with the rows that were asked for most, so that requests wait for nobody; who asks
+when there is none that is young enough waits for it.
+
+Owns: the versions that are being read, and their change. Invariants: no answer is of a version that is older than
+`staleness_ms` when it is begun, but of a job that has ended; a version is let go when the last who reads it has left;
+training is never waited for, and never waits. Safe for several threads. Must not know: pins, how rows travel.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import Version
+from shardyard.runtime.waits import ExplainedWait
+from shardyard_worker.embedding.modules import flat_ids
+from shardyard_worker.embedding.table import tables_of
+from shardyard_worker.reader.pinned_rows import PinnedRows, bind
+from shardyard_worker.reader.pinned_version import Leases, PinnedVersion, View, numbers_of
+from shardyard_worker.reader.reader_session import ReaderSession
+from shardyard_worker.reader.snapshots import AGAIN, Snapshots
+from shardyard_worker.rows.dedup import Float32s, UniqueIds, unique_ids
+from shardyard_worker.rows.frequency_cache import FrequencyCache
+from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
+
+log = logging.getLogger("shardyard.serving")
+
+STEP_WAIT_SHARE: Final = 4
+"""A step that is named ahead is waited for a quarter of the staleness, at most."""
+STEP_WAIT_MS_MAX: Final = 2_000
+REFRESH_SHARE: Final = 2
+"""The next version is taken when the present one is half as old as it may be."""
+TRY_AGAIN_MS: Final = 100
+SLICE_MS: Final = 200
+CLOSE_MS: Final = 4_000
+SPARE_MODELS_MAX: Final = 2
+"""Copies of the model that nobody reads are kept for the versions to come."""
+
+Load = Callable[[torch.nn.Module, Sequence[str], Sequence[npt.NDArray[Any]]], None]
+"""Gives a model's parameters and buffers values, by name."""
+
+
+@dataclass(frozen=True)
+class ServedRows:
+    """Rows of one version. `rows`: by table, shape (*ids.shape, dim), float32. `step`, `versions`: as of a Snapshot.
+    `age_ms`: how long before the answer was begun the version was taken."""
+
+    rows: dict[str, torch.Tensor]
+    step: int
+    versions: tuple[Version, ...]
+    age_ms: float
+
+
+@dataclass(frozen=True)
+class ServingCounts:
+    """Since it began to serve. `rows`: unique_ids ids that were looked up; `hits`: those of them that had been read of
+    their version before; `versions`: that were taken; `waits`: requests that had to wait for one."""
+
+    rows: int = 0
+    hits: int = 0
+    versions: int = 0
+    waits: int = 0
+
+    @property
+    def hit_share(self) -> float:
+        return self.hits / self.rows if self.rows else 0.0
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """`staleness_ms`: how old a version may be when an answer is begun; `wait_ms`: how long a request waits for one;
+    `cached_rows`: so many rows of each table stay here, of one version at a time."""
+
+    staleness_ms: int
+    wait_ms: int
+    cached_rows: int
+
+
+class ServedVersion:
+    """One version, for as long as its `with` block lasts. Safe for several threads."""
+
+    def __init__(
+        self,
+        held: PinnedVersion,
+        hot: FrequencyCache | None,
+        count: Callable[[int, int], None],
+        model: torch.nn.Module | None,
+    ) -> None:
+        self._held = held
+        self._hot = hot
+        self._count = count
+        self._model = model
+        self._partitions = len(held.view.layout.partitions)
+        self._numbers = numbers_of(held.view.layout)
+        self.as_of = held.as_of
+        self.is_last = held.view.ended
+        self.users = 0
+        self.is_retired = False
+
+    @property
+    def step(self) -> int:
+        """Of a synchronous job its step; else so many updates at least have all partitions."""
+        return self._held.step
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """(life, number) of each partition."""
+        return self._held.versions
+
+    @property
+    def age_ms(self) -> float:
+        """How long ago it was taken, or was seen to be the newest."""
+        return (time.monotonic() - self.as_of) * 1000
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """A copy of the model that was given to `serve`, with parameters and rows of this version. It is shared by all
+        who read the version: use it under `torch.no_grad()`, and change nothing. Raises InvalidRequest."""
+        if self._model is None:
+            raise errors.InvalidRequest("the model of a version, where none was given", todo="run.serve(model)")
+        return self._model
+
+    @property
+    def held(self) -> PinnedVersion:
+        return self._held
+
+    @property
+    def hot(self) -> FrequencyCache | None:
+        return self._hot
+
+    def look_up(self, ids: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By table the rows of ids of any shape, int64 or int32: shape (*ids.shape, dim); all tables in one round trip.
+        An id without a row reads as its initial values. Raises VersionPassed where servers do not hold the version any
+        more, InvalidRequest for a table that the job does not have, DTypeMismatch, TooLarge."""
+        asked: list[RowQuery] = []
+        found: list[UniqueIds] = []
+        for name, each in ids.items():
+            number = self._numbers.get(name)
+            if number is None:
+                known = ", ".join(self._numbers) or "none"
+                raise errors.InvalidRequest(f"rows of table {name!r}; the job's tables are {known}")
+            found.append(unique_ids(flat_ids(each), self._partitions))
+            asked.append(RowQuery(number, found[-1], self._held.view.layout.tables[number].dim))
+        rows = self.fetch(asked)
+        return {
+            name: torch.from_numpy(values[once.places]).view(*each.shape, values.shape[1])
+            for (name, each), once, values in zip(ids.items(), found, rows, strict=True)
+        }
+
+    def fetch(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
+        """Of each table, at most once, the rows of unique_ids ids, shape (m, dim)."""
+        self._held.check()
+        if self._hot is None:
+            self._count(sum([each.found.ids.size for each in asked]), 0)
+            return self._held.look_up(asked)
+        hot, read = self._hot, 0
+
+        def take(each: RowQuery) -> tuple[Float32s, Bools | None]:
+            rows = np.empty((each.found.ids.size, each.dim), np.float32)
+            return rows, hot.take(each.table, each.found.ids, rows)[0]
+
+        def look_up(more: Sequence[RowQuery]) -> Sequence[Float32s]:
+            nonlocal read
+            values = self._held.look_up(more)
+            for each, rows in zip(more, values, strict=True):
+                hot.put(each.table, each.found.ids, rows)
+                read += each.found.ids.size
+            return values
+
+        given = complete(asked, take, look_up)
+        wanted = sum([each.found.ids.size for each in asked])
+        self._count(wanted, wanted - read)
+        return given
+
+
+class ServedModel:
+    """Rows and parameters of a job, each answer of one version. Use it as a context manager, from any threads."""
+
+    def __init__(
+        self,
+        follower: ReaderSession,
+        snapshots: Snapshots,
+        options: ServingOptions,
+        model: torch.nn.Module | None,
+        load: Load,
+    ) -> None:
+        self._follower = follower
+        self._snapshots = snapshots
+        self._options = options
+        self._given = model
+        self._load = load
+        self._leases = Leases()
+        self._changed = threading.Condition()
+        self._current: ServedVersion | None = None
+        self._models: list[torch.nn.Module] = []
+        self._failed: errors.ShardyardError | None = None
+        self._why = ""
+        self._counts = [0, 0, 0, 0]
+        self._readers = 0
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
+        self._thread.start()
+
+    # ---- reading
+
+    def look_up(self, ids: Mapping[str, torch.Tensor]) -> ServedRows:
+        """By table the rows of ids of any shape, int64 or int32, all of one version. Where that is lost in the middle,
+        since a server has died or partitions have moved, it begins again with another.
+
+        Raises DeadlineExceeded where there is no version that is young enough for `wait_ms`, InvalidRequest for a table
+        that the job does not have, DTypeMismatch, TooLarge; what the job has failed with; CoordinatorLost; NotFound
+        where it has ended and its servers have let it go.
+        """
+        until = time.monotonic() + self._options.wait_ms / 1000
+        while True:
+            with self._version(until) as (version, age_ms):
+                try:
+                    return ServedRows(version.look_up(ids), version.step, version.versions, age_ms)
+                except errors.VersionPassed as error:
+                    if time.monotonic() >= until:
+                        raise
+                    self._pass(version, error)
+
+    @contextmanager
+    def version(self) -> Iterator[ServedVersion]:
+        """One version, which stays as it is until the block is left: for several look-ups, or for the model. Raises as
+        `look_up`; within the block VersionPassed where servers do not hold it any more."""
+        with self._version(time.monotonic() + self._options.wait_ms / 1000) as (version, _):
+            try:
+                yield version
+            except errors.VersionPassed as error:
+                self._pass(version, error)
+                raise
+
+    @property
+    def counts(self) -> ServingCounts:
+        with self._changed:
+            return ServingCounts(*self._counts)
+
+    @contextmanager
+    def _version(self, until: float) -> Iterator[tuple[ServedVersion, float]]:
+        """With its age in milliseconds, by which it was found young enough."""
+        version, age_ms = self._take(until)
+        try:
+            yield version, age_ms
+        finally:
+            self._leave(version)
+
+    def _take(self, until: float) -> tuple[ServedVersion, float]:
+        with self._changed:
+            entered = self._enter()
+            if entered is not None:
+                return entered
+            self._counts[3] += 1
+        with ExplainedWait(self._waited_for, logger=log) as wait:
+            while True:
+                self._wake.set()
+                with self._changed:
+                    entered = self._enter()
+                    if entered is not None:
+                        return entered
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        raise errors.DeadlineExceeded(
+                            f"{self._waited_for()} within {self._options.wait_ms} ms",
+                            why="each answer is of one version that is young enough, or there is none",
+                            todo="see `shardyard status` for the state of the servers; raise serving.wait_ms, or "
+                            "serving.staleness_ms",
+                        )
+                    self._changed.wait(min(left, SLICE_MS / 1000))
+                wait.tick()
+
+    def _enter(self) -> tuple[ServedVersion, float] | None:
+        """The present version, if it is young enough, with its age in milliseconds: one more reads it from here on.
+        Called with the lock held. Raises what the job, or this, has ended with."""
+        if self._stop.is_set():
+            raise errors.InvalidRequest("rows of a job that is not served any more", why="it was closed", todo="")
+        if self._failed is not None:
+            raise self._failed.anew()
+        version = self._current
+        if version is None or version.held.is_lost:
+            return None
+        age_ms = version.age_ms
+        if not version.is_last and age_ms > self._options.staleness_ms:
+            return None
+        version.users += 1
+        self._readers += 1
+        return version, age_ms
+
+    def _waited_for(self) -> str:
+        why = f" ({self._why})" if self._why else ""
+        return f"a version of job {self._follower.name} that is at most {self._options.staleness_ms} ms old{why}"
+
+    def _leave(self, version: ServedVersion) -> None:
+        with self._changed:
+            version.users -= 1
+            self._readers -= 1
+            ends = version.is_retired and not version.users
+            if not self._readers:
+                self._changed.notify_all()
+        if ends:
+            self._end(version)
+
+    def _pass(self, version: ServedVersion, error: errors.VersionPassed) -> None:
+        """It is lost: the next one is taken at once."""
+        with self._changed:
+            self._why = error.what
+        log.info("version at step %d of job %s is lost: %s", version.step, self._follower.name, error.what)
+        self._wake.set()
+
+    def _count(self, rows: int, hits: int) -> None:
+        with self._changed:
+            self._counts[0] += rows
+            self._counts[1] += hits
+
+    # ---- versions
+
+    def _run(self) -> None:
+        while not self._stop.is_set() and self._failed is None:
+            self._wake.clear()
+            begun = time.monotonic()
+            try:
+                is_taken = self._refresh()
+            except AGAIN as error:
+                self._tell(error.what)
+                is_taken = False
+            except errors.ShardyardError as error:
+                self._fail(error)
+                return
+            except Exception as error:
+                # a defect here must not look like a job that stands
+                log.exception("the job is not served any more")
+                self._fail(errors.Internal(f"the job is not served any more: {type(error).__name__}: {error}"))
+                return
+            pause_ms = self._options.staleness_ms / REFRESH_SHARE if is_taken else TRY_AGAIN_MS
+            if not is_taken:
+                self._stop.wait(TRY_AGAIN_MS / 1000)
+            self._wake.wait(max(0.0, begun + pause_ms / 1000 - time.monotonic()))
+
+    def _refresh(self) -> bool:
+        """Whether the newest version is the present one now."""
+        heard = self._follower.heard
+        if heard.failure is not None:
+            raise heard.failure
+        if heard.view is None:
+            if heard.has_ended:
+                self._fail(
+                    errors.NotFound(f"values of job {self._follower.name}, which has ended: servers let them go")
+                )
+                return True
+            self._tell("it has no values that can be read now")
+            return False
+        current = self._current
+        if current is not None and current.is_last and not current.held.is_lost:
+            return True
+        held = self._snapshots.hold(heard.view, step_wait_ms=self._step_wait_ms)
+        if current is not None and _is_same(current.held, held):
+            held.release()
+            with self._changed:
+                current.as_of, current.is_last = held.as_of, held.view.ended
+                self._changed.notify_all()
+            return True
+        self._leases.keep(held)  # first: values may take longer to come than a lease lasts
+        try:
+            version = self._made(held, current)
+        except BaseException:
+            self._leases.release(held)
+            raise
+        with self._changed:
+            self._current, self._why = version, ""
+            self._counts[2] += 1
+            if current is not None:
+                current.is_retired = True
+            ends = current is not None and not current.users
+            self._changed.notify_all()
+        if ends and current is not None:
+            self._end(current)
+        return True
+
+    @property
+    def _step_wait_ms(self) -> int:
+        return min(STEP_WAIT_MS_MAX, self._options.staleness_ms // STEP_WAIT_SHARE)
+
+    def _made(self, held: PinnedVersion, former: ServedVersion | None) -> ServedVersion:
+        hot = FrequencyCache(self._options.cached_rows) if self._options.cached_rows else None
+        if hot is not None and former is not None and former.hot is not None:
+            hottest = former.hot.hottest(len(held.view.layout.partitions))
+            if hottest:
+                hot.begin(hottest, held.look_up([asked for asked, _ in hottest]))
+        model = None if self._given is None else self._model_of(held.view)
+        version = ServedVersion(held, hot, self._count, model)
+        if model is not None:
+            self._fill(model, held, former)
+            for table in tables_of(model).values():
+                if isinstance(table.source, PinnedRows):
+                    table.source.show(version.fetch)
+        return version
+
+    def _fill(self, model: torch.nn.Module, held: PinnedVersion, former: ServedVersion | None) -> None:
+        if former is not None and former.held.versions == held.versions:  # then it has these values
+            with torch.no_grad():
+                for target, source in zip(_tensors(model), _tensors(former.model), strict=True):
+                    target.copy_(source)
+            return
+        values = self._snapshots.values(held)
+        self._load(model, [spec.name for spec in held.view.layout.variables], values.arrays)
+
+    def _model_of(self, view: View) -> torch.nn.Module:
+        """One that nobody reads."""
+        assert self._given is not None
+        with self._changed:
+            if self._models:
+                return self._models.pop()
+        model = copy.deepcopy(self._given)
+        tables = tables_of(model)
+        if tables:
+            bind(tables, view.layout, PinnedRows(view.layout))
+        return model
+
+    def _end(self, version: ServedVersion) -> None:
+        """Nobody reads it any more."""
+        if version._model is not None:
+            with self._changed:
+                if len(self._models) < SPARE_MODELS_MAX:
+                    self._models.append(version._model)
+        self._leases.release(version.held)
+
+    def _tell(self, why: str) -> None:
+        with self._changed:
+            self._why = why
+
+    def _fail(self, error: errors.ShardyardError) -> None:
+        with self._changed:
+            self._failed = error
+            self._changed.notify_all()
+
+    # ---- leaving
+
+    def close(self) -> None:
+        """Lets all versions go. The second time does nothing."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._wake.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join(CLOSE_MS / 1000)
+        with self._changed:  # who reads has begun before
+            self._changed.wait_for(lambda: not self._readers, CLOSE_MS / 1000)
+        self._leases.close()
+        self._snapshots.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_same(current: PinnedVersion, newest: PinnedVersion) -> bool:
+    """Whether one is as good as the other. Rows of a hybrid job change in the midst of a step, and who reads does not
+    know a hybrid job from a synchronous one."""
+    if current.is_lost or current.versions != newest.versions or current.view.map != newest.view.map:
+        return False
+    view = newest.view
+    return view.ended or view.mode is UpdateMode.ASYNC or not view.layout.tables
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

@@ -1,0 +1,244 @@
+"""One consistent version of a job's values, read from its servers while training goes on.
+
+Owns: the pins under which it reads, and the memory that it reads into. Invariants: of a synchronous job a snapshot is
+one step on all partitions; of any other the newest of each partition, each whole, pinned on all servers at one moment;
+the pins are released however the reading ends, but for a version that is asked to stay held; by their lease where this
+process dies. Must not know: torch, what values are for, when they are wanted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.ids import PartitionId, Version
+from shardyard.domain.layout.layouts import JobLayout, PartitionMap
+from shardyard.domain.pulls import NotReadyPart, PulledPart, PullHeader
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.interfaces import Network, Peer
+from shardyard.wire import methods, pull_messages, push_messages
+from shardyard.wire.frames import Assembler
+from shardyard_worker.reader.pinned_version import Pin, PinnedVersion, ReadServer, View, ask_for, release
+
+R = TypeVar("R")
+Array = npt.NDArray[Any]
+
+PULL_TIMEOUT_MS: Final = 600_000
+SLICE_MS: Final = 250
+"""How long a server holds the question whether a step has come."""
+STEP_WAIT_MS: Final = 2_000
+"""How long a step that was named ahead is waited for, before the one that stands is taken."""
+STEPS_AHEAD: Final = 2
+STEPS_AHEAD_MAX: Final = 1 << 20
+TRIES: Final = 12
+CALLERS_MAX: Final = 16
+
+AGAIN: Final = (errors.Refused, errors.NotFound, errors.NotReady, errors.Unavailable, errors.TooLarge)
+"""What is worth another try, with what is known of the job by then: partitions move, servers die and come back, steps
+pass, and other readers' pins run out."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """`versions`: of all partitions. `arrays`: one for each variable of the layout, in its shape; they are the reader's
+    until its next snapshot."""
+
+    step: int
+    versions: tuple[Version, ...]
+    arrays: tuple[Array, ...]
+
+
+class Snapshots:
+    """For one thread, which is not the last to use it: `close`. A version that it holds may be read by others."""
+
+    def __init__(self, network: Network, vigil: WaitRegistry) -> None:
+        self._network = network
+        self._vigil = vigil
+        self._peers: dict[str, Peer] = {}
+        self._threads = ThreadPoolExecutor(CALLERS_MAX, thread_name_prefix="read-snapshot")
+        self._received: dict[tuple[PartitionId, ...], npt.NDArray[np.uint8]] = {}
+        self._arrays: tuple[JobLayout, tuple[Array, ...]] | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for peer in self._peers.values():
+            peer.close()
+
+    def read(self, view: View, former: tuple[Version, ...] = ()) -> Values | None:
+        """A snapshot; None where that is of the versions `former`. Raises errors of AGAIN: try again with a newer view;
+        and InvalidRequest, MalformedPayload."""
+        held = self.hold(view, rows=False)
+        try:
+            return None if held.versions == former else self.values(held)
+        finally:
+            held.release()
+
+    def hold(self, view: View, *, rows: bool = True, step_wait_ms: int = STEP_WAIT_MS) -> PinnedVersion:
+        """A version, held until it is released. `rows`: those of tables can be looked up. Raises as `read`."""
+        servers = self._servers(view.map)
+        pin, versions, as_of = self._pin(view, servers, rows=rows, step_wait_ms=step_wait_ms)
+        return PinnedVersion(view, servers, pin, versions, as_of, self._everywhere, self._vigil)
+
+    def values(self, held: PinnedVersion) -> Values:
+        """Of a version that is held. Raises as `read`."""
+        view, versions = held.view, held.versions
+        arrays = self._memory(view.layout)
+
+        def pull(server: ReadServer) -> None:
+            self._pull(view, server, held.pin.name, versions, arrays)
+
+        try:
+            with self._vigil.over(lambda: f"{len(held.servers)} servers to send a snapshot of job {view.job}"):
+                self._everywhere(held.servers, pull)
+        except BaseException:
+            self._received, self._arrays = {}, None  # a pull that was left behind may still write there
+            raise
+        return Values(held.step, versions, arrays)
+
+    # ---- pins
+
+    def _pin(
+        self, view: View, servers: Sequence[ReadServer], *, rows: bool, step_wait_ms: int
+    ) -> tuple[Pin, tuple[Version, ...], float]:
+        """A pin, what it holds, and a moment at which that was the newest, or was not yet."""
+        if view.mode is UpdateMode.ASYNC:
+            pin, as_of = Pin(secrets.token_bytes(16), None, rows), time.monotonic()
+            try:
+                return pin, self._complete(view, servers, pin, step_wait_ms), as_of
+            except errors.InvalidRequest as refused:
+                if "newest" not in refused.facts:
+                    raise
+                raise _of_another_kind(view) from None
+        number: int | None = None  # servers answer with where they stand
+        ahead = STEPS_AHEAD
+        for _ in range(TRIES):
+            pin, as_of = Pin(secrets.token_bytes(16), number, rows), time.monotonic()
+            try:
+                versions = self._complete(view, servers, pin, step_wait_ms)
+                if number is None:  # no server of a synchronous job gives that
+                    release(view, servers, pin, self._everywhere, self._vigil)
+                    raise _of_another_kind(view)
+                return pin, versions, as_of
+            except _NotReached as standing:  # training stands, or its steps are long
+                number = standing.step
+            except errors.InvalidRequest as passed:
+                if "newest" not in passed.facts:
+                    raise
+                number = int(passed.facts["newest"]) + (0 if view.ended else ahead)
+                ahead = min(2 * ahead, STEPS_AHEAD_MAX)
+        raise errors.NotReady(f"a step of job {view.job} to be read: steps pass faster than they can be named")
+
+    def _complete(self, view: View, servers: Sequence[ReadServer], pin: Pin, step_wait_ms: int) -> tuple[Version, ...]:
+        """Pins everywhere, and waits for the version; leaves nothing pinned where it raises."""
+        until = time.monotonic() + step_wait_ms / 1000
+        try:
+            # named on all servers before it is waited for on one
+            said = self._everywhere(servers, lambda server: ask_for(view, server, pin, self._vigil, wait_ms=0))
+            with self._vigil.over(lambda: f"step {pin.number} of job {view.job}, to be read"):
+                while any(missing for _, missing in said):
+                    if time.monotonic() >= until:
+                        raise _NotReached(_standing(said))
+                    said = self._everywhere(
+                        servers, lambda server: ask_for(view, server, pin, self._vigil, wait_ms=SLICE_MS)
+                    )
+        except BaseException:
+            release(view, servers, pin, self._everywhere, self._vigil)
+            raise
+        found = {part.partition: part.version for parts, _ in said for part in parts}
+        return tuple(found[PartitionId(partition)] for partition in range(len(view.layout.partitions)))
+
+    # ---- values
+
+    def _pull(
+        self, view: View, server: ReadServer, pin: bytes, versions: Sequence[Version], arrays: Sequence[Array]
+    ) -> None:
+        layout = view.layout
+        payload = self._buffer(server.partitions, layout)
+        wish = PullHeader(
+            view.reader, server.incarnation, view.map.generation, server.partitions, 0, exactly=False, pin=pin
+        )
+        assembler = Assembler(payload.data)
+        frames = server.peer.receive(methods.PULL, pull_messages.pull_to_wire(wish), timeout_ms=PULL_TIMEOUT_MS)
+        for count, frame in enumerate(frames):
+            if count == 0:
+                said = push_messages.pulled_from_header(frame.header, server.partitions)
+                if [part.version for part in said.parts] != [versions[number] for number in server.partitions]:
+                    raise errors.MalformedPayload(f"{server.peer.name} sends other versions than it has pinned")
+            assembler.add(frame)
+        assembler.finish()
+        begin = 0
+        for number in server.partitions:
+            part = layout.partitions[number]
+            for block in part.blocks:
+                flat = arrays[block.variable].reshape(-1)
+                nbytes = block.length * flat.itemsize
+                found = payload[begin + block.position : begin + block.position + nbytes]
+                flat[block.offset : block.offset + block.length] = found.view(flat.dtype)
+            begin += part.payload_bytes
+
+    def _buffer(self, partitions: tuple[PartitionId, ...], layout: JobLayout) -> npt.NDArray[np.uint8]:
+        nbytes = sum(layout.partitions[number].payload_bytes for number in partitions)
+        kept = self._received.get(partitions)
+        if kept is None or len(kept) != nbytes:
+            kept = self._received[partitions] = np.empty(nbytes, np.uint8)
+        return kept
+
+    def _memory(self, layout: JobLayout) -> tuple[Array, ...]:
+        if self._arrays is None or self._arrays[0] is not layout:
+            self._arrays = layout, tuple(np.zeros(spec.shape, spec.dtype.value) for spec in layout.variables)
+        return self._arrays[1]
+
+    # ---- servers
+
+    def _servers(self, map_: PartitionMap) -> list[ReadServer]:
+        found = []
+        for incarnation, owned in map_.by_server().items():
+            address = owned[0].address
+            if address not in self._peers:
+                self._peers[address] = self._network.connect(address, name=f"server {incarnation} at {address}")
+            partitions = tuple(sorted(owner.partition for owner in owned))
+            found.append(ReadServer(incarnation, self._peers[address], partitions))
+        held = {server.partitions for server in found}
+        self._received = {partitions: kept for partitions, kept in self._received.items() if partitions in held}
+        return found
+
+    def _everywhere(self, servers: Sequence[ReadServer], work: Callable[[ReadServer], R]) -> list[R]:
+        """At one time. Raises the error of the first server that has one, of those whose steps have passed the highest,
+        once all have answered."""
+        calls = [self._threads.submit(work, server) for server in servers]
+        failed = [error for error in (call.exception() for call in calls) if error is not None]
+        if failed:
+            raise max(failed, key=_newest)
+        return [call.result() for call in calls]
+
+
+def _of_another_kind(view: View) -> errors.NotReady:
+    return errors.NotReady(f"a version of job {view.job}, which takes pushes in another way by now")
+
+
+class _NotReached(Exception):
+    """A step that was named has not come in time. `step`: the one that partitions stand at, or come to."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+def _standing(said: Iterable[tuple[Sequence[PulledPart], Sequence[NotReadyPart]]]) -> int:
+    return max(
+        [part.version.number for parts, _ in said for part in parts]
+        + [each.have.number for _, missing in said for each in missing]
+    )
+
+
+def _newest(error: BaseException) -> int:
+    return int(error.facts.get("newest", -1)) if isinstance(error, errors.InvalidRequest) else -1

@@ -1,0 +1,56 @@
+"""Whether a worker may keep rows of a job for steps to come, and for how many.
+
+Owns: what is asked of the settings of both. Invariants: no row is kept where a step is computed on one version of all,
+or where what a row lacks is told by the version of its partition; under a bound of the servers that holds for rows that
+were kept, too. Must not know: rows.
+"""
+
+from __future__ import annotations
+
+from shardyard.config.settings import JobSettings, WorkerSettings
+from shardyard.domain.consistency import ConsistencyMode
+from shardyard.domain.errors import ConfigurationError
+from shardyard_worker.rows.row_cache import CacheRules
+
+
+def cache_rules(worker: WorkerSettings, job: JobSettings) -> CacheRules | None:
+    """None where nothing is to be kept. Raises ConfigurationError."""
+    if not worker.cached_rows_bytes:
+        return None
+    consistency = job.consistency
+    given = f"worker.cached_rows_bytes {worker.cached_rows_bytes}"
+    if consistency.mode is ConsistencyMode.SYNC:
+        raise ConfigurationError(
+            f"{given} in a job with job.consistency.mode sync",
+            why="a step is computed on rows of exactly its version, and a row that is kept is of one before",
+            todo="set worker.cached_rows_bytes to 0, or job.consistency.mode to hybrid, async or bounded",
+        )
+    if consistency.stale is not None:
+        raise ConfigurationError(
+            f"{given} in a job with job.consistency.staleness_scaling {consistency.staleness_scaling}",
+            why="rates are divided by the age of a partition's version, and a row that is kept is older than that",
+            todo="set worker.cached_rows_bytes to 0, or job.consistency.staleness_scaling to never",
+        )
+    return CacheRules(
+        bytes_max=worker.cached_rows_bytes,
+        staleness=worker.cached_rows_steps,
+        includes_own=worker.cached_rows_own == "included",
+        under_way=worker.window,
+        ahead=consistency.rows_lacking or 0,
+    )
+
+
+def check_bound(worker: WorkerSettings, bound: int) -> None:
+    """Of a job that is started with a bound on staleness. Raises ConfigurationError."""
+    if worker.window + worker.cached_rows_steps > bound:
+        raise ConfigurationError(
+            f"worker.cached_rows_steps {worker.cached_rows_steps} with worker.window {worker.window} in a job with"
+            f" job.consistency.staleness {bound}",
+            why="rows that are used so many steps later are held to the bound of those steps, so a worker would wait"
+            " for others to take steps that wait for its own",
+            todo=f"set worker.cached_rows_steps to at most {bound - worker.window}, or job.consistency.staleness to"
+            f" {worker.window + worker.cached_rows_steps}"
+            if bound > worker.window
+            else f"set worker.cached_rows_bytes to 0, or job.consistency.staleness to"
+            f" {worker.window + worker.cached_rows_steps}",
+        )

@@ -1,0 +1,229 @@
+"""Ids of a batch, each once, and the sums of what its occurrences add to its row.
+
+Owns: the numbering of ids in the order in which they are first met, the order in which unique_ids ids travel, and the
+order of sums. Invariants: unique_ids ids stand by partition and ascend within each, so that one partition's are a slice
+whose gaps are small; a sum is taken in the order of the occurrences, so the same batch gives the same bits; no result
+depends on the hash's seed, which is drawn anew for each table, so that nobody can choose ids that collide. Must not
+know: what a row is for, who has it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shardyard.domain.compiling import compiled
+from shardyard.domain.errors import TooLarge
+from shardyard.domain.tables.row_ids import writable
+from shardyard.domain.tables.row_routing import partition_of
+from shardyard.domain.tables.splitmix_loops import mixed
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
+
+NUMBERS_MAX: Final = 1 << 30
+_SLOTS_MIN: Final = 16
+_FREE: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class UniqueIds:
+    """The ids of a batch, each once.
+
+    `ids`: shape (m,), by partition, ascending within each. `places`: shape (n,); the batch is `ids[places]`. `starts`:
+    shape (partitions + 1,); those of partition p are ids[starts[p]:starts[p + 1]].
+    """
+
+    ids: Int64s
+    places: Int64s
+    starts: Int64s
+
+
+def unique_ids(ids: Int64s, partitions: int = 1) -> UniqueIds:
+    """The unique_ids ids of `ids`, shape (n,). One pass over the batch; the rest is over the m unique_ids ones."""
+    met = IdNumbering(expected=min(ids.size, 1 << 16))
+    places = met.add(ids)
+    order = np.empty(len(met), np.int64)
+    starts = np.zeros(partitions + 1, np.int64)
+    _order(met.ids, partition_of(met.ids, partitions), order, starts)
+    _replace(places, order)
+    return UniqueIds(met.ids[order], places, starts)
+
+
+class IdNumbering:
+    """Ids numbered from 0 on in the order in which they were first added. Grows; nothing is ever taken out.
+
+    Linear probing at a load of at most 1/2; at most NUMBERS_MAX. One thread at a time.
+    """
+
+    def __init__(self, expected: int = 0) -> None:
+        self._ids = np.empty(max(expected, _SLOTS_MIN), np.int64)
+        self._count = 0
+        self._seed = np.uint64(int.from_bytes(os.urandom(8), "little"))
+        self._slots = _free_slots(self._ids.size)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ids(self) -> Int64s:
+        """By number; a view, good until the next `add`."""
+        return self._ids[: self._count]
+
+    def find(self, ids: Int64s) -> Int64s:
+        """The number of each id, -1 where it has none. Changes nothing."""
+        found = np.empty(ids.size, np.int64)
+        _find(writable(ids), self._slots, self._seed, self._ids, found)
+        return found
+
+    def add(self, ids: Int64s) -> Int64s:
+        """The number of each id; those that had none get the next. Raises TooLarge, when it is full."""
+        found = np.empty(ids.size, np.int64)
+        ids, done = writable(ids), 0
+        while True:
+            done, self._count = _add(ids, done, self._slots, self._seed, self._ids, self._count, found)
+            if done == ids.size:
+                return found
+            self._grow()
+
+    def _grow(self) -> None:
+        if self._count >= NUMBERS_MAX:
+            raise TooLarge(f"more than {NUMBERS_MAX} different ids in one process")
+        grown = np.empty(min(2 * self._ids.size, NUMBERS_MAX), np.int64)
+        grown[: self._count] = self.ids
+        self._ids, self._slots = grown, _free_slots(grown.size)
+        _place(self.ids, self._slots, self._seed)
+
+
+def _free_slots(ids: int) -> Int32s:
+    """For so many ids: a power of two, at least twice as many."""
+    return np.full(1 << (2 * ids - 1).bit_length(), _FREE, np.int32)
+
+
+# ---- sums
+
+
+def sum_rows(gradients: Float32s, places: Int64s, rows: int) -> Float32s:
+    """Shape (rows, dim): for each row the sum of the gradients, shape (n, dim), whose place it is, in their order."""
+    sums = np.zeros((rows, gradients.shape[1]), np.float32)
+    _sum_rows(gradients, places, sums)
+    return sums
+
+
+# ---- loops
+
+
+@compiled
+def _add(
+    ids: Int64s, begin: int, slots: Int32s, seed: np.uint64, known: Int64s, count: int, found: Int64s
+) -> tuple[int, int]:
+    """IdNumbering ids[begin:] until all are done or `known` is full. How many of `ids` are done, how many are known."""
+    mask = np.uint64(slots.size - 1)
+    one = np.uint64(1)
+    for i in range(begin, ids.size):
+        wanted = ids[i]
+        at = mixed(np.uint64(wanted) ^ seed) & mask
+        while True:
+            number = slots[at]
+            if number < 0:
+                if count == known.size:
+                    return i, count
+                slots[at] = count
+                known[count] = wanted
+                found[i] = count
+                count += 1
+                break
+            if known[number] == wanted:
+                found[i] = number
+                break
+            at = (at + one) & mask
+    return ids.size, count
+
+
+@compiled
+def _find(ids: Int64s, slots: Int32s, seed: np.uint64, known: Int64s, found: Int64s) -> None:
+    mask = np.uint64(slots.size - 1)
+    one = np.uint64(1)
+    for i in range(ids.size):
+        at = mixed(np.uint64(ids[i]) ^ seed) & mask
+        number = slots[at]
+        while number >= 0 and known[number] != ids[i]:
+            at = (at + one) & mask
+            number = slots[at]
+        found[i] = number
+
+
+@compiled
+def _place(known: Int64s, slots: Int32s, seed: np.uint64) -> None:
+    mask = np.uint64(slots.size - 1)
+    one = np.uint64(1)
+    for number in range(known.size):
+        at = mixed(np.uint64(known[number]) ^ seed) & mask
+        while slots[at] >= 0:
+            at = (at + one) & mask
+        slots[at] = number
+
+
+@compiled
+def _order(ids: Int64s, owners: Int32s, order: Int64s, starts: Int64s) -> None:
+    """`order`: of unique_ids ids, by owner and ascending within each. `starts`, zeros at first: where each owner's
+    begin.
+
+    A radix sort, from the lowest digit of 11 bits to the highest, without those that all ids share; owners are last.
+    """
+    digits, mask = 6, np.uint64(2047)
+    counts = np.zeros((digits, 2048), np.int64)
+    keys = np.empty(ids.size, np.uint64)
+    for i in range(ids.size):
+        # in this order unsigned numbers ascend as ids do
+        keys[i] = np.uint64(ids[i]) ^ (np.uint64(1) << np.uint64(63))
+        order[i] = i
+        for d in range(digits):
+            counts[d, (keys[i] >> np.uint64(11 * d)) & mask] += 1
+    moved_keys, moved = np.empty_like(keys), np.empty_like(order)
+    for d in range(digits):
+        shift = np.uint64(11 * d)
+        if ids.size == 0 or counts[d, (keys[0] >> shift) & mask] == ids.size:
+            continue
+        at = 0
+        for digit in range(2048):
+            at, counts[d, digit] = at + counts[d, digit], at
+        for i in range(ids.size):
+            here = (keys[i] >> shift) & mask
+            to = counts[d, here]
+            counts[d, here] = to + 1
+            moved_keys[to], moved[to] = keys[i], order[i]
+        keys[:], order[:] = moved_keys, moved
+    for i in range(ids.size):
+        starts[owners[i] + 1] += 1
+    for p in range(1, starts.size):
+        starts[p] += starts[p - 1]
+    ends = starts.copy()
+    for i in range(ids.size):
+        owner = owners[order[i]]
+        moved[ends[owner]] = order[i]
+        ends[owner] += 1
+    order[:] = moved
+
+
+@compiled
+def _replace(places: Int64s, order: Int64s) -> None:
+    """IdNumbering become positions in `order`."""
+    ranks = np.empty(order.size, np.int64)
+    for rank in range(order.size):
+        ranks[order[rank]] = rank
+    for i in range(places.size):
+        places[i] = ranks[places[i]]
+
+
+@compiled
+def _sum_rows(gradients: Float32s, places: Int64s, sums: Float32s) -> None:
+    for i in range(places.size):
+        row = places[i]
+        for c in range(gradients.shape[1]):
+            sums[row, c] += gradients[i, c]

@@ -1,0 +1,216 @@
+"""Rows on their way to servers: gradients, first values, and the ids of those that are looked up, as they travel.
+
+Owns: the cut by partition and the codes. Invariants: what is cut for one server has all rows of its partitions and no
+others, whatever the map; each row is coded once, however often it is sent. Must not know: servers' addresses, what rows
+are for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardyard.codecs.rows.row_ids import encode_runs
+from shardyard.codecs.rows.row_values import decode_rows, encode_gradients, first_code
+from shardyard.domain.errors import MalformedPayload, TooLarge
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.limits import CODE_HEAD_BYTES_MAX, MIB, ROWS_ANSWERED_BYTES_MAX, ROWS_PER_PART_MAX
+from shardyard.domain.pulls import RequestedRows, RowCode
+from shardyard.domain.pushes import PushedRows
+from shardyard_worker.rows.dedup import Float32s, UniqueIds
+
+PUSH_BYTES_EACH = 64 * MIB
+"""First values of rows are given in pushes of about so much."""
+ROW_COST_MIN = 16
+"""Bytes that count for a row that is asked for, since its id travels too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """Rows of one table: ids, shape (m,), by partition and ascending within each (UniqueIds), and values, shape (m,
+    dim)."""
+
+    table: int
+    found: UniqueIds
+    values: Float32s
+
+    def cut(self) -> Iterator[TableRows]:
+        """The same in pieces of a bounded size."""
+        each = max(1, PUSH_BYTES_EACH // max(1, self.values[:1].nbytes + 8))
+        for begin in range(0, self.found.ids.size, each):
+            part = slice(begin, begin + each)
+            starts = (self.found.starts - begin).clip(0, self.found.ids[part].size)
+            yield TableRows(
+                self.table, UniqueIds(self.found.ids[part], self.found.places[:0], starts), self.values[part]
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    rows: int
+    ids: memoryview
+    values: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How gradients of rows are coded. `work`: the numbers of what they were computed from, on which depends, with the
+    job's `seed`, what is drawn: work that is done again gives the same bits."""
+
+    code: RowCode
+    seed: int = 0
+    work: tuple[int, ...] = ()
+
+    def key(self, table: int) -> int:
+        numbers = " ".join(map(str, (self.seed, table, *self.work)))
+        return int.from_bytes(hashlib.blake2b(numbers.encode(), digest_size=8).digest(), "little")
+
+
+EXACT: Final = Rounding(RowCode.FLOAT32)
+
+
+class EncodedRows:
+    """What a push brings. `groups`: the settings of each table's optimizer."""
+
+    def __init__(
+        self, given: Sequence[TableRows], groups: tuple[tuple[float, ...], ...] = (), rounding: Rounding = EXACT
+    ) -> None:
+        self.groups = groups
+        self._tables: list[tuple[int, dict[PartitionId, _Part]]] = []
+        for each in given:
+            parts, key = {}, rounding.key(each.table)
+            spans = list(_spans(each.found, ROWS_PER_PART_MAX))
+            ids_of_all = each.found.ids
+            codes = encode_runs(ids_of_all, [(begin, end) for _, begin, end in spans])
+            for (partition, begin, end), ids in zip(spans, codes, strict=True):
+                values = encode_gradients(each.values[begin:end], ids_of_all[begin:end], rounding.code, key)
+                parts[partition] = _Part(end - begin, ids, values)
+            self._tables.append((each.table, parts))
+
+    def of(self, owned: Sequence[PartitionId]) -> tuple[tuple[PushedRows, ...], list[memoryview]]:
+        """What is said of the rows of these partitions, and their bytes."""
+        said: list[PushedRows] = []
+        pieces: list[memoryview] = []
+        for table, parts in self._tables:
+            mine = [(partition, parts[partition]) for partition in owned if partition in parts]
+            if not mine:
+                continue
+            said.append(
+                PushedRows(
+                    table,
+                    tuple([partition for partition, _ in mine]),
+                    tuple([part.rows for _, part in mine]),
+                    tuple([len(part.ids) for _, part in mine]),
+                    tuple([len(part.values) for _, part in mine]),
+                )
+            )
+            for _, part in mine:
+                pieces += [part.ids, part.values]
+        return tuple(said), pieces
+
+
+def _spans(found: UniqueIds, rows_max: int) -> Iterator[tuple[PartitionId, int, int]]:
+    starts = found.starts.tolist()
+    for partition, (begin, end) in enumerate(itertools.pairwise(starts)):
+        if end - begin > rows_max:
+            raise TooLarge(
+                f"gradients of {end - begin} rows of one table in partition {partition}; at most {rows_max} are taken",
+                todo="use smaller batches, or more partitions (job.partitions)",
+            )
+        if begin < end:
+            yield PartitionId(partition), begin, end
+
+
+@dataclass(frozen=True, slots=True)
+class RowLookup:
+    """A look-up of one server. `codes`: of the ids, in pieces; `answers`: for each run of rows that comes back, which
+    of the look-ups it is for, and where in that it begins and ends."""
+
+    wanted: tuple[RequestedRows, ...]
+    codes: tuple[memoryview, ...]
+    answers: tuple[tuple[int, int, int], ...]
+
+    def places(self, into: Sequence[Float32s]) -> list[memoryview]:
+        """The memory of the rows that are asked for, in the order in which they come, runs that touch as one."""
+        spans: list[tuple[int, int, int]] = []
+        for look_up, begin, end in self.answers:
+            if spans and spans[-1][0] == look_up and spans[-1][2] == begin:
+                begin = spans.pop()[1]
+            spans.append((look_up, begin, end))
+        return [into[look_up][begin:end].reshape(-1).view("u1").data for look_up, begin, end in spans]
+
+    def put(self, data: memoryview, into: Sequence[Float32s], code: RowCode = RowCode.FLOAT32) -> None:
+        """Puts the rows of an answer into their places. Raises MalformedPayload for another one."""
+        if code is not RowCode.FLOAT32:
+            self._put_coded(data, into)
+            return
+        if len(data) != self.nbytes(into):
+            raise MalformedPayload(f"a look-up answered with {len(data)} bytes; expected {self.nbytes(into)}")
+        at = 0
+        for place in self.places(into):
+            place[:] = data[at : at + len(place)]
+            at += len(place)
+
+    def _put_coded(self, data: memoryview, into: Sequence[Float32s]) -> None:
+        for look_up, begin, end in self.answers:
+            rows = into[look_up][begin:end]
+            code = first_code(data, *rows.shape)
+            rows[:] = decode_rows(code, *rows.shape)
+            data = data[len(code) :]
+        if len(data):
+            raise MalformedPayload(f"a look-up answered with {len(data)} bytes more than its rows have")
+
+    def nbytes(self, into: Sequence[Float32s]) -> int:
+        """Of an answer without codes."""
+        return sum([len(place) for place in self.places(into)])
+
+
+def questions(
+    wanted: Sequence[tuple[int, UniqueIds, int]], owned: Sequence[PartitionId], bytes_max: int = ROWS_ANSWERED_BYTES_MAX
+) -> list[RowLookup]:
+    """How one server is asked for rows of its partitions: a table's number, its ids and its dim for each look-up, each
+    table once. As many questions as their answers need."""
+    made: list[RowLookup] = []
+    runs: dict[int, list[tuple[PartitionId, int, int]]] = {}
+    left = bytes_max
+
+    def end() -> None:
+        nonlocal left
+        if runs:
+            made.append(_question(wanted, runs))
+        runs.clear()
+        left = bytes_max
+
+    for look_up, (_, found, dim) in enumerate(wanted):
+        starts = found.starts.tolist()
+        for partition in owned:
+            begin, last = starts[partition], starts[partition + 1]
+            while begin < last:
+                cost = max(4 * dim, ROW_COST_MIN)
+                rows = min(last - begin, (left - CODE_HEAD_BYTES_MAX) // cost)
+                if rows <= 0 or any(run[0] == partition for run in runs.get(look_up, ())):
+                    end()
+                    continue
+                runs.setdefault(look_up, []).append((partition, begin, begin + rows))
+                left -= cost * rows + CODE_HEAD_BYTES_MAX
+                begin += rows
+    end()
+    return made
+
+
+def _question(
+    wanted: Sequence[tuple[int, UniqueIds, int]], runs: dict[int, list[tuple[PartitionId, int, int]]]
+) -> RowLookup:
+    asked: list[RequestedRows] = []
+    codes: list[memoryview] = []
+    for look_up, mine in runs.items():
+        table, found, _ = wanted[look_up]
+        ids = encode_runs(found.ids, [(begin, end) for _, begin, end in mine])
+        partitions, rows = [partition for partition, _, _ in mine], [end - begin for _, begin, end in mine]
+        asked.append(RequestedRows(table, tuple(partitions), tuple(rows), tuple([len(code) for code in ids])))
+        codes += ids
+    answers = [(look_up, begin, end) for look_up, mine in runs.items() for _, begin, end in mine]
+    return RowLookup(tuple(asked), tuple(codes), tuple(answers))

@@ -1,0 +1,71 @@
+"""Trying again: with a budget, and a growing pause with jitter (docs/protocol.md, "Retries").
+
+Invariant: only calls that may be sent again go through here: reads, and writes that are named. Must not know: what is
+called.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from shardyard.domain import errors
+
+R = TypeVar("R")
+
+PAUSE_MS = 20
+PAUSE_MS_MAX = 500
+
+
+class RetryPolicy:
+    """Repeats a call while the peer does not answer or is not ready.
+
+    `check` raises when there is no point any more (the job has failed). Unavailable is raised after `budget_ms` without
+    an answer, unless there is something that makes it `worthwhile` to go on, in words; NotReady is an answer, and may
+    last for as long as `check` lets it. Whoever calls explains the wait, by `explanation`.
+    """
+
+    def __init__(
+        self,
+        budget_ms: int,
+        check: Callable[[], None],
+        waiting_for: str,
+        *,
+        worthwhile: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._worthwhile = worthwhile
+        self._budget_ms = budget_ms
+        self._check = check
+        self._waiting_for = waiting_for
+        self._last = ""
+        # jitter only spreads retries over time, so it needs no seed
+        self._random = random.Random()
+
+    @property
+    def explanation(self) -> str:
+        """What is waited for, why the last attempt was not the last, and what there is to hope for. Any thread may
+        ask."""
+        hope = self._worthwhile()
+        return self._waiting_for + (f" ({self._last})" if self._last else "") + (f"; {hope}" if hope else "")
+
+    def call(self, attempt: Callable[[], R]) -> R:
+        pause_ms = PAUSE_MS
+        silent_since = time.monotonic()
+        while True:
+            self._check()
+            try:
+                return attempt()
+            except errors.NotReady as error:
+                self._last = error.what
+                silent_since = time.monotonic()
+            except errors.Unavailable as error:
+                self._last = error.what
+                self._check()
+                if self._worthwhile():
+                    silent_since = time.monotonic()
+                if (time.monotonic() - silent_since) * 1000 >= self._budget_ms:
+                    raise
+            time.sleep(pause_ms * self._random.uniform(0.5, 1.0) / 1000)
+            pause_ms = min(2 * pause_ms, PAUSE_MS_MAX)

@@ -1,0 +1,83 @@
+"""The model's `.grad`s as views on what is pushed, so that a push copies nothing.
+
+Owns: the hooks that autograd calls when a gradient is there. Invariants: a `.grad` has torch's meaning at any time, it
+only lies elsewhere: None stays None, accumulation accumulates, and what the script writes into it is what is pushed; a
+gradient that cannot be a view (of a variable that is cut, or on a GPU) is left alone and copied: from a GPU beside the
+computation, else when it is pushed. Must not know: when, or whereto, gradients are pushed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from shardyard.domain.limits import KIB
+from shardyard_worker.exchange.flat_buffers import FlatBuffers
+
+Ready = Callable[[int, Callable[[], None] | None], None]
+
+WATCHED_BYTES_MIN = 16 * KIB
+"""A smaller gradient is copied when it is pushed, in less time than autograd takes to call a hook."""
+
+
+class GradHooks:
+    """Watches parameters, by index of their variable."""
+
+    def __init__(
+        self,
+        buckets: FlatBuffers,
+        parameters: Mapping[int, torch.Tensor],
+        *,
+        ready: Ready | None = None,
+        partial_now: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`ready` is told that a gradient lies in its view, once what it is given with it has returned; it may still be
+        added to. `partial_now`: it surely will be, so that it is neither told nor copied."""
+        self._buckets = buckets
+        self._ready = ready
+        self._partial_now = partial_now
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(partial(self._take, index))  # type: ignore[no-untyped-call]
+            for index, parameter in parameters.items()
+            if ((_pays(parameter, ready) and buckets.view(index) is not None) or buckets.carries(parameter))
+            and parameter.is_leaf
+            and parameter.requires_grad
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        """Moves a gradient to where it is pushed from."""
+        gradient, view = parameter.grad, self._buckets.view(index)
+        if gradient is None or gradient.requires_grad:
+            return
+        if gradient is view:
+            self._tell(index)
+            return
+        if self._buckets.carries(gradient):
+            if self._partial_now():
+                return
+            wait = self._buckets.take(index, gradient)
+            if wait is not None:
+                self._tell(index, wait)
+            return
+        if view is None:
+            return
+        if gradient.layout is view.layout and gradient.device == view.device and gradient.dtype is view.dtype:
+            view.copy_(gradient)
+            parameter.grad = view
+            self._tell(index)
+
+    def _tell(self, index: int, wait: Callable[[], None] | None = None) -> None:
+        if self._ready is not None and not self._partial_now():
+            self._ready(index, wait)
+
+
+def _pays(parameter: torch.Tensor, ready: Ready | None) -> bool:
+    return ready is not None or parameter.nbytes >= WATCHED_BYTES_MIN

@@ -1,0 +1,146 @@
+"""Rows that are on a job's servers, as the modules of a model ask for them.
+
+Owns: the port `RowSource` over a router. Invariants: nothing is changed by a look-up, so it is asked again wherever no
+answer came, and under the newest map where partitions have moved; in a synchronous job rows are those of the version
+that the targets hold, or the work at hand does not count. Must not know: how rows are pooled, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardyard.domain.errors import InvalidRequest, NotFound
+from shardyard.domain.ids import PartitionId
+from shardyard_worker.embedding.table import RowsNeeded, Table
+from shardyard_worker.exchange.server_group import MapChanged, ServerGroup
+from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
+from shardyard_worker.rows.row_codec import questions
+from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
+from shardyard_worker.training.table_binding import TableBinding
+from shardyard_worker.training.trainer import Trainer
+
+R = TypeVar("R")
+
+
+class RemoteRows:
+    """Of one job, for the thread that trains."""
+
+    def __init__(self, training: Trainer, tables: TableBinding) -> None:
+        self._training = training
+        self._tables = tables
+        self.looked_up, self.came_ahead = 0, 0
+        """Rows that forwards have asked for while there was look-ahead, and how many of them had come."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteRows:
+        """A copy of a model reads the same rows."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise InvalidRequest(
+            "a model with tables of a job, to be pickled",
+            why="its rows are on servers",
+            todo="pickle model.state_dict(), or load that into a model outside of the job",
+        )
+
+    def once(self, table: Table, ids: Int64s) -> UniqueIds:
+        return self._tables.once(self._tables.number(table), ids)
+
+    def fetch(self, wanted: Sequence[RowsNeeded]) -> Sequence[Float32s]:
+        """Those that came ahead, what they lack from the cache, and what that lacks from the servers."""
+        asked = [RowQuery(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
+        ahead = self._tables.ahead
+        if self._training.looks_ahead:
+            self.looked_up += _count(asked)
+        if ahead is None:
+            return self._find(asked)
+        lacking = 0
+
+        def rest(more: Sequence[RowQuery]) -> Sequence[Float32s]:
+            nonlocal lacking
+            lacking = _count(more)
+            return self._find(more)
+
+        found = complete(asked, lambda each: ahead.take(*each), rest)
+        if self._training.looks_ahead:
+            self.came_ahead += _count(asked) - lacking
+        return found
+
+    def _find(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
+        """In the cache, where there is one, or on the servers."""
+        cache = self._tables.cache
+        if cache is None:
+            return self._look_up(asked)
+
+        def take(each: RowQuery) -> tuple[Float32s, Bools | None]:
+            rows = np.empty((each.found.ids.size, each.dim), np.float32)
+            return rows, cache.take(each.table, each.found.ids, rows, cache.step)
+
+        def look_up(more: Sequence[RowQuery]) -> Sequence[Float32s]:
+            values = self._look_up(more)
+            for each, rows in zip(more, values, strict=True):
+                cache.put(each.table, each.found.ids, rows, cache.step, since=cache.step - cache.under_way)
+            return values
+
+        return complete(asked, take, look_up)
+
+    def _look_up(self, asked: Sequence[RowQuery]) -> Sequence[Float32s]:
+        found = [np.empty((each.found.ids.size, each.dim), np.float32) for each in asked]
+
+        def ask(router: ServerGroup) -> None:
+            by_server = {server: questions(asked, owned) for server, owned in router.owned.items()}
+            number = self._training.version_of_rows()
+            if number is not None:
+                try:
+                    router.look_up(by_server, found, number)
+                except NotFound as error:
+                    if "newest" not in error.facts:
+                        raise
+                    self._training.version_passed(error)
+                else:
+                    return
+            router.look_up(by_server, found)
+
+        self._reach(ask)
+        return found
+
+    def count(self, table: Table) -> int:
+        name = self._tables.names[self._tables.number(table)]
+        return self._reach(lambda router: router.count_rows(name))
+
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
+        number = self._tables.number(table)
+        for index in range(self._tables.partitions):
+            partition = PartitionId(index)
+            # under another map the partition at hand is read again
+            yield from self._reach(partial(ServerGroup.read_rows, table=number, dim=table.dim, partition=partition))
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _given(table)
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _given(table)
+
+    def _reach(self, ask: Callable[[ServerGroup], R]) -> R:
+        """Asks under the newest map."""
+        with self._training.session.interrupts:
+            while True:
+                try:
+                    return ask(self._training.router)
+                except MapChanged:
+                    self._training.go_over()
+
+
+def _count(asked: Sequence[RowQuery]) -> int:
+    return sum([each.found.ids.size for each in asked])
+
+
+def _given(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"rows put into table {table.name!r} of a job",
+        why="its rows are changed by pushes alone, each of which counts once",
+        todo="put or load them before job.prepare: the worker that gives first values gives these too",
+    )

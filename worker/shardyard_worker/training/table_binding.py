@@ -1,0 +1,283 @@
+"""A model's tables in a job: their settings, their rows on the servers, and the gradients that a push takes along.
+
+Owns: which of a job's tables is which of the model's; where their rows come from while the job lasts. Invariants: all
+workers of a job read the same rows, those that nobody has pushed too, since seeds are the first registration's; a
+table's rate follows that of the parameter group which has its weight. Must not know: names of pushes, bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.limits import TABLE_ROWS_MAX, TABLE_SEED_MAX
+from shardyard.domain.tables import row_optimizers
+from shardyard.domain.tables.initial_values import InitialValues
+from shardyard.domain.tables.table_settings import Admission, TableSettings
+from shardyard_worker.embedding.table import RowsNeeded, RowSource, Table
+from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds, unique_ids
+from shardyard_worker.rows.row_cache import RowCache, SgdRule
+from shardyard_worker.rows.row_codec import TableRows
+from shardyard_worker.rows.row_prefetch import PartialRows, RowPrefetch, RowQuery, part_of
+
+Groups = tuple[tuple[float, ...], ...]
+Announced = tuple[Table, Int64s]
+"""Ids, shape (n,), repeated or not, that will be looked up."""
+
+
+@dataclass(frozen=True)
+class TakenRows:
+    """The gradients of rows that have come since the last step, of the tables that have any. `groups`: the settings of
+    each table's optimizer for the update."""
+
+    tables: tuple[TableRows, ...]
+    groups: Groups
+
+    def unscaled(self, scale: torch.Tensor | None) -> TakenRows:
+        """Of a loss that was scaled; in place. None: they are unscaled already."""
+        if scale is not None:
+            inverse = float(scale.double().reciprocal().float())
+            torch._foreach_mul_(self.tensors, inverse)
+        return self
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients of each, shape (m, dim), on the memory that is sent."""
+        return [torch.from_numpy(each.values) for each in self.tables]
+
+
+class TableBinding:
+    """`tables`: of a model, by name; `groups`: the parameter groups of the optimizer that was made for it.
+
+    Raises InvalidRequest for a seed of more than 64 bits, and settings that servers do not take.
+    """
+
+    def __init__(self, tables: Mapping[str, Table], groups: Sequence[dict[str, Any]]) -> None:
+        self._tables = tuple(tables.values())
+        self.settings = tuple(_settings(name, table) for name, table in tables.items())
+        self._partitions = 1
+        self.ahead: RowPrefetch | None = None
+        """Rows that are as new as the values that the model holds."""
+        self.cache: RowCache | None = None
+        """Rows that were read in steps before, where a worker keeps any."""
+        self._rates = [_Rate(table, groups) for table in self._tables]
+        self._numbers = {settings.name: number for number, settings in enumerate(self.settings)}
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(settings.name for settings in self.settings)
+
+    @property
+    def partitions(self) -> int:
+        """Of the job."""
+        return self._partitions
+
+    def number(self, table: Table) -> int:
+        """Its place among the job's tables, also of a copy's. Raises InvalidRequest for another one."""
+        found = self._numbers.get(table.name)
+        if found is None:
+            raise InvalidRequest(f"table {table.name!r}, which is not one of those that were given to job.prepare")
+        return found
+
+    def adopt(self, layout: JobLayout) -> None:
+        """The job's settings, which the first registration has made. The rows that the model has are not changed."""
+        assert len(layout.tables) == len(self._tables)
+        self._partitions = len(layout.partitions)
+        self.settings = layout.tables
+        for settings, table in zip(self.settings, self._tables, strict=True):
+            table.name, table.seed = settings.name, settings.seed
+
+    def first_rows(self) -> list[TableRows]:
+        """The rows that the model has by itself: those that were loaded before."""
+        found = []
+        for number, table in enumerate(self._tables):
+            every = table.rows.everything()
+            if every.ids.size:
+                order = unique_ids(every.ids, self._partitions)
+                values = np.empty_like(every.rows)
+                values[order.places] = every.rows
+                found.append(TableRows(number, order, values))
+        return found
+
+    def begin(self, source: RowSource) -> None:
+        """From here on rows are the servers', and gradients the job's."""
+        for table in self._tables:
+            table.rows = table.no_rows()
+            table.gradients.clear()
+            table.source, table.is_trained = source, True
+
+    def end(self) -> None:
+        """The job has been left: its rows cannot be reached any more."""
+        self.ahead = None
+        for table in self._tables:
+            if not isinstance(table.source, _Left):
+                table.source, table.is_trained = _Left(), False
+                table.gradients.clear()
+
+    def take(self) -> TakenRows | None:
+        """The gradients that have come; none are there after that. None where no table has any."""
+        found = []
+        for number, table in enumerate(self._tables):
+            taken = table.gradients.take(self._partitions)
+            if taken is not None:
+                found.append(TableRows(number, *taken))
+        return TakenRows(tuple(found), self._groups()) if found else None
+
+    def joined(self, announced: Sequence[Announced]) -> dict[int, Int64s]:
+        """By table all ids that are announced. Raises InvalidRequest."""
+        by_table: dict[int, list[Int64s]] = {}
+        for table, ids in announced:
+            by_table.setdefault(self.number(table), []).append(ids)
+        return {number: np.concatenate(ids) for number, ids in by_table.items()}
+
+    def look_ahead(
+        self, joined: Mapping[int, Int64s], *, along: bool = True, step: int = 0, as_of: int = 0
+    ) -> RowPrefetch | None:
+        """What is asked for ahead, but what is in the cache; None where there is nothing, or more than comes along with
+        values. `step`: at which it is used; `as_of`: that as of which servers answer."""
+        asked = [
+            RowQuery(number, unique_ids(ids, self._partitions), self.settings[number].dim)
+            for number, ids in joined.items()
+            if ids.size
+        ]
+        here: dict[int, PartialRows] = {}
+        if self.cache is not None:
+            asked = [part for each in asked if (part := _lacking(each, self.cache, step, here)) is not None]
+        if not (asked or here) or (along and not RowPrefetch.fit(asked)):
+            return None
+        lives = 0 if self.cache is None else self.cache.lives
+        return RowPrefetch(asked, joined, here, as_of=as_of, lives=lives)
+
+    def pushed(self, taken: TakenRows, *, exact: bool) -> None:
+        """These gradients are sent with the step at hand. `exact`: a row is changed by them as they are."""
+        if self.cache is None:
+            return
+        for each in taken.tables:
+            descent = _descent(self.settings[each.table], taken.groups[each.table]) if exact else None
+            self.cache.pushed(each.table, each.found.ids, each.values, descent)
+
+    def arrive(self, ahead: RowPrefetch | None) -> None:
+        """What has come for the values that the model holds from now on."""
+        if ahead is not None and ahead is not self.ahead and self.cache is not None:
+            if ahead.lives != self.cache.lives:
+                ahead.forget_here()
+            else:
+                for table, ids, rows in ahead.came():
+                    self.cache.put(table, ids, rows, ahead.as_of, since=ahead.as_of)
+        self.ahead = ahead
+
+    def once(self, number: int, ids: Int64s) -> UniqueIds:
+        """Ids of a table, each once, by partition."""
+        known = None if self.ahead is None else self.ahead.known(number, ids)
+        return unique_ids(ids, self._partitions) if known is None else known
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that have come, to be changed in place."""
+        return [tensor for table in self._tables for tensor in table.gradients.tensors()]
+
+    def clear(self) -> None:
+        """Forgets gradients that have come."""
+        for table in self._tables:
+            table.gradients.clear()
+
+    def _groups(self) -> Groups:
+        return tuple([rate.group(settings) for rate, settings in zip(self._rates, self.settings, strict=True)])
+
+
+def _descent(settings: TableSettings, group: tuple[float, ...]) -> SgdRule | None:
+    """How a row becomes another one by its gradient; None where that takes more than the row."""
+    if settings.optimizer != "sgd" or settings.admission.kind is not Admission.ALL:
+        return None
+    names = [setting.name for setting in row_optimizers.settings_of(settings.optimizer)]
+    given = dict(zip(names, group, strict=True))
+    return None if given["momentum"] or given["maximize"] else SgdRule(given["lr"], given["weight_decay"])
+
+
+def _lacking(asked: RowQuery, cache: RowCache, step: int, here: dict[int, PartialRows]) -> RowQuery | None:
+    """What is to be asked for, with the rest put down as `here`."""
+    rows = np.empty((asked.found.ids.size, asked.dim), np.float32)
+    lacks = cache.take(asked.table, asked.found.ids, rows, step)
+    if lacks is None:
+        here[asked.table] = PartialRows(asked.found, rows, np.zeros(asked.found.ids.size, np.bool_))
+        return None
+    if lacks.all():
+        return asked
+    here[asked.table] = PartialRows(asked.found, rows, lacks)
+    return RowQuery(asked.table, part_of(asked.found, lacks), asked.dim)
+
+
+class _Rate:
+    """A table's rate is its optimizer's, times what its parameter group's has become of what that began with."""
+
+    def __init__(self, table: Table, groups: Sequence[dict[str, Any]]) -> None:
+        holds = [group for group in groups if any(each is table.weight for each in group["params"])]
+        self._group = (holds or list(groups))[0]
+        self._base = float(self._group.get("initial_lr", self._group["lr"]))
+
+    def group(self, settings: TableSettings) -> tuple[float, ...]:
+        now = float(self._group["lr"])
+        if now == self._base or self._base == 0:
+            return settings.group
+        names = [setting.name for setting in row_optimizers.settings_of(settings.optimizer)]
+        at = names.index("lr")
+        return (*settings.group[:at], settings.group[at] * (now / self._base), *settings.group[at + 1 :])
+
+
+def _settings(name: str, table: Table) -> TableSettings:
+    if not -TABLE_SEED_MAX <= table.seed <= TABLE_SEED_MAX:
+        raise InvalidRequest(f"table {name!r} with the seed {table.seed}; expected one of 64 bits")
+    given = {key: value for key, value in dataclasses.asdict(table.optimizer).items() if key != "betas"}
+    given |= dict(zip(("beta1", "beta2"), getattr(table.optimizer, "betas", ()), strict=False))
+    group = row_optimizers.make_group(table.optimizer.kind, {key: float(value) for key, value in given.items()})
+    initial = InitialValues(table.initial.kind, float(table.initial.scale))
+    return TableSettings(
+        name,
+        table.dim,
+        table.optimizer.kind,
+        group,
+        table.seed,
+        initial,
+        TABLE_ROWS_MAX,
+        table.lives.admission,
+        table.lives.expiry,
+    )
+
+
+class _Left:
+    """Where rows were that have been left behind."""
+
+    def once(self, table: Table, ids: Int64s) -> UniqueIds:  # noqa: ARG002
+        return unique_ids(ids)
+
+    def fetch(self, wanted: Sequence[RowsNeeded]) -> Sequence[Float32s]:
+        raise _gone(wanted[0].table)
+
+    def count(self, table: Table) -> int:
+        raise _gone(table)
+
+    def pieces(self, table: Table) -> Iterator[tuple[Int64s, Float32s]]:
+        raise _gone(table)
+
+    def put(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _gone(table)
+
+    def replace(self, table: Table, ids: Int64s, rows: Float32s) -> None:  # noqa: ARG002
+        raise _gone(table)
+
+
+def _gone(table: Table) -> InvalidRequest:
+    return InvalidRequest(
+        f"rows of table {table.name!r}, whose job has been left",
+        why="they are the servers', and no more than a job's table fits into one process",
+        todo="take model.state_dict(), or table.export(path), before the job is left",
+    )
