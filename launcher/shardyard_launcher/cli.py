@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -22,10 +21,8 @@ from shardyard_launcher.commands.evaluate import evaluate
 from shardyard_launcher.commands.quarantine import quarantined
 from shardyard_launcher.commands.set import set_
 from shardyard_launcher.commands.stop import stop
+from shardyard_launcher.terminal.error_output import print_error
 from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
-
-if TYPE_CHECKING:
-    from shardyard.domain.errors import ShardyardError
 
 
 def _print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
@@ -99,16 +96,6 @@ shardyard.add_command(stop)
 shardyard.add_command(set_)
 shardyard.add_command(evaluate)
 shardyard.add_command(doctor.doctor)
-
-
-def print_error(error: ShardyardError) -> None:
-    """What, why and what to do, each on lines of its own."""
-    lines = [f"error: {error.what.rstrip()}"]
-    if error.why_text:
-        lines.append(f"  why: {error.why_text}")
-    if error.todo_text:
-        lines.append(f"  what to do: {error.todo_text}")
-    click.echo("\n".join(lines), err=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -216,7 +216,7 @@ SCENARIOS: Final[dict[str, Callable[[str, Path], list[str]]]] = {
     "yard": in_yard,
 }
 PLACES: Final = places()
-MADE: Final = [where for where in PLACES.pop("*", []) if "transport/serving.py" not in where]
+MADE: Final = [where for where in PLACES.pop("*", []) if "transport/dispatch.py" not in where]
 """Names that are made elsewhere than for replies, each of which tests/fuzz/test_replies.py loses."""
 
 

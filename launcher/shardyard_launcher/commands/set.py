@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from shardyard.wire import common_messages, lease_messages
 from shardyard_launcher.terminal.options import ADDRESS, load_given, settings_options
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ def set_(
 def parse_request(what: tuple[str, ...]) -> wire.SwitchConsistencyRequest:
     """Of the command's arguments. Raises click.UsageError, ConfigurationError for a value that no job could have."""
     from shardyard.config.configuration import load
+    from shardyard.wire import common_messages
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
     names = [each for each in what if "=" not in each]
@@ -94,6 +94,7 @@ def as_flag(name: str, value: str) -> object:
 
 def describe_consistency(consistency: wire.Consistency) -> str:
     """For example `bounded, 3 steps`."""
+    from shardyard.wire import lease_messages
 
     return str(lease_messages.consistency_from_wire(consistency))
 

@@ -222,9 +222,9 @@ def _follow(
     """Runs a script and shows it; its exit status. Errors of the yard are printed here, so that the caller can tidy up
     and go on."""
     from shardyard.domain import errors
-    from shardyard_launcher.cli import print_error
     from shardyard_launcher.scripts.progress import display_for
     from shardyard_launcher.scripts.script import ScriptRun
+    from shardyard_launcher.terminal.error_output import print_error
 
     launched = ScriptRun(coordinator, agent)
     try:
@@ -247,8 +247,8 @@ def _follow(
 
 def _say_what_goes_on(yard: RunningYard, settings: Settings, signals: StopSignals) -> None:
     from shardyard.domain import errors
-    from shardyard_launcher.cli import print_error
     from shardyard_launcher.commands.resume_notice import say_what_goes_on
+    from shardyard_launcher.terminal.error_output import print_error
 
     try:
         say_what_goes_on(yard.coordinator, settings.membership.lease_ms, signals.stop, click.echo)
