@@ -5,9 +5,9 @@ settings. The ids and rows of embedding tables have codes too (`ids`, `rows`). N
 between pushes is shardyard_worker.compression.error_feedback's.
 """
 
-from shardyard.codecs.decoding import apply, decode
+from shardyard.codecs.dense.decoding import apply, decode
+from shardyard.codecs.dense.encoding import encode, encode_feedback, encode_low_rank, first_factor
 from shardyard.codecs.dense.powersgd import Grid, grid_of
-from shardyard.codecs.encoding import encode, encode_feedback, encode_low_rank, first_factor
 from shardyard.codecs.format.form import Buffer, CodeId
 from shardyard.codecs.pulls import DeltaSender, encode_values
 from shardyard.codecs.rows.row_ids import decode_ids, encode_ids

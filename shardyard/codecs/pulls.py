@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from shardyard.codecs import encoding
-from shardyard.codecs.dense import floats, int8
+from shardyard.codecs.dense import encoding, floats, int8
 from shardyard.codecs.format.compiled import Array
 from shardyard.domain.compression import CodecSpec
 

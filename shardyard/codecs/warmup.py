@@ -11,8 +11,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.codecs import encoding, pulls
-from shardyard.codecs.decoding import apply
+from shardyard.codecs import pulls
+from shardyard.codecs.dense import encoding
+from shardyard.codecs.dense.decoding import apply
 from shardyard.codecs.format.form import CodeId
 from shardyard.domain.compression import CodecSpec
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardyard.codecs.decoding import decode
+from shardyard.codecs.dense.decoding import decode
 from shardyard.codecs.rows.row_ids import encode_ids
 from shardyard.domain.consistency import SspPhase, SspReport, UpdateMode
 from shardyard.domain.errors import InvalidRequest, MalformedPayload, ShardyardError, TooLarge

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from shardyard.codecs.decoding import decode
 from shardyard.codecs.dense import floats, int8
+from shardyard.codecs.dense.decoding import decode
 from shardyard.codecs.format.compiled import Float32s, Int64s, Uint8s, read_only
 from shardyard.codecs.format.finiteness import first_not_finite
 from shardyard.codecs.format.form import Buffer, CodeId, Reader

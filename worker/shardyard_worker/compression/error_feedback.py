@@ -18,8 +18,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardyard.codecs import encoding
-from shardyard.codecs.dense import floats, powersgd, topk
+from shardyard.codecs.dense import encoding, floats, powersgd, topk
 from shardyard.config.settings import CompressionSettings
 from shardyard.domain.compression import FACTOR, MOMENTUM, NONE, PUSHES, RESIDUAL, CodecSpec, sent_count
 from shardyard.domain.errors import ConfigurationError, DTypeMismatch, ShapeMismatch, UnknownVariable
