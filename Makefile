@@ -62,7 +62,7 @@ check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated co
 
 kernels: $(STAMP) ## compile the servers' loops: once, and not in each of the first processes that need them
 	@$(BIN)/python -m shardyard_ps_server.jit.optimizer_warmup
-	@$(BIN)/python -c "from shardyard.codecs import finiteness; finiteness.warm()"
+	@$(BIN)/python -c "from shardyard.codecs.format import finiteness; finiteness.warm()"
 	@$(BIN)/python -m shardyard_ps_server.jit.table_warmup
 
 # what takes longest comes first, so that no process of the tests waits long for another at the end

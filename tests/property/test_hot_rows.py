@@ -82,7 +82,7 @@ def test_rows_are_taken_while_the_hottest_are_sought(monkeypatch: pytest.MonkeyP
         request.join(2)
         return real(*given)
 
-    monkeypatch.setattr(frequency_cache, "distinct", meanwhile)
+    monkeypatch.setattr(frequency_cache, "unique_ids", meanwhile)
     ((asked, _),) = hot.hottest(3)
     assert sorted(asked.found.ids) == ids.tolist()
     assert taken == [(None, 0)]

@@ -181,5 +181,5 @@ def test_without_rule_a3_some_batch_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_rank_order_some_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "Gate", TakesAsTheyCome)
+    monkeypatch.setattr(partition, "StepGate", TakesAsTheyCome)
     assert "other bits" in str(first_red(SyncRun))

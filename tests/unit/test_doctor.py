@@ -602,7 +602,8 @@ def test_doctor_finds_the_yard_that_is_up_and_prints_json(capsys: pytest.Capture
 
 HANGS = """
 import sys, threading
-from shardyard_launcher import machine_probes, network_probes
+from shardyard_launcher.probes import machine as machine_probes
+from shardyard_launcher.probes import network as network_probes
 from shardyard_launcher.probes.findings import Probe
 machine_probes.probes = lambda state: [Probe("disk", 100, threading.Event().wait)]
 from shardyard_launcher.cli import main

@@ -489,7 +489,7 @@ def test_warm_server_compiles_nothing_later() -> None:
 
 def test_warm_reaches_every_kernel_without_torch() -> None:
     script = (
-        "import sys; from shardyard_ps_server import kernels, optimizers\n"
+        "import sys; from shardyard_ps_server.values import kernels, optimizers\n"
         "assert not any(kernel.signatures for kernel in kernels.ALL), 'compiled at import'\n"
         "optimizers.warm(['float32'])\n"
         "print([kernel.__name__ for kernel in kernels.ALL if len(kernel.signatures) != 1], 'torch' in sys.modules)\n"

@@ -102,7 +102,7 @@ def test_closed_regions_cannot_be_attached_and_what_was_taken_can_be_used() -> N
 
 
 def test_without_shared_memory_buffers_are_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Shared", lambda *_, **__: pytest.fail("memory was shared"))
+    monkeypatch.setattr(module, "SharedMemory", lambda *_, **__: pytest.fail("memory was shared"))
     regions = ShmRegions(PAGE, shareable=False)
     buffer, place = regions.take(PAGE)
     assert (len(buffer), place, regions.tickets()) == (PAGE, None, ())
@@ -116,7 +116,7 @@ def test_where_the_system_forbids_it_buffers_are_private_from_then_on(monkeypatc
         raise NotShareable("a container forbids it")
 
     regions = ShmRegions(PAGE)
-    monkeypatch.setattr(module, "Shared", forbidden)
+    monkeypatch.setattr(module, "SharedMemory", forbidden)
     for _ in range(3):
         buffer, place = regions.take(PAGE)
         buffer[:] = 1

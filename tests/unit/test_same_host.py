@@ -285,11 +285,11 @@ def test_another_user_cannot_open_ours(shared: SharedMemory) -> None:
     asked = (
         "import os, sys\n"
         "from shardyard.domain.errors import NotShareable\n"
-        "from shardyard.domain.pulls import Ticket\n"
+        "from shardyard.domain.pulls import ShmHandle\n"
         "from shardyard.transport.shared_memory import attach\n"
         "os.setuid(int(sys.argv[1]))\n"
         "try:\n"
-        "    attach(Ticket(int(sys.argv[2]), int(sys.argv[3]), 1, bytes.fromhex(sys.argv[4])))\n"
+        "    attach(ShmHandle(int(sys.argv[2]), int(sys.argv[3]), 1, bytes.fromhex(sys.argv[4])))\n"
         "except NotShareable as error:\n"
         "    print('refused', error.what)\n"
     )

@@ -159,7 +159,7 @@ def test_a_server_that_ends_leaves_no_process_and_compiles_nothing(tmp_path: Pat
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it")
 def test_the_process_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     script = (
-        "import sys; from shardyard_ps_server import table_loops; table_loops._end_with(int(sys.argv[2]))"
+        "import sys; from shardyard_ps_server.jit import table_warmup; table_warmup._end_with(int(sys.argv[2]))"
         f"\n{RUNS}time.sleep(600)"
     )
     parent = (
