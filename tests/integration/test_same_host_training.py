@@ -289,7 +289,7 @@ def test_one_side_that_cannot_share_makes_both_use_streams(
             self._fd = -1
             raise NotShareable("a container forbids it")
 
-    monkeypatch.setattr(shm_regions if which == "server" else flat_buffers, "Shared", Forbidden)
+    monkeypatch.setattr(shm_regions if which == "server" else flat_buffers, "SharedMemory", Forbidden)
     job, model, optimizer = prepared(connect, **WAYS["views"])
     for number in range(3):
         step(model, optimizer, number)

@@ -74,7 +74,7 @@ def test_rows_are_taken_while_the_hottest_are_sought(monkeypatch: pytest.MonkeyP
     hot, ids = FrequencyCache(100), np.arange(50, dtype=np.int64)
     hot.put(0, ids, rows_of(0, 1, ids))
     hot.take(0, ids, np.empty((50, 1), np.float32))
-    real, taken = frequency_cache.distinct, []
+    real, taken = frequency_cache.unique_ids, []
 
     def meanwhile(*given: Any) -> UniqueIds:
         request = threading.Thread(target=lambda: taken.append(hot.take(0, ids, np.empty((50, 1), np.float32))))
