@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from shardyard.runtime.log import ShardyardHandler
+from shardyard.runtime.log import PROCESS, ShardyardHandler
 
 # a busy machine is no fault
 settings.register_profile("shardyard", deadline=None)
@@ -143,11 +143,14 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
-    """A command that ran in this process has set up its log, for a stream that ends with the test."""
+    """Takes back what a test did to this process's log. A command sets it up, for a stream that ends with the test; a
+    session binds its role, job and step, which every later line of the process would carry."""
     root = logging.getLogger()
-    level = root.level
+    level, fields = root.level, PROCESS.fields
     yield
     root.setLevel(level)
+    PROCESS.clear()
+    PROCESS.bind(fields)
     for handler in list(root.handlers):
         if isinstance(handler, ShardyardHandler):
             root.removeHandler(handler)

@@ -23,6 +23,8 @@ logger = logging.getLogger("shardyard.test")
 def _clean_logging() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
+    # a session that an earlier test had in this process bound a job and a step, which would end each line
+    log.PROCESS.clear()
     with log.context():
         yield
     log.PROCESS.clear()
