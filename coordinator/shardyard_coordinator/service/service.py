@@ -90,8 +90,8 @@ class Coordinator:
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="coordinator-ticker", daemon=True)
         self._broken: str | None = None
-        self._release = version("shardyard")
         """Why the journal could not be written; the machine is ahead of it then."""
+        self._release = version("shardyard")
         self._records_until_compaction = 0
         self._compact()
         self.service = self._make_service()

@@ -40,12 +40,12 @@ _ITEM_BYTES_MAX = max(dtype.item_bytes for dtype in DType)
 SQUARES_EPS = 1e-7
 """What is added to the mean of squares, as in DC-ASGD-a."""
 PIECE_BYTES = 128 * 1024
+"""How much of a payload is summed at a time. The sum stays in a core's second cache; of smaller pieces, each begins
+without prefetching (64 MiB of two contributions with SGD: 22 ms in pieces of 16 KiB, 12.5 in these)."""
 STAGED_BYTES = 32 * 1024
 STAGED_BYTES_MIN = 1024 * 1024
 """From here on the next values are made in pieces of STAGED_BYTES and written past the cache, which they would not stay
 in."""
-"""How much of a payload is summed at a time. The sum stays in a core's second cache; of smaller pieces, each begins
-without prefetching (64 MiB of two contributions with SGD: 22 ms in pieces of 16 KiB, 12.5 in these)."""
 
 
 class Contribution(NamedTuple):
