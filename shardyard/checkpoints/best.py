@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from shardyard.checkpoints.manifest import JOB_NAME
@@ -27,8 +28,8 @@ from shardyard.domain.ids import JobId
 from shardyard.domain.variables import DType
 from shardyard.storage import tensors
 from shardyard.storage.json_reader import JsonNode, canonical
-from shardyard.storage.storage import Storage, Written
-from shardyard.storage.tensors import Array, Contents, TensorSource
+from shardyard.storage.storage import Buffer, Storage, Written
+from shardyard.storage.tensors import Array, Contents, Tensor, TensorSource
 
 FOLDER: Final = "best"
 NAME: Final = "manifest.json"
@@ -109,6 +110,30 @@ class BestFolder:
         path = f"{self._folder}/{best.path}"
         _, found = tensors.read_file(self.storage, path, best.written, lambda _: True)
         return found
+
+    def check(self, best: BestManifest) -> Contents:
+        """Reads every byte of the file against its digest, a piece at a time, and returns names, dtypes and shapes.
+        Raises CheckpointDamaged, CheckpointNotFound."""
+        contents, _ = tensors.read_file(self.storage, f"{self._folder}/{best.path}", best.written, lambda _: False)
+        return contents
+
+    def sources(self, best: BestManifest, contents: Contents) -> list[TensorSource]:
+        """The values as another file takes them: each is read a piece at a time when its turn comes. `contents`: what
+        `check` returned; digests are not checked again."""
+        path = f"{self._folder}/{best.path}"
+        return [
+            TensorSource(each.name, each.dtype, each.shape, stream=partial(self._pieces, path, each))
+            for each in contents.tensors.values()
+        ]
+
+    def _pieces(self, path: str, tensor: Tensor) -> Iterator[Buffer]:
+        return self.storage.read_pieces(path, tensor.begin, tensor.end)
+
+    def stream(self, best: BestManifest, contents: Contents) -> Iterator[tuple[str, Array]]:
+        """The values by name, read-only, one at a time. `contents` as in `sources`."""
+        path = f"{self._folder}/{best.path}"
+        for each in contents.tensors.values():
+            yield each.name, tensors.read_tensor(self.storage, path, each)
 
     # ---- writing
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -242,6 +243,36 @@ def test_best_is_listed_and_exported(tmp_path: Path, capsys: pytest.CaptureFixtu
     given = ["--format", "safetensors", "--best", "best.safetensors"]
     assert main(["checkpoint", "export", "--url", str(tmp_path / "kept"), *given]) == 0
     assert (safetensors.numpy.load_file(tmp_path / "best.safetensors")["layer.weight"] == 1350).all()
+
+
+def test_best_is_exported_without_being_in_memory_whole(tmp_path: Path) -> None:
+    folder = BestFolder(open_storage(str(tmp_path / "kept")), "digits")
+    elements, count = 1 << 20, 10  # 4 MiB each
+    kept = {f"layer.{index}": np.full(elements, index, np.float32) for index in range(count)}
+    folder.keep(job=JOB, metric="accuracy", mode="max", value=0.75, step=1, values=kept)
+    given = ["--format", "safetensors", "--best", "best.safetensors"]
+    tracemalloc.start()
+    try:
+        assert main(["checkpoint", "export", "--url", str(tmp_path / "kept"), *given]) == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < count * elements * 4 / 2
+    loaded = safetensors.numpy.load_file(tmp_path / "best.safetensors")
+    assert loaded.keys() == kept.keys()
+    assert all((loaded[name] == array).all() for name, array in kept.items())
+
+
+def test_best_that_is_damaged_within_a_variable_leaves_no_file_in_either_format(tmp_path: Path) -> None:
+    folder = BestFolder(open_storage(str(tmp_path / "kept")), "digits")
+    keep(folder, 0.75)
+    found = folder.load()
+    assert found is not None
+    flipped(tmp_path / "kept" / "digits" / "best" / found.path)
+    for form in ("torch", "safetensors"):
+        given = ["--format", form, "--best", f"best.{form}"]
+        assert main(["checkpoint", "export", "--url", str(tmp_path / "kept"), *given]) == 1
+        assert not list(tmp_path.glob("*best.*"))
 
 
 def test_damaged_best_is_shown_and_never_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

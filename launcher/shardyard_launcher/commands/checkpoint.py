@@ -426,7 +426,6 @@ def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> 
     """Raises CheckpointNotFound, CheckpointDamaged."""
     from shardyard.checkpoints.best import BestFolder
     from shardyard.domain.errors import CheckpointNotFound
-    from shardyard.domain.variables import DType
     from shardyard.storage import tensors
     from shardyard.storage.storage import write_file
 
@@ -436,16 +435,13 @@ def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> 
         raise CheckpointNotFound(
             f"nothing is kept in {folder.url}", todo="keep it: run.keep_best (docs/evaluation.md), with --into or --url"
         )
-    values = folder.read(found)
+    contents = folder.check(found)
     if form == "torch":
-        _write_torch(values.items(), out)
+        _write_torch(folder.stream(found, contents), out)
     else:
-        sources = [
-            tensors.TensorSource(name, DType(each.dtype.name), each.shape, partial(tensors.bytes_of, each))
-            for name, each in values.items()
-        ]
-        write_file(out, tensors.pieces({"format": "pt"}, sources))
-    return f"{len(values)} variables of the best of job {job}, step {found.step}: {found.metric} {found.value:.6g}"
+        write_file(out, tensors.pieces({"format": "pt"}, folder.sources(found, contents)))
+    what = f"{len(contents.tensors)} variables of the best of job {job}"
+    return f"{what}, step {found.step}: {found.metric} {found.value:.6g}"
 
 
 def _write_torch(values: Iterable[tuple[str, Array]], out: Path) -> None:
