@@ -11,7 +11,9 @@ What must be settled before grpc is imported is settled here.
 import os
 from importlib.metadata import version
 
-TRIED = tuple(int(part) for part in version("grpcio").split(".")[:2]) in {(1, 85)}
+TRIED_VERSIONS = frozenset({(1, 85)})
+"""Versions of grpcio with which its private layer was tried: major, minor. constraints.txt pins one of them."""
+TRIED = tuple(int(part) for part in version("grpcio").split(".")[:2]) in TRIED_VERSIONS
 """Whether this version of grpcio is one with which its private layer was tried (shardyard.transport.grpc_private)."""
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -2,8 +2,8 @@
 
 gRPC's Python API hands each message from thread to thread; for small ones that is most of what they cost. Here the
 caller takes the events of its call itself, and a served stream needs one change of threads for each message. That
-stands on gRPC's private layer, so it is used with the versions that it was tried with (shardyard.transport.TRIED); with
-all others the public interface does the same.
+stands on gRPC's private layer, so it is used with the versions that it was tried with
+(shardyard.transport.TRIED_VERSIONS); with all others the public interface does the same.
 
 Owns: the operations of one call. Invariants: every operation that was begun is waited for before a call is given up,
 since the core writes to its memory until then; one thread at a time takes events. Must not know: what messages mean.
