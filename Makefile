@@ -45,12 +45,12 @@ status: ## show members, jobs and partitions of the yard that `make up` started
 	@$(BIN)/shardyard status -c configs/local.yaml
 
 protos: $(STAMP) ## generate shardyard/wire/v1 from protos/
-	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. $(PROTOS)
 
 protos-check: $(STAMP) ## fail if the generated code is not fresh
 	@rm -rf $(VENV)/protos-check && mkdir -p $(VENV)/protos-check
 	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(VENV)/protos-check --pyi_out=$(VENV)/protos-check \
-		--grpc_python_out=$(VENV)/protos-check $(PROTOS)
+		$(PROTOS)
 	@for f in $$(cd $(VENV)/protos-check && find . -type f); do cmp "$(VENV)/protos-check/$$f" "$$f" || \
 		{ echo "$$f is not what protos/ generates: run make protos"; exit 1; }; done
 

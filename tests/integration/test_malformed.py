@@ -1,16 +1,21 @@
 """A real server and a real coordinator behind sockets, and clients that do it wrong: typed errors, nothing changed.
 
-A plain generated client, which knows nothing but the protos, does it right first.
+A plain generated client, which knows nothing but the protos, does it right first. The package ships no generated stubs,
+so they are generated here.
 """
 
 from __future__ import annotations
 
 import queue
 import random
+import runpy
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +32,6 @@ from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.transport.grpc_server import GrpcServer
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
-from shardyard.wire.v1 import coordinator_pb2_grpc, parameter_server_pb2_grpc
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.service.journal import Journal
 from shardyard_coordinator.service.service import Coordinator
@@ -35,6 +39,8 @@ from shardyard_ps_server.hosting.store import Store
 from shardyard_ps_server.service.servicer import Servicer
 
 DEADLINE_S = 10.0
+PROTOS = Path(__file__).resolve().parents[2] / "protos"
+WIRE = "shardyard/wire/v1"
 
 
 @dataclass
@@ -43,8 +49,9 @@ class Shop:
 
     address: str
     channel: grpc.Channel
-    stub: parameter_server_pb2_grpc.ParameterServerStub
-    members: coordinator_pb2_grpc.CoordinatorStub
+    stub: Any
+    members: Any
+    stub_of: Callable[[grpc.Channel], Any]
 
     def values(self) -> bytes:
         return b"".join(frame.data for frame in self.stub.Pull(wish(), timeout=DEADLINE_S))
@@ -63,7 +70,20 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop() -> Iterator[Shop]:
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[grpc.Channel], Any]]:
+    """The classes of a generated client, by service."""
+    folder = tmp_path_factory.mktemp("stubs")
+    protos = [PROTOS / WIRE / name for name in ("coordinator.proto", "parameter_server.proto")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", f"--grpc_python_out={folder}"]
+    subprocess.run([*command, *map(str, protos)], check=True, timeout=60)
+    found: dict[str, Callable[[grpc.Channel], Any]] = {}
+    for path in sorted((folder / WIRE).glob("*_pb2_grpc.py")):
+        found.update((name, value) for name, value in runpy.run_path(str(path)).items() if name.endswith("Stub"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def shop(stubs: dict[str, Callable[[grpc.Channel], Any]]) -> Iterator[Shop]:
     store = Store()
     store.become(Incarnation(SERVER), Term(TERM))
     journal = Journal(None)
@@ -73,7 +93,7 @@ def shop() -> Iterator[Shop]:
     listener = GrpcServer("127.0.0.1:0", [Servicer(store).service(), yard.service], threads=1)
     listener.start()
     with grpc.insecure_channel(listener.address) as channel:
-        stub = parameter_server_pb2_grpc.ParameterServerStub(channel)
+        stub = stubs["ParameterServerStub"](channel)
         streams = {"Initialize"}
 
         def send(name: str, message: object) -> object:
@@ -81,7 +101,8 @@ def shop() -> Iterator[Shop]:
             return getattr(stub, name)(sent, timeout=DEADLINE_S)
 
         stock(send)
-        yield Shop(listener.address, channel, stub, coordinator_pb2_grpc.CoordinatorStub(channel))
+        members = stubs["CoordinatorStub"](channel)
+        yield Shop(listener.address, channel, stub, members, stubs["ParameterServerStub"])
     listener.stop()
     yard.stop()
     journal.close()
@@ -305,7 +326,7 @@ def test_wrong_frames_are_refused_and_change_nothing(shop: Shop) -> None:
     assert found == dict.fromkeys(streams, "MalformedPayload")
     large = wire.PushFrame(header=header(sequence), data=bytes(FRAME_BYTES_MAX + 1))
     with grpc.insecure_channel(shop.address, options=[("grpc.max_send_message_length", -1)]) as channel:
-        stub = parameter_server_pb2_grpc.ParameterServerStub(channel)
+        stub = shop.stub_of(channel)
         assert refused(lambda: stub.Push(iter([large]), timeout=DEADLINE_S)) == "TooLarge"
     assert shop.state() == before
 
