@@ -1,0 +1,58 @@
+"""The settings of a yard: names, defaults, bounds and what each is for. A file for each section.
+
+Decides: which settings there are, what each takes, and which cannot hold together. Invariants: a model is frozen,
+unknown names are refused, values are never coerced (no "3" for 3), every setting has a description, a default and
+bounds, and a relation that cannot hold is refused with the names of the settings in it. Must not know: where values
+come from (shardyard.config.configuration does), torch, sockets.
+
+Read `values` (kinds of values), then one section, such as `worker`, then `job`, then `process` (all sections) and
+`by_path` (the catalogue).
+"""
+
+from __future__ import annotations
+
+from shardyard.config.settings.by_path import Catalogue, Setting, catalogue
+from shardyard.config.settings.checkpoint import CHECKPOINTS, CheckpointSettings
+from shardyard.config.settings.compression import CompressionSettings
+from shardyard.config.settings.consistency import ConsistencySettings
+from shardyard.config.settings.job import PARTITIONS_AUTO, ClipSettings, DataSettings, JobSettings
+from shardyard.config.settings.process import LogSettings, MetricsSettings, Settings
+from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
+from shardyard.config.settings.values import AUTO, EXPLAINED_VALUE, IMPOSSIBLE_RELATION, NEVER
+from shardyard.config.settings.worker import WorkerSettings
+from shardyard.config.settings.yard import (
+    COLD_FOLDER,
+    COORDINATOR_GRACE_MS,
+    WAL_FOLDER,
+    MembershipSettings,
+    YardSettings,
+)
+
+__all__ = [
+    "AUTO",
+    "CHECKPOINTS",
+    "COLD_FOLDER",
+    "COORDINATOR_GRACE_MS",
+    "Catalogue",
+    "CheckpointSettings",
+    "ClipSettings",
+    "CompressionSettings",
+    "ConsistencySettings",
+    "DataSettings",
+    "EXPLAINED_VALUE",
+    "EvaluatorSettings",
+    "IMPOSSIBLE_RELATION",
+    "JobSettings",
+    "LogSettings",
+    "MembershipSettings",
+    "MetricsSettings",
+    "NEVER",
+    "PARTITIONS_AUTO",
+    "ServingSettings",
+    "Setting",
+    "Settings",
+    "WAL_FOLDER",
+    "WorkerSettings",
+    "YardSettings",
+    "catalogue",
+]

@@ -1,0 +1,37 @@
+"""`job.checkpoint`: when a job is written down, where, and how many checkpoints are kept."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pydantic import Field
+
+from shardyard.config.settings.values import DURATION_MS_MAX, CheckpointUrl, Section
+from shardyard.domain import limits
+
+CHECKPOINTS: Final = "checkpoints"
+"""The folder in the coordinator's state folder that takes the checkpoints of jobs that leave it to it."""
+
+
+class CheckpointSettings(Section):
+    """When a job is written down, where, and how many of these are kept."""
+
+    url: CheckpointUrl = Field(
+        default="auto",
+        description="Where checkpoints are kept: a folder that coordinator and servers share, or any URL that fsspec"
+        " knows, such as s3://bucket/path; auto: in the coordinator's state folder; never: no checkpoints.",
+    )
+    every_s: int = Field(
+        default=60, ge=0, le=DURATION_MS_MAX // 1_000, description="Seconds from one checkpoint to the next; 0: any."
+    )
+    every_steps: int = Field(
+        default=0, ge=0, le=1_000_000_000, description="Steps from one checkpoint to the next; 0: any."
+    )
+    every_log_bytes: int = Field(
+        default=limits.GIB,
+        ge=0,
+        le=limits.LOG_BYTES_MAX,
+        description="With job.durability wal: bytes in one server's log from one checkpoint to the next, since they are"
+        " read again when it dies; 0: any.",
+    )
+    keep: int = Field(default=3, ge=2, le=10_000, description="How many checkpoints are kept, at least two.")

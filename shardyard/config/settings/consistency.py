@@ -1,0 +1,133 @@
+"""`job.consistency`: how workers wait for each other, and what becomes of late gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from shardyard.config.settings.values import NEVER, Auto, Part, Rate, Section, Share, Strength, impossible
+from shardyard.domain import limits
+from shardyard.domain.consistency import (
+    ConsistencyMode,
+    StaleRule,
+)
+
+
+class ConsistencySettings(Section):
+    mode: ConsistencyMode = Field(
+        default=ConsistencyMode.ASYNC,
+        strict=False,
+        description="sync: a step is the mean over all logical ranks. local: as sync, of what each rank has come to in"
+        " job.consistency.steps steps of its own. hybrid: as sync, but rows of tables are updated as they come. async:"
+        " each push is applied as it comes. bounded: as async, and no worker is more than so many steps ahead of"
+        " another (job.consistency.staleness).",
+    )
+    steps: int = Field(
+        default=100,
+        ge=1,
+        le=limits.LOCAL_STEPS_MAX,
+        description="In local mode: the steps that each logical rank takes by itself, a round.",
+    )
+    outer_lr: Rate = Field(
+        default=0.7,
+        description="In local mode: the rate of the outer optimizer, SGD with Nesterov's momentum, which takes the"
+        " mean of the ranks' ways as a gradient; 1, without outer_momentum: the mean of their parameters.",
+    )
+    outer_momentum: Part = Field(default=0.9, description="In local mode: the outer optimizer's momentum; 0: none.")
+    staleness: int = Field(
+        default=3,
+        ge=0,
+        le=limits.STALENESS_MAX,
+        description="In bounded mode: so many steps of any other worker may be missing in the values that a gradient is"
+        " computed on.",
+    )
+    logical_ranks: Annotated[int, Field(ge=1, le=limits.LOGICAL_RANKS_MAX)] | Auto = Field(
+        default="auto",
+        description="Equal parts into which a sync step is cut; auto: the workers expected at the job's start.",
+    )
+    backup_workers: int = Field(
+        default=0,
+        ge=0,
+        le=limits.LOGICAL_RANKS_MAX - 1,
+        description="In sync mode: a step is taken without so many logical ranks, the latest; what they had is computed"
+        " again when the data set ends. 0: all count.",
+    )
+    backup_patience: Share = Field(
+        default=0.1,
+        description="With backup workers: once as many ranks are there as a step needs, the others are waited for a"
+        " little, as a share of the time that steps have taken lately. 0: not at all.",
+    )
+    rows_in_flight: int = Field(
+        default=0,
+        ge=0,
+        le=limits.ROWS_IN_FLIGHT_MAX,
+        description="In hybrid mode, with look-ahead: the rows that a step is computed on are looked up so many steps"
+        " before, and lack as many steps at most. 0: they come with the parameters, and lack none.",
+    )
+
+    staleness_scaling: Literal["never", "inverse"] = Field(
+        default="never",
+        description="inverse: the rate of an update is divided by its staleness, the updates applied since the version"
+        " that the gradient was computed on, where that is more than 1. Not in sync mode.",
+    )
+    delay_compensation: Strength = Field(
+        default=0.0,
+        description="DC-ASGD's lambda: so many times the gradient's square, times what the parameter has changed by"
+        " since the version that it was computed on, is added to the gradient; 0: none. Not in sync mode.",
+    )
+
+    delay_compensation_decay: Part = Field(
+        default=0.0,
+        description="Not 0: lambda is divided, element by element, by the root of a running mean of the gradients'"
+        " squares, in which the past has this weight (DC-ASGD-a); 0: lambda is constant (DC-ASGD-c).",
+    )
+
+    @property
+    def bound(self) -> int | None:
+        """The bound on staleness; None where there is none."""
+        return self.staleness if self.mode is ConsistencyMode.BOUNDED else None
+
+    @property
+    def rows_lacking(self) -> int | None:
+        """The steps that rows may lack; None where they are not asked for before their step."""
+        return self.rows_in_flight if self.rows_at_once else None
+
+    @property
+    def rows_at_once(self) -> bool:
+        """Whether rows of tables are updated before the step that they come with is taken."""
+        return self.mode is ConsistencyMode.HYBRID
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps of a round; None where steps are not local."""
+        return self.steps if self.mode is ConsistencyMode.LOCAL else None
+
+    @property
+    def stale(self) -> StaleRule | None:
+        """What becomes of gradients of older versions; None where they are taken as they are."""
+        if self.staleness_scaling == NEVER and not self.delay_compensation:
+            return None
+        decay = float(self.delay_compensation_decay)
+        return StaleRule(self.staleness_scaling == "inverse", float(self.delay_compensation), decay)
+
+    @model_validator(mode="after")
+    def _decay_is_that_of_a_compensation(self) -> Self:
+        if self.delay_compensation_decay and not self.delay_compensation:
+            raise impossible(
+                ("delay_compensation_decay", "delay_compensation"),
+                "delay_compensation_decay 0, or a delay_compensation that it changes",
+                f"delay_compensation_decay {self.delay_compensation_decay:g} with delay_compensation 0",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stale_gradients_are_asynchronous(self) -> Self:
+        if self.stale is not None and self.mode not in (ConsistencyMode.ASYNC, ConsistencyMode.BOUNDED):
+            name = "delay_compensation" if self.delay_compensation else "staleness_scaling"
+            raise impossible(
+                (name, "mode"),
+                f"mode async or bounded with {name}, since no gradient of a step is older than another in other modes",
+                f"{name} {getattr(self, name)} in mode {self.mode.value}",
+            )
+        return self

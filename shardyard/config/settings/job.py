@@ -1,0 +1,208 @@
+"""`job`: the settings of one training run, and the relations between its sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Self
+
+from pydantic import Field, model_validator
+
+from shardyard.config.settings.checkpoint import CheckpointSettings
+from shardyard.config.settings.compression import CompressionSettings
+from shardyard.config.settings.consistency import ConsistencySettings
+from shardyard.config.settings.values import DURATION_MS_MAX, NEVER, Auto, Deaths, JobName, Norm, Section, impossible
+from shardyard.domain import limits
+from shardyard.domain.consistency import (
+    NO_CLIPPING,
+    BufferMode,
+    Clipping,
+    ConsistencyMode,
+    Durability,
+    NonFinite,
+    UpdateMode,
+)
+
+PARTITIONS_AUTO: Final = 8
+IDLE_MS_MAX: Final = 7 * 24 * 3_600_000
+SEED_MAX: Final = (1 << 63) - 1
+
+
+class DataSettings(Section):
+    batches_per_data_shard: Annotated[int, Field(ge=1, le=1_000_000)] | Auto = Field(
+        default="auto", description="Batches leased to a worker at a time; auto: the coordinator chooses."
+    )
+    poison_deaths: Deaths = Field(
+        default=3,
+        description="A batch at which so many workers have died does not count any more, and is listed; 0: never.",
+    )
+
+
+class ClipSettings(Section):
+    """How the gradient that makes an update is clipped: first by value, then by norm."""
+
+    norm: Norm = Field(
+        default=0.0,
+        description="The largest 2-norm of a gradient over all parameters, on all servers; a larger one is scaled down"
+        " to it. 0: any.",
+    )
+    value: Norm = Field(
+        default=0.0,
+        description="The largest absolute value of a gradient's elements; others are brought to it. 0: any.",
+    )
+
+    @property
+    def clipping(self) -> Clipping:
+        return Clipping(self.norm, self.value)
+
+
+class JobSettings(Section):
+    """The settings of one job. They travel to the coordinator as JSON; those of the job's first worker are in force."""
+
+    name: JobName = Field(default="default", description="The job's name; workers of one name train together.")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=SEED_MAX,
+        description="The seed of first values, of the order of samples, of all randomness.",
+    )
+    partitions: Annotated[int, Field(ge=1, le=limits.PARTITIONS_MAX)] | Auto = Field(
+        default="auto",
+        description=f"Partitions, fixed for the job's life; auto: one for each 256 KiB of values, at most"
+        f" {PARTITIONS_AUTO}, and no more than there are blocks. A server without one has nothing to do.",
+    )
+    block_bytes: (
+        Annotated[int, Field(ge=limits.BLOCK_ALIGN_BYTES, le=limits.GIB, multiple_of=limits.BLOCK_ALIGN_BYTES)] | Auto
+    ) = Field(
+        default="auto",
+        description="A variable larger than this is cut into blocks of this size; auto: half of a partition's fair"
+        " share of the job's bytes, at least 1 MiB, so that variables stay whole where that costs little balance."
+        " Parameters under LAMB are not cut.",
+    )
+    consistency: ConsistencySettings = Field(
+        default_factory=ConsistencySettings, description="How pushes become updates."
+    )
+    workers_expected: int = Field(
+        default=1, ge=1, le=limits.MEMBERS_MAX, description="Workers at the job's start; the launcher sets it."
+    )
+    rank_grace_ms: int = Field(
+        default=2_000,
+        ge=0,
+        le=DURATION_MS_MAX,
+        description="How long a dead worker's logical ranks wait for a joining worker before the living take them.",
+    )
+    data: DataSettings = Field(default_factory=DataSettings, description="How samples are leased.")
+    checkpoint: CheckpointSettings = Field(
+        default_factory=CheckpointSettings, description="When and where a job is written down."
+    )
+    compression: CompressionSettings = Field(
+        default_factory=CompressionSettings, description="How gradients and values travel."
+    )
+    clip: ClipSettings = Field(
+        default_factory=ClipSettings,
+        description="How the gradient that makes an update is clipped: in sync mode the mean over the ranks, else each"
+        " push's own.",
+    )
+    durability: Durability = Field(
+        default=Durability.CHECKPOINT,
+        strict=False,
+        description="What outlives a server. checkpoint: its partitions go back to the newest checkpoint, and what came"
+        " since is computed again. wal: a push is acknowledged once it is in the server's log, and nothing goes back.",
+    )
+    buffers: BufferMode = Field(
+        default=BufferMode.MEAN,
+        strict=False,
+        description="Buffers, such as BatchNorm's statistics, after a synchronous step. mean: the mean over the logical"
+        " ranks (of whole numbers the maximum). first: those of logical rank 0.",
+    )
+    nonfinite: NonFinite = Field(
+        default=NonFinite.SKIP,
+        strict=False,
+        description="What becomes of work whose gradient is NaN or infinite. skip: it does not count, and is listed."
+        " fail: the job ends. allow: it counts, and nobody looks.",
+    )
+    nonfinite_max: int = Field(
+        default=10,
+        ge=0,
+        le=1_000_000,
+        description="A worker that sends so many of them one after the other is out of the job; 0: never.",
+    )
+    idle_ms: int = Field(
+        default=600_000, ge=1_000, le=IDLE_MS_MAX, description="A job without a worker for so long is ended."
+    )
+
+    @property
+    def server_clipping(self) -> Clipping:
+        """What servers do; a gradient that is an update by itself is clipped by its worker."""
+        return self.clip.clipping if self.consistency.mode.updates is UpdateMode.SYNC else NO_CLIPPING
+
+    @property
+    def partition_count(self) -> int:
+        return PARTITIONS_AUTO if self.partitions == "auto" else self.partitions
+
+    @property
+    def logical_rank_count(self) -> int:
+        ranks = self.consistency.logical_ranks
+        return self.workers_expected if ranks == "auto" else ranks
+
+    @model_validator(mode="after")
+    def _a_log_follows_a_checkpoint(self) -> Self:
+        if self.durability is Durability.WAL and self.checkpoint.url == NEVER:
+            raise impossible(
+                ("durability", "checkpoint.url"),
+                "checkpoint.url other than never with durability wal, since a log begins where a checkpoint ends",
+                f"durability {self.durability.value} with checkpoint.url {self.checkpoint.url}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _local_steps_are_clipped_by_the_script(self) -> Self:
+        for name in ("norm", "value"):
+            limit = getattr(self.clip, name)
+            if limit and self.consistency.mode is ConsistencyMode.LOCAL:
+                raise impossible(
+                    (f"clip.{name}", "consistency.mode"),
+                    f"clip.{name} 0 in mode local, in which the script clips its gradients, as without a yard"
+                    " (torch.nn.utils)",
+                    f"clip.{name} {limit:g} in mode {self.consistency.mode.value}",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _compensation_is_not_replayed(self) -> Self:
+        compensation = self.consistency.delay_compensation
+        if self.durability is Durability.WAL and compensation:
+            raise impossible(
+                ("consistency.delay_compensation", "durability"),
+                "delay_compensation 0 with durability wal, since a log does not have the values that a gradient was"
+                " computed on, and replay would give other bits",
+                f"consistency.delay_compensation {compensation:g} with durability {self.durability.value}",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _backup_workers_leave_a_rank(self) -> Self:
+        backup, mode = self.consistency.backup_workers, self.consistency.mode
+        if backup and mode is not ConsistencyMode.SYNC:
+            raise impossible(
+                ("consistency.backup_workers", "consistency.mode"),
+                "backup workers in sync mode only, since no other waits for all",
+                f"backup_workers {backup} with mode {mode.value}",
+            )
+        if backup and backup >= self.logical_rank_count:
+            raise impossible(
+                ("consistency.backup_workers", "consistency.logical_ranks"),
+                "fewer backup workers than logical ranks, since some must count",
+                f"backup_workers {backup} with {self.logical_rank_count} logical ranks",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_within_limit(self) -> Self:
+        sync = self.consistency.mode.updates is UpdateMode.SYNC
+        if sync and self.logical_rank_count > limits.LOGICAL_RANKS_MAX:
+            raise impossible(
+                ("workers_expected", "consistency.logical_ranks"),
+                f"at most {limits.LOGICAL_RANKS_MAX} logical ranks in {self.consistency.mode.value} mode; set"
+                " job.consistency.logical_ranks",
+                f"{self.logical_rank_count} (auto: one for each expected worker)",
+            )
+        return self

@@ -1,0 +1,46 @@
+"""All settings of a process, by section, with the small sections `metrics` and `log`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shardyard.config.settings.job import JobSettings
+from shardyard.config.settings.readers import EvaluatorSettings, ServingSettings
+from shardyard.config.settings.values import Address, FolderOrNone, Section
+from shardyard.config.settings.worker import WorkerSettings
+from shardyard.config.settings.yard import MembershipSettings, YardSettings
+
+
+class MetricsSettings(Section):
+    tensorboard: FolderOrNone = Field(
+        default="",
+        description="The folder for event files of what job.log is given, for TensorBoard: a run for each worker, in"
+        " DIR/JOB.",
+    )
+
+
+class LogSettings(Section):
+    format: Literal["auto", "human", "json"] = Field(
+        default="auto", description="human: lines to read; json: one object a line; auto: human."
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="The least severe level that is logged."
+    )
+
+
+class Settings(Section):
+    """All settings of a process."""
+
+    coordinator: Address = Field(
+        default="", description="The coordinator's address; without one the script runs alone, in its own process."
+    )
+    yard: YardSettings = Field(default_factory=YardSettings, description="What the launcher starts, and where.")
+    job: JobSettings = Field(default_factory=JobSettings, description="The training run.")
+    worker: WorkerSettings = Field(default_factory=WorkerSettings, description="A training process.")
+    membership: MembershipSettings = Field(default_factory=MembershipSettings, description="Who is alive.")
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings, description="Where a script's metrics go.")
+    evaluator: EvaluatorSettings = Field(default_factory=EvaluatorSettings, description="A script that follows a job.")
+    serving: ServingSettings = Field(default_factory=ServingSettings, description="A process that answers requests.")
+    log: LogSettings = Field(default_factory=LogSettings, description="What is logged, and how.")

@@ -1,0 +1,96 @@
+"""`yard` and `membership`: what the launcher starts, where, and how members are known to be alive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Self
+
+from pydantic import Field, model_validator
+
+from shardyard.config.settings.values import AUTO, DURATION_MS_MAX, PORT_MAX, Folder, Host, Section, impossible
+from shardyard.domain import limits
+
+WAL_FOLDER: Final = "wal"
+COLD_FOLDER: Final = "cold"
+HEARTBEATS_PER_LEASE_MIN: Final = 3
+COORDINATOR_GRACE_MS: Final = 60_000
+MEMORY_BYTES_MAX: Final = 1 << 50
+
+
+class YardSettings(Section):
+    servers: int = Field(
+        default=2, ge=1, le=limits.LAUNCH_WORKERS_MAX, description="How many servers the launcher starts."
+    )
+    workers: int = Field(
+        default=2, ge=1, le=limits.LAUNCH_WORKERS_MAX, description="How many training processes the launcher starts."
+    )
+    bind: Host = Field(default="127.0.0.1", description="The host that the yard's services listen on.")
+    coordinator_port: int = Field(
+        default=7070, ge=0, le=PORT_MAX, description="The coordinator's port; 0 takes a free one."
+    )
+    state: Folder = Field(
+        default=".shardyard", description="The folder for process id files, logs and the coordinator's journal."
+    )
+    wal: Folder = Field(
+        default=AUTO,
+        description="The folder for the logs of servers on this machine, which need them when one of them dies"
+        " (job.durability wal); auto: wal, in yard.state.",
+    )
+    memory_bytes_max: int = Field(
+        default=0,
+        ge=0,
+        le=MEMORY_BYTES_MAX,
+        description="Memory that rows of embedding tables, with their index, take on each server, about; colder rows go"
+        " to a file in yard.cold. 0: no bound, and no file.",
+    )
+    cold: Folder = Field(
+        default=AUTO,
+        description="The folder for these files, on a local disk; they have no names, and go with the server; auto:"
+        " cold, in yard.state.",
+    )
+    restarts_max: int = Field(
+        default=1, ge=0, le=1_000, description="How often the agent restarts a training process killed by a signal."
+    )
+    role_restarts_max: int = Field(
+        default=5,
+        ge=0,
+        le=1_000,
+        description="How often the launcher starts a dead coordinator, server or agent again, each, within "
+        "yard.role_restarts_window_ms.",
+    )
+    role_restarts_window_ms: int = Field(
+        default=60_000, ge=1_000, le=DURATION_MS_MAX, description="The time over which such restarts are counted."
+    )
+
+    @property
+    def wal_folder(self) -> Path:
+        return Path(self.state) / WAL_FOLDER if self.wal == AUTO else Path(self.wal)
+
+    @property
+    def cold_folder(self) -> Path:
+        return Path(self.state) / COLD_FOLDER if self.cold == AUTO else Path(self.cold)
+
+
+class MembershipSettings(Section):
+    heartbeat_ms: int = Field(default=500, ge=10, le=60_000, description="The time between a member's signs of life.")
+    lease_ms: int = Field(
+        default=4_000, ge=30, le=DURATION_MS_MAX, description="A member silent for so long is declared dead."
+    )
+    coordinator_grace_ms: int = Field(
+        default=COORDINATOR_GRACE_MS,
+        ge=1,
+        le=DURATION_MS_MAX,
+        description="How long members go on without a coordinator, which may be started again; then it is lost.",
+    )
+
+    @model_validator(mode="after")
+    def _lease_outlasts_heartbeats(self) -> Self:
+        least_ms = HEARTBEATS_PER_LEASE_MIN * self.heartbeat_ms
+        if self.lease_ms < least_ms:
+            raise impossible(
+                ("lease_ms", "heartbeat_ms"),
+                f"lease_ms >= {HEARTBEATS_PER_LEASE_MIN} * heartbeat_ms = {least_ms}, so that one lost sign of life"
+                " is no death",
+                f"lease_ms {self.lease_ms} with heartbeat_ms {self.heartbeat_ms}",
+            )
+        return self
