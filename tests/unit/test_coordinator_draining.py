@@ -30,6 +30,7 @@ from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
 from shardyard_coordinator.service import door
 from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec, LeaseWait
 from shardyard_coordinator.work.quarantine import QuarantinedWork
@@ -481,7 +482,7 @@ def test_data_shards_and_steps_by_turns_have_each_sample_of_an_epoch_once(
             counted[lease.source.epoch] += range(lease.begin, lease.end)
             ledger.close(lease.source, worker, lease.token, next_sequence=99)
         steps = StepLedger(logical_ranks=ranks)
-        steps.take_over(ledger, 40)
+        ledger_conversion.take_over_data(steps, ledger, 40)
         again = StepLedger(logical_ranks=ranks)
         for kind, body in steps.entries():
             again.restore(kind, Body(body))
@@ -492,7 +493,7 @@ def test_data_shards_and_steps_by_turns_have_each_sample_of_an_epoch_once(
             counted[epoch] += range(begin, last)
         assert steps.samples_done(step=end) == sum(map(len, counted))
         back = leases(other)  # the job's settings are others now: names mean what they did all the same
-        begun = dict(back.take_over(again, end))
+        begun = dict(ledger_conversion.take_over_steps(back, again, end))
         while isinstance(lease := back.lease(0, worker), DataLease):
             first = begun.get(lease.source, 0) * size
             assert first % (size * accumulate) == 0
@@ -510,7 +511,7 @@ def test_what_is_in_quarantine_stays_there_by_turns() -> None:
     ledger.close(lease.source, Incarnation(9), lease.token, next_sequence=4)
     ledger.quarantine.add(QuarantinedWork(DataShardSource(0, 0, 0), 2, deaths=3))
     steps = StepLedger(logical_ranks=2)
-    steps.take_over(ledger, 5)
+    ledger_conversion.take_over_data(steps, ledger, 5)
     (listed,) = steps.quarantined()
     assert (listed.epoch, listed.begin, listed.end) == (0, 6, 9)
     assert steps.counts(1, step=5)[0].quarantined == 1
@@ -518,7 +519,7 @@ def test_what_is_in_quarantine_stays_there_by_turns() -> None:
     steps.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 6, deaths=3))
     samples = [(each.epoch, each.begin, each.end) for each in steps.quarantined()]
     back = DataLedger(batches_per_data_shard=4, workers_expected=1, next_token=lambda: Token(1))
-    back.take_over(steps, 7)
+    ledger_conversion.take_over_steps(back, steps, 7)
     assert [(each.epoch, each.begin, each.end) for each in back.quarantined()] == samples
 
 

@@ -20,6 +20,7 @@ from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.effects import SwitchTaken
 from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.service import door
+from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import FeedDone, FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
@@ -345,7 +346,7 @@ def test_steps_and_data_shards_together_have_each_sample_of_an_epoch_once(
                 counted[epoch] += range(*units.span(index, rank))
         tokens = itertools.count(1)
         leases = DataLedger(batches_per_data_shard=shard, workers_expected=1, next_token=lambda: Token(next(tokens)))  # noqa: B023 - called here
-        begun = dict(leases.take_over(steps, step))
+        begun = dict(ledger_conversion.take_over_steps(leases, steps, step))
         assert all(next_ % accumulate == 0 for next_ in begun.values())
         while isinstance(lease := leases.lease(0, Incarnation(9)), DataLease):
             assert begun.get(lease.source, 0) * size < lease.end - lease.begin
@@ -364,7 +365,7 @@ def test_what_is_in_quarantine_stays_there_batch_by_batch() -> None:
     steps.quarantine.add(QuarantinedWork(RankSource(Rank(0)), 7, parameter="w", worker=Incarnation(5)))
     samples = [(each.epoch, at) for each in steps.quarantined() for at in range(each.begin, each.end)]
     leases = DataLedger(batches_per_data_shard=8, workers_expected=1, next_token=lambda: Token(1))
-    leases.take_over(steps, 7)
+    ledger_conversion.take_over_steps(leases, steps, 7)
     listed = list(leases.quarantined())
     assert [(each.epoch, at) for each in listed for at in range(each.begin, each.end)] == samples
     assert [(each.condemned.deaths, each.condemned.parameter) for each in listed] == [(3, "")] * 2 + [(0, "w")] * 2

@@ -20,6 +20,7 @@ from shardyard_coordinator.modes.mode_setting import SETTING, consistency_body, 
 from shardyard_coordinator.placement import table_specs
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 from shardyard_coordinator.storage.checkpoint_book import Committed
+from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import LeaseWait
 from shardyard_coordinator.work.step_ledger import StepLedger
@@ -196,7 +197,7 @@ class ModeSwitch:
             )
         table_specs.check_settings(layout.tables, settings)
         if isinstance(job.feeds, DataLedger):
-            job.make_step_ledger(settings).check(job.feeds)
+            ledger_conversion.check(job.make_step_ledger(settings), job.feeds)
 
     def _go_over(self, now_ms: int) -> list[Effect]:
         """Once a checkpoint has all that was counted before the step that was settled, the job is in the other mode:
@@ -248,7 +249,7 @@ class ModeSwitch:
         assert isinstance(job.feeds, StepLedger)
         self._become(consistency, generation)
         feeds = job.make_data_ledger()
-        begun = feeds.take_over(job.feeds, step)
+        begun = ledger_conversion.take_over_steps(feeds, job.feeds, step)
         job.deal(feeds, None, step)
         return feeds, begun
 
@@ -258,7 +259,7 @@ class ModeSwitch:
         job = self._job
         assert isinstance(job.feeds, DataLedger)
         steps = job.make_step_ledger(settings_of(job.settings, consistency))
-        steps.take_over(job.feeds, step)
+        ledger_conversion.take_over_data(steps, job.feeds, step)
         self._become(consistency, generation)
         ranks = job.make_ranks(now_ms)
         for worker in job.workers:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardyard.domain import limits
 from shardyard.domain.errors import InvalidRequest, NotFound, StaleToken
@@ -33,9 +33,6 @@ from shardyard_coordinator.work.feeds import (
     feed_opened,
 )
 from shardyard_coordinator.work.quarantine import Quarantine, QuarantinedWork
-
-if TYPE_CHECKING:
-    from shardyard_coordinator.work.step_ledger import StepLedger
 
 DATA_SHARDS_PER_WORKER_MIN: Final = 4
 """Data shards of an epoch for each expected worker, where the coordinator chooses: so many that the end of an epoch is
@@ -397,32 +394,27 @@ class DataLedger:
             self._feeds.append(shards)
         self.quarantine = then.quarantine
 
-    def take_over(self, steps: StepLedger, step: int) -> list[tuple[DataShardSource, int]]:
-        """Takes over the feeds of a job that was synchronous, and stands before `step`: what it has counted is done,
-        what is in quarantine stays there. The data shards of which a part is counted, and so many of their batches."""
-        assert not self._feeds
-        begun: list[tuple[DataShardSource, int]] = []
-        for feed in range(len(steps)):
-            spec, (epoch, samples) = steps.spec(feed), steps.place(feed, step)
-            shards = self._add(feed, spec, steps.batches_per_data_shard(feed) or None)
-            # a step begins where a data shard does, or where one of its pushes does
-            index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
-            shards.begun = epoch * shards.per_epoch + index
-            if rest:
-                batch = rest // spec.batch_size
-                begun.append((shards.source(shards.begun), batch))
-                shards.returned, shards.reached = [shards.begun], {shards.begun: batch}
-                shards.begun += 1
-        for left_out in steps.quarantined():
-            if isinstance(left_out.condemned.source, DataShardSource):  # from before there were steps
-                self.quarantine.add(left_out.condemned)
-                continue
-            shards, size = self._feeds[left_out.feed], steps.spec(left_out.feed).batch_size
-            for at in range(left_out.begin, left_out.end, size):
-                index, rest = divmod(at, shards.batches_per_data_shard * size)
-                source = DataShardSource(left_out.feed, left_out.epoch, index)
-                self.quarantine.add(dataclasses.replace(left_out.condemned, source=source, sequence=rest // size))
+    def continue_feed(
+        self, spec: FeedSpec, epoch: int, samples: int, per_shard: int | None
+    ) -> tuple[DataShardSource, int] | None:
+        """Adds a feed of which whole epochs were counted as steps, and `samples` of the epoch after them. Returns the
+        data shard of which a part is counted, and how many of its batches are; None if there is no such shard.
+        `per_shard`: batches of a data shard; None: that is chosen."""
+        shards = self._add(len(self._feeds), spec, per_shard)
+        # a step begins where a data shard does, or where one of its pushes does
+        index, rest = divmod(samples, shards.batches_per_data_shard * spec.batch_size)
+        shards.begun = epoch * shards.per_epoch + index
+        if not rest:
+            return None
+        batch = rest // spec.batch_size
+        begun = shards.source(shards.begun), batch
+        shards.returned, shards.reached = [shards.begun], {shards.begun: batch}
+        shards.begun += 1
         return begun
+
+    def batches_per_data_shard(self, feed: int) -> int:
+        """Raises NotFound."""
+        return self._require(feed).batches_per_data_shard
 
     def loses_finished(self, kept: Mapping[str, object]) -> int | None:
         """The first feed that is finished, and was not when a checkpoint was begun that had this to say."""

@@ -17,7 +17,6 @@ from shardyard.domain.ids import Rank, Token
 from shardyard.domain.push_names import DataShardSource, LeasedSource, RankSource
 from shardyard.domain.units import StepPlan
 from shardyard_coordinator.records import SUM_MAX, Body, Entry, require
-from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import (
     FeedCounts,
     FeedOpening,
@@ -208,34 +207,17 @@ class StepLedger:
 
     # ---- of a job that was asynchronous
 
-    def take_over(self, ledger: DataLedger, step: int) -> None:
-        """Takes over the feeds of a job that was asynchronous, whose first step is `step`: what its data shards have
-        counted is done, and what is in quarantine stays there. All that were begun are done. Raises InvalidRequest
-        where steps could not deal the rest."""
-        assert not self._feeds
-        self.check(ledger)
-        for feed in range(len(ledger)):
-            spec, (epochs, samples, per_shard) = ledger.spec(feed), ledger.place(feed)
-            units = spec.cut(self._logical_ranks, self._local_steps)
-            made = self._add(spec, step, units.per_epoch, (epochs, samples), per_shard)
-            made.done = epochs == spec.epochs
-        for condemned in ledger.quarantine:
-            self.quarantine.add(condemned)
+    def continue_feed(self, spec: FeedSpec, step: int, counted: tuple[int, int], per_shard: int) -> None:
+        """Adds a feed that was dealt by data shards before; its first step is `step`. `counted`: whole epochs, and
+        samples of the epoch after them; `per_shard`: batches of a data shard."""
+        units = spec.cut(self._logical_ranks, self._local_steps)
+        made = self._add(spec, step, units.per_epoch, counted, per_shard)
+        made.done = counted[0] == spec.epochs
 
-    def check(self, ledger: DataLedger) -> None:
-        """Raises InvalidRequest where steps could not deal what is left of the feeds of an asynchronous job."""
-        *before, _ = ledger.counts(len(ledger))
-        for each in before:
-            if not each.finished:
-                raise InvalidRequest(
-                    f"data set {each.feed + 1} was begun before all of data set {each.feed} was done",
-                    why="in a synchronous job the steps of one data set follow those of the other",
-                    todo="go through each job.batches to its end",
-                )
-        for feed in range(len(ledger)):
-            spec = ledger.spec(feed)
-            samples = spec.cut(self._logical_ranks, self._local_steps).samples_per_step
-            spec.units(samples, f"step of {self._logical_ranks} logical ranks")
+    def check_feed(self, spec: FeedSpec) -> None:
+        """Raises InvalidRequest where steps could not deal the feed."""
+        samples = spec.cut(self._logical_ranks, self._local_steps).samples_per_step
+        spec.units(samples, f"step of {self._logical_ranks} logical ranks")
 
     # ---- backup workers
 

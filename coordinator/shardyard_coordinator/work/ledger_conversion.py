@@ -1,0 +1,63 @@
+"""Converts a job's data ledger to a step ledger, and a step ledger to a data ledger.
+
+A job that switches between asynchronous and synchronous updates goes on with a new ledger. What the old ledger has
+counted is done in the new one, and what is in quarantine stays there. Neither ledger knows the other: only this module
+knows both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardyard.domain.errors import InvalidRequest
+from shardyard.domain.push_names import DataShardSource
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.step_ledger import StepLedger
+
+
+def take_over_steps(ledger: DataLedger, steps: StepLedger, step: int) -> list[tuple[DataShardSource, int]]:
+    """Fills an empty data ledger from the steps of a job that stands before `step`. Returns each data shard of which a
+    part is counted, and how many of its batches are."""
+    assert not len(ledger)
+    begun: list[tuple[DataShardSource, int]] = []
+    for feed in range(len(steps)):
+        epoch, samples = steps.place(feed, step)
+        part = ledger.continue_feed(steps.spec(feed), epoch, samples, steps.batches_per_data_shard(feed) or None)
+        if part is not None:
+            begun.append(part)
+    for left_out in steps.quarantined():
+        if isinstance(left_out.condemned.source, DataShardSource):  # from before there were steps
+            ledger.quarantine.add(left_out.condemned)
+            continue
+        size, batches = steps.spec(left_out.feed).batch_size, ledger.batches_per_data_shard(left_out.feed)
+        for at in range(left_out.begin, left_out.end, size):
+            index, rest = divmod(at, batches * size)
+            source = DataShardSource(left_out.feed, left_out.epoch, index)
+            ledger.quarantine.add(replace(left_out.condemned, source=source, sequence=rest // size))
+    return begun
+
+
+def take_over_data(steps: StepLedger, ledger: DataLedger, step: int) -> None:
+    """Fills an empty step ledger from a data ledger whose begun data shards are all done. The first step is `step`.
+    Raises InvalidRequest where steps could not deal the rest."""
+    assert not len(steps)
+    check(steps, ledger)
+    for feed in range(len(ledger)):
+        epochs, samples, per_shard = ledger.place(feed)
+        steps.continue_feed(ledger.spec(feed), step, (epochs, samples), per_shard)
+    for condemned in ledger.quarantine:
+        steps.quarantine.add(condemned)
+
+
+def check(steps: StepLedger, ledger: DataLedger) -> None:
+    """Raises InvalidRequest where steps could not deal what is left of the feeds of an asynchronous job."""
+    *before, _ = ledger.counts(len(ledger))
+    for each in before:
+        if not each.finished:
+            raise InvalidRequest(
+                f"data set {each.feed + 1} was begun before all of data set {each.feed} was done",
+                why="in a synchronous job the steps of one data set follow those of the other",
+                todo="go through each job.batches to its end",
+            )
+    for feed in range(len(ledger)):
+        steps.check_feed(ledger.spec(feed))
