@@ -1,0 +1,12 @@
+"""The command `shardyard`: starts yards and scripts, and asks and orders running ones.
+
+Rooms, from top to bottom. A room imports only rooms below it.
+
+- `cli`: the list of commands, their exit codes, and how errors are shown. Read it first.
+- `commands`: one file for each command.
+- `yard`: the processes of a yard on this machine. `scripts`: a training script in a yard. `probes`: what `shardyard
+  doctor` looks at.
+- `terminal`: options that commands share, and the form of an error.
+
+A role (coordinator, server, agent) is imported only when it is started, so `shardyard --version` stays fast.
+"""

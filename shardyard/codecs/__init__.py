@@ -1,8 +1,13 @@
 """Gradient and value compression: from a block's elements to a code, and back. docs/compression.md has the form.
 
-A block is a contiguous array of shape (n,), float32 or float64. A code describes itself, so a receiver needs no
-settings. The ids and rows of embedding tables have codes too (`ids`, `rows`). Numpy and numba only; what a worker keeps
-between pushes is shardyard_worker.compression.error_feedback's.
+In: a contiguous array of shape (n,), float32 or float64, or the ids and rows of tables. Out: bytes that describe
+themselves, so that a receiver needs no settings. Numpy and numba only; what a worker keeps between pushes is in
+shardyard_worker.compression. From top to bottom:
+
+- `warmup`: compiles loops before they are needed. `pulls`: values from a server to one worker.
+- `rows`: codes of ids and rows.
+- `dense`: codes of blocks, one file for each family. Read `dense/encoding.py` and `dense/decoding.py` first.
+- `format`: the form that all codes share.
 """
 
 from shardyard.codecs.dense.decoding import apply, decode

@@ -1,4 +1,8 @@
-"""What every process needs before it does its work: settings, logging, waits that explain themselves.
+"""What every process needs before it does its work: logging, a clock, and waits that explain themselves.
 
-Imports the ground alone. No torch, no gRPC.
+In: log records, and reasons to wait. Out: log lines, each with role, id, job and step; a warning when a wait is long.
+Imports the domain alone. No torch, no gRPC.
+
+Read `waits` first: how a wait says what it waits for. `log` has the two formats of log lines. `ports` is the clock as
+the cores see it, `clock` the real one.
 """

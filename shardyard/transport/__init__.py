@@ -1,11 +1,18 @@
-"""Channels and servers, the table of errors and statuses, shared memory, and the in-process network.
+"""How processes call each other: over gRPC, in process, and through shared memory on one machine.
 
-What must be settled before grpc is imported is settled here.
+In: a typed method of shardyard.wire.methods and a request. Out: its reply, or the error that the other side raised.
 
-- grpc's fork handlers are switched off: a training script forks (DataLoader with num_workers) while channels are open,
-  the children never use them, and the handlers can hang such a fork.
-- With the versions that were tried, grpc polls in the threads that wait, not in threads of its own, which is faster for
-  small exchanges. A GRPC_EXPERIMENTS of the user's own is left alone.
+Read `interfaces` first: `Peer`, `Network`, `Service`. Over gRPC: `grpc_client`, `grpc_server`, `grpc_private` (faster
+streams, for the versions of grpcio that were tried). In process: `in_process`. Shared: `dispatch` (from bytes to a
+handler), `error_codes` (errors and statuses), `membership_client` (registration and heartbeats). Memory:
+`shared_memory`, `huge_pages`, `stream_copy`, `malloc`.
+
+This file changes two settings of grpc, which must be set before grpc is imported:
+
+- grpc's fork handlers are switched off. A training script forks (DataLoader with num_workers) while channels are
+  open; the children never use them, and the handlers can hang such a fork.
+- With the versions that were tried, grpc polls in the threads that wait and not in threads of its own. That is faster
+  for small exchanges. If the user sets GRPC_EXPERIMENTS, it stays as it is.
 """
 
 import os

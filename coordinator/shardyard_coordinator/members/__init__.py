@@ -1,0 +1,11 @@
+"""Who is in the yard and in each job, and what the members report.
+
+In: registrations, heartbeats and goodbyes, with the time as an argument. Out: which incarnations live, which lease
+has run out, how far a job is. What becomes of a lost worker's work is decided in `machine` and `work`.
+
+- `membership`: the members of the yard, their incarnations and leases. Read it first.
+- `roster`: the workers of one job, those that have gone, and how long the job waits for more.
+- `progress`: step, samples and rate, from the workers' reports.
+- `nonfinite`: how many gradients of each worker were not finite.
+- `evaluations`: what evaluators report, and the best version that they keep.
+"""

@@ -1,0 +1,9 @@
+"""Where a job's variables and tables lie: in which block, partition and server.
+
+In: the variables and tables that a worker registers, and the servers that live. Out: a layout (variables cut into
+blocks, blocks into partitions) and an assignment of partitions to servers. A layout does not depend on the number of
+servers, so that the job's results do not either.
+
+Read `placement` first: `plan` makes the layout, `assign` the map. `table_specs` checks tables and compares
+registrations. `layout_records` is the form of a layout and a map in the journal.
+"""

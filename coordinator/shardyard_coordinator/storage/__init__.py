@@ -1,0 +1,9 @@
+"""What a job has on the storage, and how it gets back to it. The books only: nothing here reads or writes a file.
+
+In: checkpoints that were taken, servers that died, restores that were ordered. Out: when the next checkpoint is due,
+which partitions are lost and who gets them, and from which checkpoint and logs they are restored.
+
+Read `checkpoint_book` first: the number of the next checkpoint and the newest committed one. Then `recovery` (lost
+partitions), `log_owners` (whose logs continue a checkpoint), `restore_point` (the checkpoint that somebody ordered)
+and `residual_handover` (who takes up the error feedback of a checkpoint or a leaver).
+"""

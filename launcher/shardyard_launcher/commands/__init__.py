@@ -1,0 +1,11 @@
+"""One file for each command: its options, what it asks for, and what it prints.
+
+In: options and settings. Out: text or JSON on standard output, and an exit code. JSON is a promise to scripts: names
+stay, new ones may come. `cli` lists the commands.
+
+- A yard on this machine: `up_down_run`; `supervisor`, which `up` leaves behind; `resume_notice`, what `up` says of
+  jobs that it found. Read these first.
+- One role in the foreground: `roles`. A script that evaluates: `evaluate`.
+- Look: `status`, `audit`, `quarantine`, `doctor`.
+- Change: `set`, `stop`, `checkpoint`.
+"""

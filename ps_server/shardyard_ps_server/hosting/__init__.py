@@ -1,0 +1,10 @@
+"""Which jobs and partitions this server has, and who may change them.
+
+In: requests of `service`, as domain values. Out: the outcome of a push, the values of a pull, or a refusal that
+changed nothing. Incarnation, generation and term are checked here, before any partition is touched.
+
+Read `store` first: admission, pushes, pulls, orders. `hosted_job` is one job's partitions. `provisioning` makes
+partitions and restores them from checkpoints and logs. `pins` holds versions for readers. `clocks` counts workers'
+steps and `pacing` makes values wait for the slowest (bounded staleness). `thread_pool` applies the partitions of one
+push in parallel.
+"""

@@ -1,0 +1,9 @@
+"""Dense values: their versions in memory, and the arithmetic that makes the next version.
+
+In: flat arrays of values, optimizer state and gradients. Out: the next version's bytes, in a buffer that no reader
+holds. The same arithmetic in the same order gives the same bits on every server.
+
+Read `versions` first: a few equal buffers for each partition, so that reads need no copy. `shm_regions` puts them
+where workers on the same machine can read them. `optimizers` says what each optimizer keeps and with which scalars it
+runs; `kernels` are the compiled loops.
+"""

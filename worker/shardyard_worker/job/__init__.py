@@ -1,0 +1,8 @@
+"""A job as a training script sees it: `sy.connect()`, `job.prepare`, `job.batches`, `job.log`.
+
+In: the script's model, optimizer, data set and settings. Out: the same objects, prepared, which push and pull when
+the script calls `optimizer.step()`. Nothing is decided here that a lower room can decide: `job` joins them.
+
+Read `job` first. `callbacks` calls the script's own functions between two steps, `early_stopping` stops a job when a
+metric gets no better, `notebook` shows a job in a notebook.
+"""

@@ -1,0 +1,9 @@
+"""A worker's membership in a yard: registration, heartbeats, retries, and the news that a heartbeat brings.
+
+In: the coordinator's replies. Out: the job that this worker is in, its failure if it has failed, and the step before
+which it stops. Rooms above call `Session.check`, which raises that failure.
+
+Read `session` first. `retry` says how often and with which pauses a call is sent again. `step_barrier` is the step at
+which a job stops or changes its mode, as this worker has heard it. `interrupts` holds Ctrl-C back while a step is
+half done. `tensorboard` writes logged metrics as event files.
+"""
