@@ -90,9 +90,9 @@ def follow(
     loaded = _load(coordinator, job, config, settings)
     if not loaded.settings.coordinator:
         raise ConfigurationError(
-            "nobody to follow: no coordinator's address",
-            why="a job that runs alone in its process can be read there alone",
-            todo='give it: sy.follow("HOST:PORT"), or SHARDYARD_COORDINATOR',
+            "sy.follow() does not know which coordinator to ask",
+            why="a job without a yard can be read only in its own process",
+            todo='give the address: sy.follow("HOST:PORT"), or SHARDYARD_COORDINATOR',
         )
     import shardyard_worker.reader.evaluator
 

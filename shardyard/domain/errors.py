@@ -19,8 +19,8 @@
     |-- Unavailable                 a peer does not answer
     |   |-- CoordinatorUnavailable  ServerUnavailable  DeadlineExceeded
     |-- StorageUnavailable          a disk or an object store refuses, or is not there
-    |-- CheckpointDamaged           a file of a checkpoint is not what was written
-    |-- LogDamaged                  a file of a server's log is not what was written
+    |-- CheckpointDamaged           a file of a checkpoint differs from what was written
+    |-- LogDamaged                  a file of a server's log differs from what was written
     |-- JobFailed                   the job has ended by an error
     |   |-- ServerLost  CoordinatorLost  WorkerFailed  NonFiniteGradient
     |-- AddressInUse
@@ -108,7 +108,7 @@ class VariableConflict(InvalidRequest):
 
 
 class RateMismatch(InvalidRequest):
-    why = "all logical ranks of a step must use the same optimizer settings, else the step has no meaning"
+    why = "all logical ranks of a step must use the same optimizer settings, since they make one update"
     todo = "pass the learning-rate scheduler to job.prepare, which makes the rate a function of the job's step"
 
 
@@ -122,7 +122,7 @@ class TooLarge(InvalidRequest):
 
 
 class UnsupportedOptimizer(InvalidRequest):
-    why = "the servers have no kernel for it, and running something else in silence would train something else"
+    why = "the servers have no kernel for it, and another optimizer would train another model"
 
 
 class UnsupportedModel(InvalidRequest):
@@ -170,8 +170,8 @@ class Refused(ShardyardError):
 
 
 class StaleIncarnation(Refused):
-    why = "this member was declared dead, or is not the one that was meant; what it does now must not count"
-    todo = "start the process again; it registers anew"
+    why = "this process was declared dead, or the request was meant for another one; it is refused"
+    todo = "start the process again; it registers as a new member"
 
 
 class WorkerQuarantined(StaleIncarnation):
@@ -185,7 +185,7 @@ class StaleToken(Refused):
 
 
 class StaleGeneration(Refused):
-    why = "partitions have moved since"
+    why = "partitions have moved to other servers since the sender last asked"
     todo = "fetch the partition map and send again"
 
 
@@ -195,7 +195,7 @@ class StaleTerm(Refused):
 
 class SequenceGap(Refused):
     why = "a partition applies the work of a source in order"
-    todo = "go on from the watermark given"
+    todo = "continue from the watermark that this error names"
 
 
 class StraddlingRange(Refused):
@@ -204,12 +204,12 @@ class StraddlingRange(Refused):
 
 
 class NotFound(ShardyardError):
-    why = "there is no such thing here"
+    why = "the name or number is not known here"
 
 
 class CheckpointNotFound(NotFound):
-    why = "no such checkpoint, or no such file of one, is there"
-    todo = "see `shardyard checkpoint list` for what is there, and check --url"
+    why = "the checkpoint, or one of its files, does not exist"
+    todo = "list the checkpoints with `shardyard checkpoint list`, and check --url"
 
 
 class VersionPassed(NotFound):
@@ -239,18 +239,18 @@ class DeadlineExceeded(Unavailable):
 
 
 class StorageUnavailable(ShardyardError):
-    why = "the place where checkpoints are kept refuses, or cannot be reached"
-    todo = "make room there, or mend its permissions or the way to it; what was committed before is untouched"
+    why = "the storage of the checkpoints refused the request, or cannot be reached"
+    todo = "free space there, or repair its permissions or its network; committed checkpoints are untouched"
 
 
 class CheckpointDamaged(ShardyardError):
-    why = "a file of a checkpoint is not what was written, and nothing is restored from bytes that may be wrong"
-    todo = "see `shardyard checkpoint verify` for all that is damaged; take another checkpoint, or a copy of the file"
+    why = "a file of a checkpoint differs from what was written, and nothing is restored from damaged bytes"
+    todo = "list all damage with `shardyard checkpoint verify`; use another checkpoint, or a copy of the file"
 
 
 class LogDamaged(ShardyardError):
-    why = "a file of a server's log is not what was written, and what was acknowledged cannot be made again from it"
-    todo = "bring back the file, or go back to a checkpoint alone with `shardyard checkpoint restore`"
+    why = "a file of a server's log differs from what was written, so acknowledged pushes cannot be restored from it"
+    todo = "restore the file from a copy, or go back to a checkpoint with `shardyard checkpoint restore`"
 
 
 class JobFailed(ShardyardError):
@@ -259,7 +259,7 @@ class JobFailed(ShardyardError):
 
 
 class ServerLost(JobFailed):
-    why = "a server has died, and with it the only copy of its partitions: the job had no checkpoint to go back to"
+    why = "a server died with the only copy of its partitions, and the job had no checkpoint to go back to"
     todo = (
         "start the script again, once `shardyard status` shows as many servers as there were (`up`, `run` and compose "
         "start dead ones again by themselves); with checkpoints (job.checkpoint.url) a job goes on by itself"
@@ -267,7 +267,7 @@ class ServerLost(JobFailed):
 
 
 class CoordinatorLost(JobFailed):
-    why = "without a coordinator nobody can join, lease data or notice a death"
+    why = "without a coordinator, workers cannot join or lease data, and no death is noticed"
     todo = (
         "see its log, and why it was not started again: on its state folder it finds its members and jobs as they were "
         "for membership.coordinator_grace_ms; after that start the script again"
@@ -275,12 +275,12 @@ class CoordinatorLost(JobFailed):
 
 
 class WorkerFailed(JobFailed):
-    why = "a training script has raised"
+    why = "a training script raised an exception"
     todo = "see its traceback"
 
 
 class NonFiniteGradient(JobFailed):
-    why = "a gradient that is NaN or infinite would make the parameters so, for all workers and for good"
+    why = "a gradient that is NaN or infinite would spoil the parameters of all workers for good"
     todo = (
         "look at the loss and the learning rate; with float16, scale the loss (job.scaler()); `job.nonfinite: skip` "
         "leaves such work out, `allow` lets it through"
@@ -288,12 +288,12 @@ class NonFiniteGradient(JobFailed):
 
 
 class AddressInUse(ShardyardError):
-    why = "another process listens on this address, and two must not share it in silence"
+    why = "another process listens on this address already"
     todo = "stop the other process, or choose another port with --bind (port 0 takes a free one)"
 
 
 class Internal(ShardyardError):
-    why = "a defect of this software"
+    why = "this is a defect of Shardyard"
     todo = "please report it with the log of that process"
 
 

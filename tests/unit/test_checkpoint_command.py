@@ -145,7 +145,7 @@ def test_export_writes_over_nothing_and_leaves_no_half_file(form: str, capsys: p
     out = Path("model.pt")
     out.write_text("mine")
     assert main(["checkpoint", "export", "--format", form, "model.pt"]) == 1
-    assert "model.pt is there already" in capsys.readouterr().err
+    assert "model.pt exists already" in capsys.readouterr().err
     damaged = file_of(manifest, 0)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert main(["checkpoint", "export", "--format", form, "--force", "model.pt"]) == 1

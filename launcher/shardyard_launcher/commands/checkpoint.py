@@ -138,11 +138,15 @@ def export(
     library = _library(url)
     name = _the_job(library, job)
     if best and number is not None:
-        raise InvalidRequest("--best and --number", why="", todo="give one of them")
+        raise InvalidRequest("--best and --number exclude each other", why="", todo="give one of them")
     if best and table is not None:
-        raise InvalidRequest("--best and --table", why="what an evaluator keeps has no tables", todo="give one of them")
+        raise InvalidRequest(
+            "--best and --table exclude each other",
+            why="the version that an evaluator keeps has no tables",
+            todo="give one of them",
+        )
     if out.exists() and not force:
-        raise InvalidRequest(f"{out} is there already", why="", todo="give another name, or --force")
+        raise InvalidRequest(f"{out} exists already", why="", todo="give another name, or --force")
     if table is not None:
         what = _export_table(library, name, number, table, out)
     else:
@@ -406,9 +410,11 @@ def _export_table(library: CheckpointLibrary, job: str, number: int | None, name
     names = [table.name for table in manifest.layout.tables]
     if name not in names:
         had = f"it has {', '.join(names[:20])}" if names else "it has none"
-        raise InvalidRequest(f"table {name!r} of job {job!r}", why=had, todo="give the name of a table")
+        raise InvalidRequest(f"job {job!r} has no table {name!r}", why=had, todo="give the name of a table")
     if out.suffix not in (row_exports.PARQUET, row_exports.SAFETENSORS):
-        raise InvalidRequest(f"{str(out)!r} for rows", why="", todo="let it end with .parquet or .safetensors")
+        raise InvalidRequest(
+            f"cannot write rows to {str(out)!r}", why="", todo="use a name that ends with .parquet or .safetensors"
+        )
     index = names.index(name)
     states = library.tables(manifest, index)
     rows, dim = sum(state.entry.rows for state in states), manifest.layout.tables[index].dim
@@ -433,7 +439,8 @@ def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> 
     found = folder.load()
     if found is None:
         raise CheckpointNotFound(
-            f"nothing is kept in {folder.url}", todo="keep it: run.keep_best (docs/evaluation.md), with --into or --url"
+            f"no best version is kept in {folder.url}",
+            todo="keep one with run.keep_best (docs/evaluation.md), or name its place with --url",
         )
     contents = folder.check(found)
     if form == "torch":

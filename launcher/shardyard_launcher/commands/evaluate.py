@@ -63,10 +63,10 @@ def evaluate(
     from shardyard_launcher.yard.state_file import coordinator_of
 
     if not follow:
-        raise errors.ConfigurationError("`shardyard eval` without --follow", why="", todo="add --follow")
+        raise errors.ConfigurationError("`shardyard eval` needs --follow", why="", todo="add --follow")
     if not Path(command[0]).is_file():
         raise errors.ConfigurationError(
-            f"there is no script {command[0]}", why="", todo="check the path; options come before the script"
+            f"script {command[0]} does not exist", why="", todo="check the path; options come before the script"
         )
     own = {"job.name": job, "evaluator.every_s": every, "evaluator.into": into}
     given = load_given(config, sets, {**own, "coordinator": coordinator, "yard.state": state, "log.format": log_format})

@@ -192,7 +192,8 @@ def addresses(bind: str, advertise: str | None) -> tuple[str, str | None]:
     told_host, told_port = (None, 0) if advertise is None else split_address(advertise)
     if told_host in _WILDCARDS:
         raise errors.ConfigurationError(
-            f"nobody can reach this process at {advertise}", todo="give --advertise a name or address of this machine"
+            f"other processes cannot reach this one at {advertise}",
+            todo="give --advertise a name or address of this machine",
         )
     if told_host is None and host not in _WILDCARDS:
         return bind, None
@@ -214,8 +215,8 @@ def _given(coordinator: str | None, config: str | None, sets: tuple[str, ...], l
     given = load_given(config, sets, {"coordinator": coordinator, "log.format": log_format})
     if not given.loaded.settings.coordinator:
         raise errors.ConfigurationError(
-            "no coordinator's address",
-            why="a server or an agent belongs to a yard",
+            "the coordinator's address is missing",
+            why="a server or an agent registers with the coordinator of its yard",
             todo="give --coordinator HOST:PORT, set SHARDYARD_COORDINATOR, or name it in the settings file",
         )
     return given

@@ -74,7 +74,7 @@ def parse_request(what: tuple[str, ...]) -> wire.SwitchConsistencyRequest:
     given = {name.removeprefix(PREFIX): value for name, value in given.items()}
     odd = sorted(set(given) - {MODE, STALENESS})
     if odd:
-        raise click.UsageError(f"{odd[0]!r} of a running job cannot be set; {MODE} and {STALENESS} can")
+        raise click.UsageError(f"{odd[0]!r} cannot be changed in a running job; {MODE} and {STALENESS} can")
     if not given:
         raise click.UsageError(f"nothing to set; for example {MODE}=bounded {STALENESS}=3")
     flags = {PREFIX + name: as_flag(name, value) for name, value in given.items()}

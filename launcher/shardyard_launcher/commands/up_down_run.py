@@ -261,7 +261,7 @@ def _check_script(command: tuple[str, ...]) -> None:
 
     if command and not Path(command[0]).is_file():
         raise errors.ConfigurationError(
-            f"there is no script {command[0]}", why="", todo="check the path; options come before the script"
+            f"script {command[0]} does not exist", why="", todo="check the path; options come before the script"
         )
 
 

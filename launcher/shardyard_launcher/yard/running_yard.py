@@ -94,7 +94,7 @@ class RunningYard:
             while problem:
                 if not self.mends or time.monotonic() >= give_up:
                     raise errors.NotReady(
-                        f"the yard of {self._folder} is up, but not whole: {problem}",
+                        f"the yard of {self._folder} is up but incomplete: {problem}",
                         why="a script would fail on it",
                         todo=f"`shardyard down --state {self._folder}`, then start it again; the logs are in "
                         f"{self._folder / LOGS}",
