@@ -291,5 +291,5 @@ def test_damaged_best_is_shown_and_never_exported(tmp_path: Path, capsys: pytest
 def test_nothing_kept_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept" / "digits").mkdir(parents=True)
     assert main(["checkpoint", "export", "--url", str(tmp_path / "kept"), "--best", "best.pt"]) == 1
-    assert "nothing is kept" in capsys.readouterr().err
+    assert "no best version is kept" in capsys.readouterr().err
     assert main(["checkpoint", "export", "--url", str(tmp_path / "kept"), "--best", "--number", "3", "b.pt"]) == 1

@@ -212,7 +212,7 @@ def test_refused_write_names_the_file_and_the_systems_words(place: str, storage:
         with pytest.raises(StorageUnavailable, match=r"cannot write .*job/file: No space left on device") as raised:
             storage.write("job/file", [b"one", b"two", b"three"])
     assert isinstance(raised.value.__cause__, OSError)
-    assert "make room" in raised.value.todo_text
+    assert "free space" in raised.value.todo_text
     if "memory" not in storage.url:
         assert storage.list_files("job") == {}
     storage.write("job/file", [b"one"])

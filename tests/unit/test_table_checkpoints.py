@@ -777,7 +777,7 @@ def test_tables_that_are_not_there_and_other_endings_are_refused(tmp_path: Path)
     chain(tmp_path / "all", 1)
     for words, message in (
         (["--table", "items", tmp_path / "x.parquet"], "has users, words.in"),
-        (["--table", "users", tmp_path / "x.csv"], "end with"),
+        (["--table", "users", tmp_path / "x.csv"], "ends with"),
         (["--table", "users", "--best", tmp_path / "x.parquet"], "--best"),
     ):
         with pytest.raises(InvalidRequest, match=message):
