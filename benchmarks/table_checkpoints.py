@@ -35,7 +35,7 @@ from shardyard.storage.storage import LocalStorage
 from shardyard_ps_server.checkpoint import table_saver
 from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.partition.update_rules import UpdateRules
-from shardyard_ps_server.rows.partition_tables import read_tables
+from shardyard_ps_server.rows.table_states import read_tables
 from shardyard_ps_server.tables.table import Table, warm
 
 DIM, IDS, PUSHES, EXPONENT = 16, 4_096, 50, 1.1
