@@ -75,14 +75,14 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _known(table: dict[K, V], value: object, what: str) -> K:
+def known(table: dict[K, V], value: object, what: str) -> K:
     for key, number in table.items():
         if number == value:
             return key
     raise MalformedPayload(f"{what} is {value}, which this release does not know")
 
 
-def _bounded(items: Sequence[V], count_max: int, what: str) -> Sequence[V]:
+def bounded(items: Sequence[V], count_max: int, what: str) -> Sequence[V]:
     if len(items) > count_max:
         raise TooLarge(f"{len(items)} {what}; at most {count_max} are taken")
     return items
@@ -160,7 +160,7 @@ def mode_to_wire(mode: UpdateMode) -> common.UpdateMode:
 
 
 def mode_from_wire(value: common.UpdateMode) -> UpdateMode:
-    return _known(_MODES, value, "the update mode")
+    return known(_MODES, value, "the update mode")
 
 
 def consistency_mode_to_wire(mode: ConsistencyMode) -> coordinator.ConsistencyMode:
@@ -168,7 +168,7 @@ def consistency_mode_to_wire(mode: ConsistencyMode) -> coordinator.ConsistencyMo
 
 
 def consistency_mode_from_wire(value: coordinator.ConsistencyMode) -> ConsistencyMode:
-    return _known(_CONSISTENCY_MODES, value, "the consistency mode")
+    return known(_CONSISTENCY_MODES, value, "the consistency mode")
 
 
 def stale_to_wire(rule: StaleRule | None) -> server.StaleRule | None:
@@ -193,7 +193,7 @@ def durability_to_wire(durability: Durability) -> common.Durability:
 def durability_from_wire(value: common.Durability) -> Durability:
     if value == common.DURABILITY_UNSPECIFIED:
         return Durability.CHECKPOINT
-    return _known(_DURABILITIES, value, "the durability")
+    return known(_DURABILITIES, value, "the durability")
 
 
 def clipping_to_wire(clipping: Clipping) -> server.Clipping:
@@ -212,9 +212,9 @@ def role_to_wire(role: MemberRole) -> coordinator.Role:
 
 
 def role_from_wire(value: coordinator.Role) -> MemberRole:
-    return _known(_ROLES, value, "the role")
+    return known(_ROLES, value, "the role")
 
 
-def _check_unique(partitions: Sequence[int], what: str) -> None:
+def check_unique(partitions: Sequence[int], what: str) -> None:
     if len(set(partitions)) != len(partitions):
         raise MalformedPayload(f"{what} that names a partition twice")

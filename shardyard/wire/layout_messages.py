@@ -20,7 +20,7 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, P
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.wire import table_messages
-from shardyard.wire.common_messages import _bounded, _known, text
+from shardyard.wire.common_messages import bounded, known, text
 from shardyard.wire.v1 import common_pb2 as common
 
 _DTYPES: dict[DType, common.DType] = {
@@ -54,9 +54,9 @@ def variable_to_wire(spec: VariableSpec) -> common.VariableSpec:
 
 def variable_from_wire(message: common.VariableSpec) -> VariableSpec:
     name = text(message.name, "a variable's name", limits.VARIABLE_NAME_CHARACTERS_MAX)
-    shape = tuple(_bounded(message.shape, limits.DIMENSIONS_MAX, f"dimensions of variable {name!r}"))
-    dtype = _known(_DTYPES, message.dtype, f"the dtype of variable {name!r}")
-    kind = _known(_VARIABLE_KINDS, message.kind, f"the kind of variable {name!r}")
+    shape = tuple(bounded(message.shape, limits.DIMENSIONS_MAX, f"dimensions of variable {name!r}"))
+    dtype = known(_DTYPES, message.dtype, f"the dtype of variable {name!r}")
+    kind = known(_VARIABLE_KINDS, message.kind, f"the kind of variable {name!r}")
     spec = VariableSpec(name, dtype, shape, kind, message.group)
     checks.check_variable(spec)
     return spec
@@ -64,7 +64,7 @@ def variable_from_wire(message: common.VariableSpec) -> VariableSpec:
 
 def variables_from_wire(messages: Sequence[common.VariableSpec], groups: int) -> tuple[VariableSpec, ...]:
     """Raises what shardyard.domain.layout.checks.check_variables raises."""
-    specs = tuple(variable_from_wire(m) for m in _bounded(messages, limits.VARIABLES_MAX, "variables"))
+    specs = tuple(variable_from_wire(m) for m in bounded(messages, limits.VARIABLES_MAX, "variables"))
     checks.check_variables(specs, groups)
     return specs
 
@@ -74,7 +74,7 @@ def groups_to_wire(groups: Iterable[Sequence[float]]) -> list[common.ParameterGr
 
 
 def groups_from_wire(messages: Sequence[common.ParameterGroup]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(m.values) for m in _bounded(messages, limits.GROUPS_MAX, "parameter groups"))
+    return tuple(tuple(m.values) for m in bounded(messages, limits.GROUPS_MAX, "parameter groups"))
 
 
 def optimizer_to_wire(spec: OptimizerSpec) -> common.OptimizerSpec:
@@ -118,8 +118,8 @@ def layout_from_wire(message: common.JobLayout) -> JobLayout:
     optimizer = optimizer_from_wire(message.optimizer)
     variables = variables_from_wire(message.variables, len(optimizer.groups))
     partitions = []
-    _bounded([block for part in message.partitions for block in part.blocks], limits.BLOCKS_MAX, "blocks")
-    for index, part in enumerate(_bounded(message.partitions, limits.PARTITIONS_MAX, "partitions")):
+    bounded([block for part in message.partitions for block in part.blocks], limits.BLOCKS_MAX, "blocks")
+    for index, part in enumerate(bounded(message.partitions, limits.PARTITIONS_MAX, "partitions")):
         if part.partition != index:
             raise MalformedPayload(f"partition {part.partition} at place {index} of a layout")
         blocks = tuple(Block(b.variable, b.offset, b.length, b.position) for b in part.blocks)
@@ -139,7 +139,7 @@ def map_to_wire(map_: PartitionMap) -> common.PartitionMap:
 def map_from_wire(message: common.PartitionMap) -> PartitionMap:
     owners = tuple(
         PartitionOwner(PartitionId(o.partition), Incarnation(o.server), text(o.address, "an address", 512))
-        for o in _bounded(message.owners, limits.PARTITIONS_MAX, "partitions")
+        for o in bounded(message.owners, limits.PARTITIONS_MAX, "partitions")
     )
     if any(owner.partition != index for index, owner in enumerate(owners)):
         raise MalformedPayload("a partition map out of order")

@@ -25,7 +25,7 @@ from shardyard.domain.push_names import (
     Watermark,
 )
 from shardyard.wire.common_messages import (
-    _bounded,
+    bounded,
     consistency_mode_from_wire,
     consistency_mode_to_wire,
     data_shard_from_wire,
@@ -49,7 +49,7 @@ def sources_to_wire(keys: Iterable[tuple[SourceKey, Token]]) -> list[server.Sour
 def sources_from_wire(messages: Sequence[server.SourceToken]) -> tuple[tuple[SourceKey, Token], ...]:
     return tuple(
         (SourceKey(source_from_wire(m.source), m.lane), Token(m.token))
-        for m in _bounded(messages, limits.SOURCES_PER_REQUEST_MAX, "sources")
+        for m in bounded(messages, limits.SOURCES_PER_REQUEST_MAX, "sources")
     )
 
 
@@ -61,7 +61,7 @@ def done_to_wire(done: Iterable[DoneDataShards]) -> list[server.DoneDataShards]:
 
 
 def done_from_wire(messages: Sequence[server.DoneDataShards]) -> tuple[DoneDataShards, ...]:
-    _bounded(messages, limits.FEEDS_MAX, "feeds")
+    bounded(messages, limits.FEEDS_MAX, "feeds")
     if sum(len(message.open) for message in messages) > limits.SOURCES_PER_REQUEST_MAX:
         raise TooLarge(f"more than {limits.SOURCES_PER_REQUEST_MAX} data shards that are open")
     return tuple(DoneDataShards(m.feed, m.per_epoch, m.begun, frozenset(m.open)) for m in messages)

@@ -19,10 +19,10 @@ from shardyard.domain.ids import (
 from shardyard.domain.pulls import NotReadyPart, PinRequest, PulledPart, PullHeader, ShmHandle
 from shardyard.domain.pushes import PushHeader
 from shardyard.wire.common_messages import (
-    _bounded,
-    _check_unique,
+    bounded,
     caller_from_wire,
     caller_to_wire,
+    check_unique,
     text,
     version_from_wire,
     version_to_wire,
@@ -31,18 +31,18 @@ from shardyard.wire.v1 import parameter_server_pb2 as server
 
 
 def pull_to_wire(wish: PullHeader) -> server.PullRequest:
-    message = _wish_to_wire(wish, ())
+    message = pull_of_push_to_wire(wish, ())
     message.caller.CopyFrom(caller_to_wire(wish.caller))
     message.server = wish.server
     message.generation = wish.generation
     return message
 
 
-def _wished(order: PushHeader) -> tuple[PartitionId, ...]:
+def pulled_partitions(order: PushHeader) -> tuple[PartitionId, ...]:
     return () if order.pull is None else order.pull.partitions
 
 
-def _wish_to_wire(wish: PullHeader, before: tuple[PartitionId, ...]) -> server.PullRequest:
+def pull_of_push_to_wire(wish: PullHeader, before: tuple[PartitionId, ...]) -> server.PullRequest:
     """Without caller, server and generation, which stand in the header."""
     return server.PullRequest(
         partitions=None if wish.partitions == before else wish.partitions,
@@ -66,8 +66,8 @@ def pull_from_wire(message: server.PullRequest) -> PullHeader:
     )
 
 
-def _wish_from_wire(header: server.PushHeader, last: PushHeader | None) -> PullHeader:
-    """The pull of an exchange. It is asked by who pushes."""
+def pull_of_push_from_wire(header: server.PushHeader, last: PushHeader | None) -> PullHeader:
+    """The pull of an exchange; caller, server and generation are those of the push."""
     message = header.pull
     if message.pin:
         raise InvalidRequest("a pinned pull in an exchange", todo="use Pull")
@@ -85,8 +85,8 @@ def _wish_from_wire(header: server.PushHeader, last: PushHeader | None) -> PullH
 
 
 def _wished_from_wire(message: server.PullRequest) -> tuple[PartitionId, ...]:
-    partitions = _bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
-    _check_unique(partitions, "a pull")
+    partitions = bounded(message.partitions, limits.PARTITIONS_MAX, "partitions of a pull")
+    check_unique(partitions, "a pull")
     return tuple(PartitionId(partition) for partition in partitions)
 
 
@@ -164,7 +164,7 @@ def pinned_to_wire(parts: Iterable[PulledPart], missing: Iterable[NotReadyPart])
         parts=[server.PulledPart(partition=part.partition, version=version_to_wire(part.version)) for part in parts]
     )
     for each in missing:
-        reply.not_yet.missing.append(_missing_to_wire(each))
+        reply.not_yet.missing.append(missing_to_wire(each))
     return reply
 
 
@@ -173,14 +173,14 @@ def pinned_from_wire(
 ) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
     """`expected`: the server's partitions, ascending. Raises MalformedPayload where others are answered."""
     parts = tuple(PulledPart(PartitionId(part.partition), version_from_wire(part.version)) for part in message.parts)
-    missing = tuple(_missing_from_wire(each) for each in message.not_yet.missing)
+    missing = tuple(missing_from_wire(each) for each in message.not_yet.missing)
     if not missing and [part.partition for part in parts] != list(expected):
         raise MalformedPayload(f"a pin of {len(parts)} partitions; expected {len(expected)} others")
     return parts, missing
 
 
 def _order_from_wire(message: server.PullRequest) -> tuple[int, ...]:
-    order = tuple(_bounded(message.order, limits.VARIABLES_MAX, "variables in the order of a pull"))
+    order = tuple(bounded(message.order, limits.VARIABLES_MAX, "variables in the order of a pull"))
     if len(set(order)) != len(order):
         raise MalformedPayload("the order of a pull that names a variable twice")
     if message.coding or message.shared:
@@ -204,7 +204,7 @@ def ticket_from_wire(message: server.SharedMemory) -> ShmHandle:
     return ShmHandle(message.pid, message.fd, message.bytes, message.nonce, message.region)
 
 
-def _missing_to_wire(missing: NotReadyPart) -> server.Missing:
+def missing_to_wire(missing: NotReadyPart) -> server.Missing:
     return server.Missing(
         partition=missing.partition,
         have=version_to_wire(missing.have),
@@ -213,7 +213,7 @@ def _missing_to_wire(missing: NotReadyPart) -> server.Missing:
     )
 
 
-def _missing_from_wire(message: server.Missing) -> NotReadyPart:
+def missing_from_wire(message: server.Missing) -> NotReadyPart:
     return NotReadyPart(
         PartitionId(message.partition), version_from_wire(message.have), message.want, message.waiting_for
     )

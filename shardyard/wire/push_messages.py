@@ -38,22 +38,22 @@ from shardyard.domain.pushes import (
 )
 from shardyard.wire import table_messages
 from shardyard.wire.common_messages import (
-    _bounded,
-    _check_unique,
-    _known,
+    bounded,
     caller_from_wire,
     caller_to_wire,
+    check_unique,
+    known,
     name_from_wire,
     name_to_wire,
     version_from_wire,
 )
 from shardyard.wire.layout_messages import groups_from_wire, groups_to_wire
 from shardyard.wire.pull_messages import (
-    _missing_from_wire,
-    _missing_to_wire,
-    _wish_from_wire,
-    _wish_to_wire,
-    _wished,
+    missing_from_wire,
+    missing_to_wire,
+    pull_of_push_from_wire,
+    pull_of_push_to_wire,
+    pulled_partitions,
     ticket_from_wire,
     ticket_to_wire,
 )
@@ -92,7 +92,7 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
         before is not None
         and (order.caller, order.server, order.generation) == (before.caller, before.server, before.generation)
         and bool(order.parts or order.kind is PushKind.NOTHING or not before.parts)
-        and bool(_wished(order) or order.pull is None or not _wished(before))
+        and bool(pulled_partitions(order) or order.pull is None or not pulled_partitions(before))
     )
     header = server.PushHeader(kind=_PUSH_KINDS[order.kind], weight=order.weight, again=again, detach=order.detach)
     if not again:
@@ -107,8 +107,8 @@ def push_to_wire(order: PushHeader, before: PushHeader | None = None, *, named: 
     if order.groups:
         header.groups.extend(groups_to_wire(order.groups))
     if order.pull is not None:
-        wished = _wished(before) if again and before is not None else ()
-        header.pull.CopyFrom(_wish_to_wire(order.pull, wished))
+        wished = pulled_partitions(before) if again and before is not None else ()
+        header.pull.CopyFrom(pull_of_push_to_wire(order.pull, wished))
     if order.shared_at is not None:
         header.shared_at = order.shared_at
     if order.rest is not None:
@@ -193,7 +193,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
     if not math.isfinite(message.weight) or message.weight < 0:
         raise InvalidRequest(f"a push of weight {message.weight}; expected the number of samples behind it")
     last = before if message.again else None
-    kind = _known(_PUSH_KINDS, message.kind, "the kind of a push")
+    kind = known(_PUSH_KINDS, message.kind, "the kind of a push")
     order = PushHeader(
         caller=caller_from_wire(message.caller) if last is None else last.caller,
         server=Incarnation(message.server) if last is None else last.server,
@@ -203,7 +203,7 @@ def push_from_header(header: bytes, before: PushHeader | None = None, *, recorde
         parts=_parts_from_wire(message) if last is None or message.parts else last.parts,
         weight=message.weight,
         groups=groups_from_wire(message.groups),
-        pull=_wish_from_wire(message, last) if message.HasField("pull") else None,
+        pull=pull_of_push_from_wire(message, last) if message.HasField("pull") else None,
         shared_at=message.shared_at if message.HasField("shared_at") else None,
         attach=ticket_from_wire(message.attach) if message.HasField("attach") else None,
         detach=message.detach,
@@ -297,9 +297,9 @@ def _parts_from_wire(message: server.PushHeader) -> tuple[PushPart, ...]:
         raise TooLarge(f"{codes} codes in a push; at most {limits.BLOCKS_MAX} are taken")
     parts = tuple(
         PushPart(PartitionId(p.partition), p.payload_bytes, tuple(p.absent_blocks), tuple(p.code_bytes))
-        for p in _bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")
+        for p in bounded(message.parts, limits.PARTITIONS_MAX, "parts of a push")
     )
-    _check_unique([part.partition for part in parts], "a push")
+    check_unique([part.partition for part in parts], "a push")
     for part in parts:
         if part.code_bytes and sum(part.code_bytes) != part.payload_bytes:
             raise MalformedPayload(
@@ -318,7 +318,7 @@ def _pace_from_wire(message: server.Pace) -> SspReport:
     if message.clock > limits.SEQUENCE_MAX or message.ahead > limits.STALENESS_MAX:
         raise InvalidRequest(f"a pace of {message.clock} steps, {message.ahead} ahead; more than can be counted")
     return SspReport(
-        _known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead
+        known(_STRIDES, message.stride, "the stride of a worker"), message.turn, message.clock, message.ahead
     )
 
 
@@ -339,7 +339,7 @@ def verdict_from_wire(message: server.StepVerdict) -> StepVerdict:
 
 def ranks_from_wire(ranks: Sequence[int], what: str) -> tuple[Rank, ...]:
     """Logical ranks that a job can have, ascending. Raises TooLarge, MalformedPayload."""
-    found = tuple([Rank(rank) for rank in _bounded(ranks, limits.LOGICAL_RANKS_MAX, what)])
+    found = tuple([Rank(rank) for rank in bounded(ranks, limits.LOGICAL_RANKS_MAX, what)])
     if found and (list(found) != sorted(set(found)) or found[-1] >= limits.LOGICAL_RANKS_MAX):
         raise MalformedPayload(f"{what}: {list(found[:8])}; expected logical ranks, ascending")
     return found
@@ -350,8 +350,8 @@ def given_to_wire(verdict: StepVerdict, partitions: Iterable[PartitionId]) -> se
 
 
 def given_from_wire(message: server.VerdictGiven) -> tuple[StepVerdict, tuple[PartitionId, ...]]:
-    partitions = _bounded(message.partitions, limits.PARTITIONS_MAX, "partitions that were given a verdict")
-    _check_unique(partitions, "a verdict")
+    partitions = bounded(message.partitions, limits.PARTITIONS_MAX, "partitions that were given a verdict")
+    check_unique(partitions, "a verdict")
     return verdict_from_wire(message.verdict), tuple(map(PartitionId, partitions))
 
 
@@ -379,7 +379,7 @@ def results_from_wire(message: server.PushReply, partitions: Sequence[PartitionI
         at, end = len(found), len(found) + 1 + part.alike
         if end > len(partitions) or partitions[at] != part.partition:
             raise MalformedPayload(f"the answer to a push names partition {part.partition} in place {at}")
-        outcome = _known(_OUTCOMES, part.outcome, "the outcome of a push")
+        outcome = known(_OUTCOMES, part.outcome, "the outcome of a push")
         version = version_from_wire(part.version)
         found += [PartResult(partition, outcome, part.next, version) for partition in partitions[at:end]]
     if len(found) != len(partitions):
@@ -407,7 +407,7 @@ def pulled_to_header(result: ExchangeReply) -> bytes:
     for ticket in result.regions:
         header.regions.append(ticket_to_wire(ticket))
     for missing in result.missing:
-        header.not_yet.missing.append(_missing_to_wire(missing))
+        header.not_yet.missing.append(missing_to_wire(missing))
     if result.clock is not None:
         header.clock = result.clock
     for partition, step, square_norm in result.gathered:
@@ -439,7 +439,7 @@ def pulled_from_header(
         parts += [PulledPart(partition, version) for partition in pulled[at:end]]
     missing: tuple[NotReadyPart, ...] = ()
     if message.HasField("not_yet"):
-        missing = tuple(_missing_from_wire(each) for each in message.not_yet.missing)
+        missing = tuple(missing_from_wire(each) for each in message.not_yet.missing)
     if len(message.place_regions) != len(message.places):
         raise MalformedPayload(f"{len(message.places)} places in {len(message.place_regions)} regions")
     if not missing and len(parts) != len(pulled):
@@ -461,7 +461,7 @@ def pulled_from_header(
 
 
 def _gathered_from_wire(messages: Sequence[server.Gathered], pulled: Sequence[PartitionId]) -> tuple[GatheredPart, ...]:
-    _check_unique([each.partition for each in messages], "what was gathered")
+    check_unique([each.partition for each in messages], "what was gathered")
     asked = frozenset(pulled)
     for each in messages:
         if each.partition not in asked or each.step > limits.SEQUENCE_MAX or each.square_norm < 0:

@@ -8,7 +8,6 @@ the bytes that it announces, before anybody asks for memory for them. Must not k
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,10 @@ from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.initial_values import InitialKind, InitialValues
 from shardyard.domain.tables.row_ids import Ids
 from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.wire.common_messages import known
 from shardyard.wire.frames import Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as server
-
-K = TypeVar("K")
 
 _INITIALS: dict[InitialKind, common.InitialKind] = {
     InitialKind.ZEROS: common.INITIAL_KIND_ZEROS,
@@ -48,13 +46,6 @@ _ROW_CODES: dict[RowCode, server.RowCode] = {
     RowCode.BF16: server.ROW_CODE_BF16,
     RowCode.INT8: server.ROW_CODE_INT8,
 }
-
-
-def _known(known: dict[K, int], value: int, what: str) -> K:
-    for key, number in known.items():
-        if number == value:
-            return key
-    raise MalformedPayload(f"{what} is {value}, which this release does not know")
 
 
 # ---- tables
@@ -104,7 +95,7 @@ def table_from_wire(message: common.TableSpec) -> TableSettings:
         )
     if len(message.values) != len(names):
         raise InvalidRequest(f"table {name!r} with {len(message.values)} values; expected {len(names)}")
-    initial = _known(dict(_INITIALS), message.initial, f"how the rows of table {name!r} begin")
+    initial = known(_INITIALS, message.initial, f"how the rows of table {name!r} begin")
     expiry = message.expiry
     return TableSettings(
         name,
@@ -131,7 +122,7 @@ def _admission(message: common.TableSpec) -> AdmissionSettings:
     given = message.admission
     if given.kind == common.ADMISSION_KIND_UNSPECIFIED:
         return AdmissionSettings()
-    kind = _known(dict(_ADMISSIONS), given.kind, f"the admission of table {message.name!r}")
+    kind = known(_ADMISSIONS, given.kind, f"the admission of table {message.name!r}")
     return AdmissionSettings(kind, given.threshold, given.chance, given.cells, given.zeros)
 
 
@@ -238,7 +229,7 @@ def look_up_from_header(header: bytes) -> LookupRequest:
         wanted,
         message.number if message.HasField("number") else None,
         message.wait_ms,
-        _known(dict(_ROW_CODES), message.code, "the code of a look-up's answer"),
+        known(_ROW_CODES, message.code, "the code of a look-up's answer"),
         message.pin,
     )
 
