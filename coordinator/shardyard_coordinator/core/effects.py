@@ -166,7 +166,7 @@ class PaceServers:
 
 @dataclass(frozen=True, slots=True)
 class SkipLostPushes:
-    """Then PassedOver, if all servers answered."""
+    """Then LostPushesSkipped, if all servers answered."""
 
     job: JobId
     map: PartitionMap
