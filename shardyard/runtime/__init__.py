@@ -3,6 +3,6 @@
 In: log records, and reasons to wait. Out: log lines, each with role, id, job and step; a warning when a wait is long.
 Imports the domain alone. No torch, no gRPC.
 
-Read `waits` first: how a wait says what it waits for. `log` has the two formats of log lines. `ports` is the clock as
-the cores see it, `clock` the real one.
+Read `waits` first: how a wait says what it waits for. `log` has the two formats of log lines. `clock` has
+the clock as a protocol, and the real one.
 """

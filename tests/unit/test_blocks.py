@@ -15,7 +15,7 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, a
 from shardyard.domain.optimizers import OptimizerSpec, make_group
 from shardyard.domain.pushes import PushPart
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
-from shardyard_ps_server.partition import dense_state as blocks_module
+from shardyard_ps_server.partition import dense_state
 from shardyard_ps_server.partition.dense_state import Contribution, DenseState
 from shardyard_ps_server.values.versions import Bytes, aligned_empty
 
@@ -34,7 +34,7 @@ def buffer(name: str, length: int, dtype: DType) -> VariableSpec:
 class OnePartition:
     """Variables of one partition, each one block, under the DenseState that are tried."""
 
-    def __init__(self, *variables: VariableSpec, kind: str = "sgd", groups: blocks_module.Groups = SGD) -> None:
+    def __init__(self, *variables: VariableSpec, kind: str = "sgd", groups: dense_state.Groups = SGD) -> None:
         self.variables = variables
         self.groups = groups
         position, laid = 0, []
@@ -287,7 +287,7 @@ def test_partition_without_blocks_is_updated_to_nothing() -> None:
 
 @pytest.mark.parametrize("members", [1, 2, 3])
 def test_payload_of_many_pieces_is_updated_as_a_whole_one(members: int) -> None:
-    elements = 3 * blocks_module.PIECE_BYTES // 4 + 5
+    elements = 3 * dense_state.PIECE_BYTES // 4 + 5
     one = OnePartition(variable("a", elements, DType.FLOAT32), buffer("mean", elements, DType.FLOAT32))
     rng = np.random.default_rng(6)
     pushed = rng.standard_normal((members, elements)).astype(np.float32)
@@ -310,9 +310,9 @@ def test_sums_take_no_memory_of_the_size_of_the_payload() -> None:
 
     members = [one.push(1, a=[1] * (1 << 20)) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks_module, "aligned_empty", recorded)
+        patch.setattr(dense_state, "aligned_empty", recorded)
         one.update(*members)
-    assert asked == [blocks_module.PIECE_BYTES]
+    assert asked == [dense_state.PIECE_BYTES]
 
 
 def test_payload_that_may_not_be_written_is_read() -> None:
@@ -339,7 +339,7 @@ def test_memory_of_an_update_can_be_asked_for_ahead(monkeypatch: pytest.MonkeyPa
 
     one.blocks.reserve_sums()
     new = aligned_empty(one.values.size)
-    monkeypatch.setattr(blocks_module, "aligned_empty", none_left)
+    monkeypatch.setattr(dense_state, "aligned_empty", none_left)
     one.blocks.update(members, (0.5, 0.5), one.values, new)
     assert one.of(new, 0).tolist() == [-2, -4]
 

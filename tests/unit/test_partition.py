@@ -34,7 +34,7 @@ from shardyard.domain.pulls import NotReadyPart
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, Source, SourceKey, WorkerSource
 from shardyard.domain.pushes import Outcome, PartResult
 from shardyard.domain.variables import DType, VariableSpec
-from shardyard_ps_server.partition import dense_state as blocks_module
+from shardyard_ps_server.partition import dense_state
 from shardyard_ps_server.partition.cuts import PIECE_BYTES
 from shardyard_ps_server.partition.dense_state import Contribution, Groups
 from shardyard_ps_server.partition.partition import Partition
@@ -314,7 +314,7 @@ def test_checking_a_push_changes_nothing() -> None:
         assert state(partition, push.key.source) == before
 
 
-@pytest.mark.parametrize("module", [versions_module, blocks_module])
+@pytest.mark.parametrize("module", [versions_module, dense_state])
 def test_step_for_which_there_is_no_memory_is_refused_and_can_be_taken_later(
     module: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,14 +407,14 @@ class Held:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
-        update = blocks_module.DenseState.update
+        update = dense_state.DenseState.update
 
-        def wait_and_update(blocks: blocks_module.DenseState, *given: Any, **more: Any) -> None:
+        def wait_and_update(blocks: dense_state.DenseState, *given: Any, **more: Any) -> None:
             self.begun.set()
             assert self.may_end.wait(DEADLINE_S)
             update(blocks, *given, **more)
 
-        patch.setattr(blocks_module.DenseState, "update", wait_and_update)
+        patch.setattr(dense_state.DenseState, "update", wait_and_update)
 
 
 @pytest.mark.parametrize("mode", UpdateMode)

@@ -22,7 +22,7 @@ import pytest
 from shardyard.domain.errors import NotShareable, TooLarge
 from shardyard.domain.limits import NONCE_BYTES, SHARED_BYTES_MAX
 from shardyard.domain.pulls import ShmHandle
-from shardyard.transport import shared_memory as same_host
+from shardyard.transport import shared_memory as shm
 from shardyard.transport.shared_memory import HEAD_BYTES, AttachedMemory, SharedMemory, attach
 
 PAGE = mmap.PAGESIZE
@@ -299,7 +299,7 @@ def test_another_user_cannot_open_ours(shared: SharedMemory) -> None:
 
 
 def test_system_without_such_memory_is_told_in_words(shared: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_host, "available", lambda: False)
+    monkeypatch.setattr(shm, "available", lambda: False)
     with pytest.raises(NotShareable, match="shared memory on"):
         SharedMemory(PAGE, read_only=True)
     with pytest.raises(NotShareable, match="shared memory on"):
@@ -327,7 +327,7 @@ def test_pages_that_are_not_there_are_too_large_instead_of_a_signal(error: Excep
             raise error
 
     with pytest.raises(TooLarge, match="100 bytes of shared memory, which this machine does not have"):
-        same_host.populate(Full(), 0, 100)  # type: ignore[arg-type]
+        shm.populate(Full(), 0, 100)  # type: ignore[arg-type]
 
 
 def test_kernel_that_cannot_populate_does_without(shared: SharedMemory) -> None:
@@ -335,7 +335,7 @@ def test_kernel_that_cannot_populate_does_without(shared: SharedMemory) -> None:
         def madvise(self, *_: int) -> None:
             raise OSError(22, "EINVAL")
 
-    same_host.populate(Old(), 0, 100)  # type: ignore[arg-type]
+    shm.populate(Old(), 0, 100)  # type: ignore[arg-type]
     shared.populate(PAGE - 1, 2 * PAGE)
     assert shared.bytes.tobytes() == bytes(4 * PAGE)
 
@@ -405,7 +405,7 @@ def test_where_nobody_may_know_of_copies_they_are_dropped(
     def forbidden(*_: object, **__: object) -> object:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(same_host, "open", forbidden, raising=False)
+    monkeypatch.setattr(shm, "open", forbidden, raising=False)
     assert private.refresh(0, PAGE) is True
     assert set(private.bytes) == {1}
 
@@ -418,6 +418,6 @@ def test_what_pagemap_does_not_tell_counts_as_copied(private: AttachedMemory, mo
         def opened(*_: object, **__: object) -> Iterator[object]:
             yield empty
 
-        monkeypatch.setattr(same_host, "open", opened, raising=False)
+        monkeypatch.setattr(shm, "open", opened, raising=False)
         assert private.refresh(0, PAGE) is True
     assert set(private.bytes) == {1}

@@ -25,7 +25,7 @@ from shardyard.domain.ids import Incarnation, JobId
 from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.limits import PROTOCOL
 from shardyard.domain.push_names import DataLease, LeasedSource, SourceKey
-from shardyard.runtime.ports import Clock
+from shardyard.runtime.clock import Clock
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Context, Network, Service
 from shardyard.wire import methods

@@ -26,7 +26,7 @@ import psutil
 from shardyard.domain import errors
 from shardyard.domain.limits import GIB, MIB
 from shardyard.transport import TRIED
-from shardyard.transport import shared_memory as same_host
+from shardyard.transport import shared_memory as shm
 from shardyard.transport.malloc import tune_malloc
 from shardyard_launcher.probes.findings import Finding, Probe, failed, ok, warning
 
@@ -94,13 +94,13 @@ def disk(state: Path) -> Sequence[Finding]:
 def shared_memory() -> Sequence[Finding]:
     """Whether what one process exports another could open: a sealed memfd by way of /proc/PID/fd."""
     slower = "processes on one machine use streams instead, which is slower; training works"
-    if not same_host.available():
+    if not shm.available():
         return [warning("shared memory", f"{sys.platform} with this Python has no memfd", slower)]
     try:
-        exported = same_host.SharedMemory(SHARED_BYTES, read_only=True)
+        exported = shm.SharedMemory(SHARED_BYTES, read_only=True)
         try:
             exported.bytes[-1] = 42
-            seen = same_host.attach(exported.ticket()).bytes[-1]
+            seen = shm.attach(exported.ticket()).bytes[-1]
         finally:
             exported.close()
     except errors.ShardyardError as error:

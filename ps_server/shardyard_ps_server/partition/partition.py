@@ -52,8 +52,7 @@ from shardyard.domain.pulls import NotReadyPart, ShmLocation
 from shardyard.domain.push_names import ROW_LANE, DoneDataShards, PushName, RankSource, SourceKey, Watermark
 from shardyard.domain.pushes import GatheredPart, Outcome, PartResult, PushPart, StepVerdict
 from shardyard.domain.tables.row_ids import Ids
-from shardyard.runtime.clock import SystemClock
-from shardyard.runtime.ports import Clock
+from shardyard.runtime.clock import Clock, SystemClock
 from shardyard_ps_server.partition.cuts import Cut
 from shardyard_ps_server.partition.dense_state import Contribution, DenseState, Groups
 from shardyard_ps_server.partition.ledger import Ledger

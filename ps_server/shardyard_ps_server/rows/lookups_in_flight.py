@@ -19,7 +19,7 @@ import numpy as np
 from shardyard.domain.ids import Incarnation, PartitionId
 from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
 from shardyard.domain.tables.row_ids import Ids
-from shardyard.runtime.ports import Clock
+from shardyard.runtime.clock import Clock
 
 IDS_MAX: Final = 1 << 19
 KEPT_MS: Final = 600_000

@@ -32,7 +32,7 @@ from shardyard.domain.tables import row_optimizers
 from shardyard.domain.tables.row_ids import Ids
 from shardyard.domain.tables.row_routing import first_stray, partition_of
 from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
-from shardyard.runtime.ports import Clock
+from shardyard.runtime.clock import Clock
 from shardyard_ps_server.rows import row_sums
 from shardyard_ps_server.rows.previous_rows import PreviousRows
 from shardyard_ps_server.rows.row_sums import Given, Mean

@@ -17,8 +17,7 @@ import torch
 
 from shardyard.domain.errors import InvalidRequest, ShapeMismatch
 from shardyard.domain.limits import FREQUENCY_MAX
-from shardyard.runtime.clock import SystemClock
-from shardyard.runtime.ports import Clock
+from shardyard.runtime.clock import Clock, SystemClock
 from shardyard_worker.embedding.local_entries import SavedEntries
 from shardyard_worker.embedding.row_rules import check, state_widths, update
 from shardyard_worker.embedding.table import Table, tables_of
