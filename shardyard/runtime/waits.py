@@ -17,7 +17,7 @@ from shardyard.domain import limits
 from shardyard.runtime.clock import SystemClock
 
 _CLOCK: Final = SystemClock()
-_VIGIL_MS: Final = 500
+_CHECK_MS: Final = 500
 _logger = logging.getLogger(__name__)
 
 
@@ -87,7 +87,7 @@ class WaitRegistry:
     """Explains waits of threads that block and so cannot tick themselves, any number of them at a time, and tells what
     is waited for now.
 
-    with vigil.over(lambda: f"server 3 to apply push {name}"):
+    with wait_registry.over(lambda: f"server 3 to apply push {name}"):
         peer.call(...)
 
     A thread of its own looks after them, while there are any and for a moment longer. Beginning and ending a wait costs
@@ -125,7 +125,7 @@ class WaitRegistry:
         with self._starting:
             thread = self._thread
         if thread is not None:
-            thread.join(_VIGIL_MS / 1000)
+            thread.join(_CHECK_MS / 1000)
 
     def _begin(self, wait: _Waiting) -> None:
         self._waits[wait] = None
@@ -134,7 +134,7 @@ class WaitRegistry:
             with self._starting:
                 if not self._runs:
                     self._runs = True
-                    self._thread = threading.Thread(target=self._run, name="vigil", daemon=True)
+                    self._thread = threading.Thread(target=self._run, name="wait_registry", daemon=True)
                     self._thread.start()
 
     def _end(self, wait: _Waiting, kind: type[BaseException] | None) -> None:
@@ -145,7 +145,7 @@ class WaitRegistry:
 
     def _run(self) -> None:
         seen = -1
-        while not self._closed.wait(_VIGIL_MS / 1000):
+        while not self._closed.wait(_CHECK_MS / 1000):
             if not self._waits and self._begun == seen and self._is_done():
                 return
             seen = self._begun
@@ -168,12 +168,12 @@ class WaitRegistry:
 
 
 class _Waiting:
-    """One wait under a vigil; for a `with` block."""
+    """One wait under a wait_registry; for a `with` block."""
 
-    __slots__ = ("_vigil", "begin_ms", "describe", "explained_ms", "said")
+    __slots__ = ("_wait_registry", "begin_ms", "describe", "explained_ms", "said")
 
-    def __init__(self, vigil: WaitRegistry, describe: Callable[[], str]) -> None:
-        self._vigil = vigil
+    def __init__(self, wait_registry: WaitRegistry, describe: Callable[[], str]) -> None:
+        self._wait_registry = wait_registry
         self.describe = describe
         self.begin_ms = 0
         self.explained_ms: int | None = None
@@ -181,12 +181,12 @@ class _Waiting:
 
     def __enter__(self) -> None:
         self.begin_ms = _CLOCK.now_ms()
-        self._vigil._begin(self)
+        self._wait_registry._begin(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._vigil._end(self, kind)
+        self._wait_registry._end(self, kind)
 
 
 def _seconds(duration_ms: int) -> str:

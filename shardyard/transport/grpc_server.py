@@ -91,13 +91,13 @@ class GrpcServer:
         self._health.enter_graceful_shutdown()
         if not self._started:
             self._begin()  # gRPC gives back the port of a server that was started, no other's
-        vigil = WaitRegistry()
+        wait_registry = WaitRegistry()
         try:
-            with vigil.over(lambda: f"the calls that {self.address} still serves to end"):
+            with wait_registry.over(lambda: f"the calls that {self.address} still serves to end"):
                 self._server.stop(grace_ms / 1000).wait()
                 self._pool.shutdown(wait=True)
         finally:
-            vigil.close()
+            wait_registry.close()
 
     def _begin(self) -> None:
         self._server.start()

@@ -45,7 +45,7 @@ class Session:
         self.mode = ConsistencyMode.ASYNC if bound is None else ConsistencyMode.BOUNDED
         self.consistency = Consistency(0, self.mode, bound)
         self.settings = SimpleNamespace(worker=SimpleNamespace(window=0))
-        self.vigil = SimpleNamespace(over=lambda _: self)
+        self.wait_registry = SimpleNamespace(over=lambda _: self)
 
     def went_over(self, _: Consistency) -> None:
         """It was asked for by nobody."""

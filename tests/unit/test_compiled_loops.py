@@ -29,7 +29,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def vigil() -> Iterator[WaitRegistry]:
+def wait_registry() -> Iterator[WaitRegistry]:
     made = WaitRegistry(logger=logging.getLogger("shardyard.server"))
     yield made
     made.close()
@@ -56,11 +56,12 @@ def test_the_mark_is_of_this_source_and_this_compiler_and_of_these_loops(
 
 
 def test_servers_that_start_together_compile_once_and_all_say_why_they_take_long(
-    tmp_path: Path, compiled: list[bool], vigil: WaitRegistry
+    tmp_path: Path, compiled: list[bool], wait_registry: WaitRegistry
 ) -> None:
     told: list[str] = []
     servers = [
-        threading.Thread(target=load_optimizer_loops, args=[vigil, told.append, threading.Event()]) for _ in range(4)
+        threading.Thread(target=load_optimizer_loops, args=[wait_registry, told.append, threading.Event()])
+        for _ in range(4)
     ]
     for server in servers:
         server.start()
@@ -69,12 +70,12 @@ def test_servers_that_start_together_compile_once_and_all_say_why_they_take_long
     assert sum(compiled) == 1
     assert len(compiled) == 5  # and each reads what is there
     assert told == [COMPILES] * len(told)
-    load_optimizer_loops(vigil, lambda what: pytest.fail(what), threading.Event())
+    load_optimizer_loops(wait_registry, lambda what: pytest.fail(what), threading.Event())
     assert (sum(compiled), len(compiled)) == (1, 6)
 
 
 def test_loops_of_a_process_that_died_are_compiled_by_another_one(
-    tmp_path: Path, compiled: list[bool], vigil: WaitRegistry
+    tmp_path: Path, compiled: list[bool], wait_registry: WaitRegistry
 ) -> None:
     script = (
         "import sys, pathlib, threading; from shardyard_ps_server.jit.cache import once\n"
@@ -84,10 +85,12 @@ def test_loops_of_a_process_that_died_are_compiled_by_another_one(
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE) as other:
         until((tmp_path / "begun").exists)
         told = threading.Event()
-        server = threading.Thread(target=load_optimizer_loops, args=[vigil, lambda _: told.set(), threading.Event()])
+        server = threading.Thread(
+            target=load_optimizer_loops, args=[wait_registry, lambda _: told.set(), threading.Event()]
+        )
         server.start()
         assert told.wait(DEADLINE_S)
-        until(lambda: f"loops of optimizers to be compiled to {tmp_path}" in vigil.waiting_for)
+        until(lambda: f"loops of optimizers to be compiled to {tmp_path}" in wait_registry.waiting_for)
         assert compiled == []
         other.kill()
     server.join(DEADLINE_S)
@@ -95,7 +98,7 @@ def test_loops_of_a_process_that_died_are_compiled_by_another_one(
 
 
 def test_who_is_told_to_stop_while_another_one_compiles_waits_for_nothing(
-    tmp_path: Path, compiled: list[bool], vigil: WaitRegistry
+    tmp_path: Path, compiled: list[bool], wait_registry: WaitRegistry
 ) -> None:
     begun, free, stop = threading.Event(), threading.Event(), threading.Event()
 
@@ -106,7 +109,7 @@ def test_who_is_told_to_stop_while_another_one_compiles_waits_for_nothing(
     other = threading.Thread(target=once, args=[tmp_path, KIND, compiles, threading.Event()])
     other.start()
     assert begun.wait(DEADLINE_S)
-    server = threading.Thread(target=load_optimizer_loops, args=[vigil, lambda _: stop.set(), stop])
+    server = threading.Thread(target=load_optimizer_loops, args=[wait_registry, lambda _: stop.set(), stop])
     server.start()
     server.join(DEADLINE_S)
     assert not server.is_alive()
@@ -118,7 +121,7 @@ def test_who_is_told_to_stop_while_another_one_compiles_waits_for_nothing(
 def test_where_a_folder_takes_no_file_each_process_compiles_and_says_so(
     tmp_path: Path,
     compiled: list[bool],
-    vigil: WaitRegistry,
+    wait_registry: WaitRegistry,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -126,12 +129,12 @@ def test_where_a_folder_takes_no_file_each_process_compiles_and_says_so(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache, "once", full)
-    load_optimizer_loops(vigil, lambda _: None, threading.Event())
+    load_optimizer_loops(wait_registry, lambda _: None, threading.Event())
     assert compiled == [True]
     assert "No space left on device" in caplog.text
     told: list[str] = []
     monkeypatch.setattr(cache, "folder_of", lambda _: None)
-    load_optimizer_loops(vigil, told.append, threading.Event())
+    load_optimizer_loops(wait_registry, told.append, threading.Event())
     assert compiled == [True, True]
     assert told == [COMPILES_ALWAYS]
 

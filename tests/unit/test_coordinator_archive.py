@@ -78,10 +78,10 @@ class Yard:
             self.stores[server].create(JOB, FIRST, LAYOUT, owned, UpdateRules(mode, 2))
             self.stores[server].open(JOB, FIRST)
         self.lease()
-        self.vigil = WaitRegistry()
-        self.servers = ServerClient(network, Term(5), self.vigil)
+        self.wait_registry = WaitRegistry()
+        self.servers = ServerClient(network, Term(5), self.wait_registry)
         self.living = set(WORKERS)
-        self.feedback = ResidualCollections(lambda _: self.living, self.vigil)
+        self.feedback = ResidualCollections(lambda _: self.living, self.wait_registry)
         self.archive = CheckpointIO(self.servers, feedback=self.feedback, heartbeat_ms=HEARTBEAT_MS, now=lambda: NOW)
         self.subject = Subject(JOB, "ads", 7, {"name": "ads"}, mode, 2, LAYOUT)
 
@@ -157,7 +157,7 @@ def yard(request: pytest.FixtureRequest) -> Iterator[Yard]:
     found = Yard(getattr(request, "param", UpdateMode.ASYNC))
     yield found
     found.servers.close()
-    found.vigil.close()
+    found.wait_registry.close()
     for store in found.stores.values():
         store.close()
 

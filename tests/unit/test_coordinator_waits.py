@@ -202,7 +202,7 @@ def test_call_to_a_server_that_hangs_is_logged_and_shown(
 ) -> None:
     monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 50)
     monkeypatch.setattr(limits, "SHOW_WAIT_MS", 50)
-    monkeypatch.setattr(waits, "_VIGIL_MS", 10)
+    monkeypatch.setattr(waits, "_CHECK_MS", 10)
     server = yard.add_server("server:0")
     worker = yard.add_worker(ASYNC)
     answers = threading.Event()

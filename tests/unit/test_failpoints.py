@@ -105,7 +105,7 @@ def in_archive(place: str, folder: Path) -> list[str]:
         assert list(library.verify("ads")) == []
     finally:
         yard.servers.close()
-        yard.vigil.close()
+        yard.wait_registry.close()
         for store in yard.stores.values():
             store.close()
     return passed

@@ -89,14 +89,14 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def vigil() -> Iterator[WaitRegistry]:
+def wait_registry() -> Iterator[WaitRegistry]:
     made = WaitRegistry()
     yield made
     made.close()
 
 
 def made(
-    peers: Sequence[Server], pool: ThreadPoolExecutor, vigil: WaitRegistry, *, as_of: float | None = None
+    peers: Sequence[Server], pool: ThreadPoolExecutor, wait_registry: WaitRegistry, *, as_of: float | None = None
 ) -> PinnedVersion:
     def everywhere(servers: Sequence[ReadServer], ask: Callable[[ReadServer], Any]) -> list[Any]:
         calls = [pool.submit(ask, server) for server in servers]
@@ -110,7 +110,7 @@ def made(
         for incarnation, peer in zip(SERVERS, peers, strict=True)
     ]
     begun = time.monotonic() if as_of is None else as_of
-    return PinnedVersion(view(), servers, Pin(bytes(16), None, rows=True), HELD, begun, everywhere, vigil)
+    return PinnedVersion(view(), servers, Pin(bytes(16), None, rows=True), HELD, begun, everywhere, wait_registry)
 
 
 def two() -> list[Server]:
@@ -132,12 +132,12 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 def test_leases_of_others_are_renewed_whatever_a_server_says_of_one(
-    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, vigil: WaitRegistry
+    monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor, wait_registry: WaitRegistry
 ) -> None:
     monkeypatch.setattr(pinned_version, "RENEW_MS", 5)
     broken, whole = two(), two()
     broken[1].pinned = failing(Internal("something unforeseen"))
-    first, second = made(broken, pool, vigil), made(whole, pool, vigil)
+    first, second = made(broken, pool, wait_registry), made(whole, pool, wait_registry)
     leases = Leases()
     leases.keep(first)
     leases.keep(second)
@@ -150,9 +150,11 @@ def test_leases_of_others_are_renewed_whatever_a_server_says_of_one(
     leases.close()
 
 
-def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(pool: ThreadPoolExecutor, vigil: WaitRegistry) -> None:
+def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry
+) -> None:
     servers = two()
-    held, leases = made(servers, pool, vigil), Leases()
+    held, leases = made(servers, pool, wait_registry), Leases()
     leases.close()
     leases.keep(held)
     assert held.is_lost
@@ -160,7 +162,7 @@ def test_what_comes_to_be_held_when_all_is_let_go_is_let_go_too(pool: ThreadPool
 
 
 def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
-    pool: ThreadPoolExecutor, vigil: WaitRegistry
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry
 ) -> None:
     frozen, waited_for = two(), threading.Event()
 
@@ -170,7 +172,7 @@ def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
 
     for server in frozen:
         server.rows = away
-    held = made(frozen, pool, vigil)
+    held = made(frozen, pool, wait_registry)
     asked = [RowQuery(0, unique_ids(IDS, len(PARTITIONS)), 1)]
     lost: list[VersionPassed] = []
 
@@ -190,13 +192,13 @@ def test_look_ups_that_wait_for_a_thread_ask_nobody_once_the_version_is_lost(
     assert len(frozen[0].asked) + len(frozen[1].asked) == 1
 
 
-def test_a_lease_that_may_have_run_out_is_not_renewed(pool: ThreadPoolExecutor, vigil: WaitRegistry) -> None:
+def test_a_lease_that_may_have_run_out_is_not_renewed(pool: ThreadPoolExecutor, wait_registry: WaitRegistry) -> None:
     """A pin that a server gives anew has rows of another moment, which its version need not tell (hybrid)."""
-    renewed = made(two(), pool, vigil)
+    renewed = made(two(), pool, wait_registry)
     renewed.renew()
     assert not renewed.is_lost
     servers = two()
-    asleep = made(servers, pool, vigil, as_of=time.monotonic() - pinned_version.LEASE_MS / 1000)
+    asleep = made(servers, pool, wait_registry, as_of=time.monotonic() - pinned_version.LEASE_MS / 1000)
     asleep.renew()
     assert asleep.is_lost
     assert [server.asked[-1] for server in servers] == [methods.UNPIN] * 2
@@ -212,12 +214,12 @@ def piece(before: int, *numbers: int) -> Frame:
 
 
 def test_all_rows_of_a_partition_come_once_however_often_they_are_sent(
-    pool: ThreadPoolExecutor, vigil: WaitRegistry
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry
 ) -> None:
     servers = two()
     servers[0].all_rows = lambda: iter([piece(0, 7, -3), piece(2, 9), piece(3, 7, 4)])
     servers[1].all_rows = lambda: iter([piece(0, 8)])
-    held = made(servers, pool, vigil)
+    held = made(servers, pool, wait_registry)
     first, second = (held.read_rows(0, 1, partition) for partition in PARTITIONS)
     assert [(ids.tolist(), rows.tolist()) for ids, rows in first] == [
         ([7, -3], [[7], [-3]]),
@@ -225,23 +227,25 @@ def test_all_rows_of_a_partition_come_once_however_often_they_are_sent(
         ([4], [[4]]),
     ]
     assert [ids.tolist() for ids, _ in second] == [[8]]
-    assert made(two(), pool, vigil).read_rows(0, 1, PARTITIONS[0]) == []
+    assert made(two(), pool, wait_registry).read_rows(0, 1, PARTITIONS[0]) == []
 
 
 @pytest.mark.parametrize("error", [NotFound("a pin that is not here"), ServerUnavailable("it does not answer")])
 def test_all_rows_of_a_version_that_a_server_does_not_hold_are_lost_with_it(
-    pool: ThreadPoolExecutor, vigil: WaitRegistry, error: ShardyardError
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry, error: ShardyardError
 ) -> None:
     servers = two()
     servers[1].all_rows = failing(error)
-    held = made(servers, pool, vigil)
+    held = made(servers, pool, wait_registry)
     assert held.read_rows(0, 1, PARTITIONS[0]) == []
     with pytest.raises(VersionPassed, match=error.what):
         held.read_rows(0, 1, PARTITIONS[1])
     assert held.is_lost
 
 
-def test_who_reads_all_rows_waits_while_somebody_else_does(pool: ThreadPoolExecutor, vigil: WaitRegistry) -> None:
+def test_who_reads_all_rows_waits_while_somebody_else_does(
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry
+) -> None:
     servers, refused = two(), []
 
     def read() -> Iterator[Frame]:
@@ -251,17 +255,17 @@ def test_who_reads_all_rows_waits_while_somebody_else_does(pool: ThreadPoolExecu
         return iter([piece(0, 7)])
 
     servers[0].all_rows = read
-    held = made(servers, pool, vigil)
+    held = made(servers, pool, wait_registry)
     assert [ids.tolist() for ids, _ in held.read_rows(0, 1, PARTITIONS[0])] == [[7]]
     assert len(refused) == 2
     assert not held.is_lost
 
 
 def test_who_waits_for_rows_of_a_version_that_is_lost_meanwhile_hears_of_it(
-    pool: ThreadPoolExecutor, vigil: WaitRegistry
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry
 ) -> None:
     servers = two()
-    held = made(servers, pool, vigil)
+    held = made(servers, pool, wait_registry)
 
     def busy() -> Iterator[Frame]:
         held._lose(ServerUnavailable("it does not answer"))
@@ -273,8 +277,10 @@ def test_who_waits_for_rows_of_a_version_that_is_lost_meanwhile_hears_of_it(
 
 
 @pytest.mark.parametrize("frames", [[piece(1, 7)], [piece(0, 7), piece(2, 8)], [Frame(b"", 0, b"thirteen byte")]])
-def test_rows_that_do_not_fit_are_refused(pool: ThreadPoolExecutor, vigil: WaitRegistry, frames: list[Frame]) -> None:
+def test_rows_that_do_not_fit_are_refused(
+    pool: ThreadPoolExecutor, wait_registry: WaitRegistry, frames: list[Frame]
+) -> None:
     servers = two()
     servers[0].all_rows = lambda: iter(frames)
     with pytest.raises(MalformedPayload, match="of rows of 12 as those from"):
-        made(servers, pool, vigil).read_rows(0, 1, PARTITIONS[0])
+        made(servers, pool, wait_registry).read_rows(0, 1, PARTITIONS[0])

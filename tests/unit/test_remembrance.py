@@ -47,7 +47,7 @@ class Coordinator:
 
     caller: Caller = field(default_factory=lambda: Caller(JobId(1), ME))
     job_settings: JobSettings = field(default_factory=lambda: JobSettings(name="digits"))
-    vigil: WaitRegistry = field(default_factory=WaitRegistry)
+    wait_registry: WaitRegistry = field(default_factory=WaitRegistry)
     progress: Progress = field(default_factory=Progress)
     asked: list[Any] = field(default_factory=list)
     taken: bool = True
@@ -161,7 +161,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     found = Worker(tmp_path)
     yield found
     found.made.close()
-    found.session.vigil.close()
+    found.session.wait_registry.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -29,9 +29,13 @@ class World:
     def __init__(self, folder: Path, script: str) -> None:
         self.folder = folder
         self.loads = 0
-        self.vigil = WaitRegistry(logger=logging.getLogger("shardyard.server"))
+        self.wait_registry = WaitRegistry(logger=logging.getLogger("shardyard.server"))
         self.loops = TableLoops(
-            self.vigil, self.load, lambda: self.loads > 0, lambda: folder, [sys.executable, "-c", script, str(folder)]
+            self.wait_registry,
+            self.load,
+            lambda: self.loads > 0,
+            lambda: folder,
+            [sys.executable, "-c", script, str(folder)],
         )
 
     def load(self) -> None:
@@ -42,7 +46,7 @@ class World:
 
     def close(self) -> None:
         self.loops.close()
-        self.vigil.close()
+        self.wait_registry.close()
 
 
 RUNS = """
@@ -88,7 +92,7 @@ def test_all_wait_for_one_process_and_say_so(tmp_path: Path) -> None:
     for other in others:
         other.start()
     until(lambda: world.runs() == 1)
-    until(lambda: all(f"loops for the tables of job 1.{n} to be" in world.vigil.waiting_for for n in range(3)))
+    until(lambda: all(f"loops for the tables of job 1.{n} to be" in world.wait_registry.waiting_for for n in range(3)))
     assert world.loads == 0
     (tmp_path / "go").touch()
     for other in others:

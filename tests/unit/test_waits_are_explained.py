@@ -2,7 +2,7 @@
 reason why it need not (docs/waits.md). A new one that does neither fails here.
 
 What counts as a wait is seen from the source: calls that block, by name. A call under `with ExplainedWait(...)` or
-`with ....over(...)` (Vigil) is explained by that, in nested functions too.
+`with ....over(...)` (WaitRegistry) is explained by that, in nested functions too.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ def unexplained() -> dict[str, list[str]]:
 def test_every_wait_is_explained_or_has_a_reason() -> None:
     new = {key: places for key, places in unexplained().items() if key not in ALLOWED}
     assert not new, (
-        f"waits that say nothing: {new}; put them under `with vigil.over(...)` or ExplainedWait, so that log and "
-        "status say what is waited for, or into ALLOWED with the reason"
+        f"waits that say nothing: {new}; put them under `with wait_registry.over(...)` or ExplainedWait, so that log "
+        "and status say what is waited for, or into ALLOWED with the reason"
     )
 
 
@@ -278,9 +278,9 @@ def test_reasons_are_for_waits_that_are_there() -> None:
 
 SOURCE = """
 class Line:
-    def take(self, stream, pool, vigil):
+    def take(self, stream, pool, wait_registry):
         stream.receive(timeout_ms=5)
-        with vigil.over(lambda: "it"):
+        with wait_registry.over(lambda: "it"):
             stream.receive(timeout_ms=5)
             with self.lock:
                 self.done.wait()

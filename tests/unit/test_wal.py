@@ -968,7 +968,7 @@ def test_a_log_that_is_elsewhere_is_said_to_be(yard: Yard, tmp_path: Path) -> No
 def test_a_record_that_does_not_follow_is_damage(crashed: Crashed) -> None:
     """A whole record in the middle, with good checksums, that names work beyond the next."""
     yard, saved, _ = crashed
-    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=WaitRegistry())
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, wait_registry=WaitRegistry())
     first = yard._stores[0]
     order = order_of(first, 2)
     with wal.admission:

@@ -709,7 +709,7 @@ def test_rows_of_a_record_are_checked_as_a_peers(yard: Yard, what: str) -> None:
     first = yard.first()
     saved = yard.save(first, 2)
     push_rows(first, 0)
-    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, vigil=WaitRegistry())
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, wait_registry=WaitRegistry())
     good, rows = order_with(first, order_of(first, 0), some(first, 0))
     good = dataclasses.replace(good, rows=timed(good.rows))
     with wal.admission:

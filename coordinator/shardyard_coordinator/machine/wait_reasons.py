@@ -1,8 +1,8 @@
 """What the jobs of a yard wait for, as far as the coordinator decides it (promise 7: never a mystery hang).
 
 Owns: since when each job has waited for what; when that is said. Invariant: reading a job changes nothing of it. Must
-not know: waits of threads (the shell's vigil has them), what workers and servers wait for (they say it themselves), the
-clock.
+not know: waits of threads (the shell's wait_registry has them), what workers and servers wait for (they say it
+themselves), the clock.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class ResidualCollection:
 
 
 class ResidualCollections:
-    """`living`: the workers that a job has now; `vigil`: says what is waited for."""
+    """`living`: the workers that a job has now; `wait_registry`: says what is waited for."""
 
-    def __init__(self, living: Callable[[JobId], Collection[Incarnation]], vigil: WaitRegistry) -> None:
+    def __init__(self, living: Callable[[JobId], Collection[Incarnation]], wait_registry: WaitRegistry) -> None:
         self._living = living
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._changed = threading.Condition()
         self._open: dict[tuple[JobId, int], ResidualCollection] = {}
         self._closed = False
@@ -136,7 +136,7 @@ class ResidualCollections:
     def _await(self, job: JobId, begun: ResidualCollection, stage: Stage, what: str, timeout_ms: int) -> None:
         missing: list[Incarnation] = []
         give_up = time.monotonic() + timeout_ms / 1000
-        with self._vigil.over(lambda: f"workers {', '.join(map(str, missing[:8]))} {what}"):
+        with self._wait_registry.over(lambda: f"workers {', '.join(map(str, missing[:8]))} {what}"):
             while (left_s := give_up - time.monotonic()) > 0:
                 living = self._living(job)  # asked before the lock is taken: it has one of its own
                 with self._changed:

@@ -41,9 +41,9 @@ Answered = TypeVar("Answered")
 
 
 class ServerClient:
-    def __init__(self, network: Network, term: Term, vigil: WaitRegistry) -> None:
+    def __init__(self, network: Network, term: Term, wait_registry: WaitRegistry) -> None:
         self._network = network
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._term = term
         self._lock = threading.Lock()
         self._peers: dict[Incarnation, Peer] = {}
@@ -276,7 +276,7 @@ class ServerClient:
         """What a server does not do now is NotReady for whoever waits for it: that a server's incarnation is stale, for
         one, must not reach a worker as if the worker were."""
         try:
-            with self._vigil.over(lambda: f"server {server.incarnation} at {server.address} {what}"):
+            with self._wait_registry.over(lambda: f"server {server.incarnation} at {server.address} {what}"):
                 return self._peer(server).call(method, request, timeout_ms=timeout_ms)
         except (Unavailable, Refused, NotFound, NotReady) as error:
             raise NotReady(

@@ -82,9 +82,9 @@ class Coordinator:
         self._checkpoints = checkpoints
         self._machine = self._restore()
         self._tell_what_is_there()
-        self._vigil = WaitRegistry(logger=log)
-        self._servers = ServerClient(network, journal.term, self._vigil)
-        self._feedback = ResidualCollections(self._workers_of, self._vigil)
+        self._wait_registry = WaitRegistry(logger=log)
+        self._servers = ServerClient(network, journal.term, self._wait_registry)
+        self._feedback = ResidualCollections(self._workers_of, self._wait_registry)
         self._archive = CheckpointIO(self._servers, feedback=self._feedback, heartbeat_ms=membership.heartbeat_ms)
         self._callers = ThreadPoolExecutor(CALLERS, thread_name_prefix="coordinator-calls")
         self._stop = threading.Event()
@@ -108,12 +108,12 @@ class Coordinator:
         with self._lock:
             self._stop.set()
         self._feedback.close()
-        with self._vigil.over(lambda: "calls to servers to end, before the coordinator does"):
+        with self._wait_registry.over(lambda: "calls to servers to end, before the coordinator does"):
             if self._ticker.is_alive():
                 self._ticker.join()
             self._callers.shutdown(wait=True, cancel_futures=True)
         self._servers.close()
-        self._vigil.close()
+        self._wait_registry.close()
 
     @property
     def is_finishing(self) -> bool:
@@ -273,7 +273,7 @@ class Coordinator:
     def _status(self, _request: wire.StatusRequest, _: Context) -> wire.StatusReply:
         with self._lock:
             yard = status.describe(self._machine, self._clock.now_ms())
-        reply = door.status_reply(yard, waiting_for=self._vigil.waiting_for)
+        reply = door.status_reply(yard, waiting_for=self._wait_registry.waiting_for)
         reply.time_ms, reply.protocol, reply.release = time.time_ns() // 1_000_000, PROTOCOL, self._release
         return reply
 
@@ -333,7 +333,7 @@ class Coordinator:
         if not records:
             return
         try:
-            with self._vigil.over(lambda: f"the journal {self._journal.name} to be written"):
+            with self._wait_registry.over(lambda: f"the journal {self._journal.name} to be written"):
                 self._journal.append([(record.kind, record.body) for record in records])
         except sqlite3.Error as error:
             self._broken = f"the journal {self._journal.name} cannot be written ({error})"
@@ -347,7 +347,7 @@ class Coordinator:
         """Replaces the journal's records by the fewest that say the same."""
         snapshot = self._machine.snapshot()
         try:
-            with self._vigil.over(lambda: f"the journal {self._journal.name} to be made shorter"):
+            with self._wait_registry.over(lambda: f"the journal {self._journal.name} to be made shorter"):
                 self._journal.replace([(record.kind, record.body) for record in snapshot])
         except sqlite3.Error as error:
             log.warning("the journal %s could not be made shorter (%s); it grows", self._journal.name, error)
@@ -512,7 +512,7 @@ class Coordinator:
     def _drop_feedback(self, effect: effects.DropFeedback) -> None:
         what = f"a file of what worker {effect.file.worker} had not sent to be deleted from {effect.url}"
         try:
-            with self._vigil.over(lambda: what):
+            with self._wait_registry.over(lambda: what):
                 self._archive.drop_feedback(effect.url, effect.job_name, effect.file)
         except ShardyardError as error:
             log.warning("%s is left to the next checkpoint: %s", effect.file.file.path, error.what)
@@ -522,7 +522,7 @@ class Coordinator:
         failure: ShardyardError = Internal("the coordinator could not take it; its log has more")
         try:
             what = f"checkpoint {draft.number} of job {wanted.subject.name!r} to be written to {wanted.url}"
-            with self._vigil.over(lambda: what):
+            with self._wait_registry.over(lambda: what):
                 taken = self._archive.take(
                     wanted.subject,
                     wanted.map,
@@ -594,7 +594,7 @@ class Coordinator:
         try:
             number = wanted.bases[0].number
             what = f"checkpoint {number} of job {wanted.subject.name!r} to be restored from {wanted.url}"
-            with self._vigil.over(lambda: what):
+            with self._wait_registry.over(lambda: what):
                 self._archive.restore(
                     wanted.subject,
                     wanted.map,

@@ -108,11 +108,11 @@ def ask(network: Network, coordinator: str, job: str) -> Iterator[Mapping[str, A
 
     peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
     wanted, after, more = job, 0, True
-    vigil = WaitRegistry()
+    wait_registry = WaitRegistry()
     try:
         while more:
             request = wire.ReadAuditRequest(job=wanted, after=after)
-            with vigil.over(lambda: f"the {peer.name} to read its audit"):
+            with wait_registry.over(lambda: f"the {peer.name} to read its audit"):
                 reply = peer.call(methods.READ_AUDIT, request, timeout_ms=TIMEOUT_MS)
             if not after:
                 _tell_lost(reply.lost)
@@ -120,7 +120,7 @@ def ask(network: Network, coordinator: str, job: str) -> Iterator[Mapping[str, A
                 yield _line(each.number, each.time, each.term, each.job, each.event, json.loads(each.body_json))
             wanted, after, more = str(JobId(reply.job)), reply.reached, reply.more
     finally:
-        vigil.close()
+        wait_registry.close()
         peer.close()
 
 

@@ -64,9 +64,9 @@ def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, 
     from shardyard.wire.v1 import coordinator_pb2 as wire
 
     peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    vigil = WaitRegistry()
+    wait_registry = WaitRegistry()
     try:
-        with vigil.over(lambda: f"the {peer.name} to say what jobs there are"):
+        with wait_registry.over(lambda: f"the {peer.name} to say what jobs there are"):
             jobs = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=TIMEOUT_MS).jobs
         chosen = [each for each in jobs if job in (None, each.name, str(JobId(each.job)))]
         if job is not None and not chosen:
@@ -75,11 +75,11 @@ def ask(network: Network, coordinator: str, job: str | None) -> list[tuple[str, 
         found = []
         for each in chosen:
             request = wire.ListQuarantinedRequest(job=each.job)
-            with vigil.over(lambda: f"the {peer.name} to list what is in quarantine"):
+            with wait_registry.over(lambda: f"the {peer.name} to list what is in quarantine"):
                 found.append((each.name, peer.call(methods.LIST_QUARANTINED, request, timeout_ms=TIMEOUT_MS)))
         return found
     finally:
-        vigil.close()
+        wait_registry.close()
         peer.close()
 
 

@@ -49,15 +49,15 @@ def set_(
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     address = coordinator_of(settings)
     peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    vigil = WaitRegistry()
+    wait_registry = WaitRegistry()
     try:
-        with vigil.over(lambda: f"the {peer.name} to take the switch"):
+        with wait_registry.over(lambda: f"the {peer.name} to take the switch"):
             told = peer.call(methods.SWITCH_CONSISTENCY, request, timeout_ms=TIMEOUT_MS)
         shown = describe_consistency(told.consistency)
         click.echo(f"job {told.job_name} {'goes over to' if told.first else 'goes already by'} {shown}")
         return _await_all(peer, told) if wait else 0
     finally:
-        vigil.close()
+        wait_registry.close()
         peer.close()
 
 

@@ -95,13 +95,13 @@ def ask(network: Network, coordinator: str, local: LocalReport | None = None) ->
         peer.close()
     asked = [member for member in status.members if member.role == wire.ROLE_SERVER]
     servers: dict[int, server_wire.DescribeServerReply | errors.ShardyardError] = {}
-    vigil = WaitRegistry()
+    wait_registry = WaitRegistry()
     try:
-        with vigil.over(lambda: f"{len(asked) - len(servers)} of {len(asked)} servers to describe themselves"):
+        with wait_registry.over(lambda: f"{len(asked) - len(servers)} of {len(asked)} servers to describe themselves"):
             for member in asked:
                 servers[member.incarnation] = _describe(network, member)
     finally:
-        vigil.close()
+        wait_registry.close()
     return YardReport(coordinator, status, servers, local)
 
 

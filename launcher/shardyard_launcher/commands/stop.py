@@ -48,10 +48,10 @@ def stop(
     settings = load_given(config, sets, {"coordinator": coordinator, "yard.state": state}).loaded.settings
     address = coordinator_of(settings)
     peer = GrpcNetwork().connect(address, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    vigil = WaitRegistry()
+    wait_registry = WaitRegistry()
     try:
         request = wire.StopJobRequest(job_name=job or "", reason=reason)
-        with vigil.over(lambda: f"the {peer.name} to take the stop"):
+        with wait_registry.over(lambda: f"the {peer.name} to take the stop"):
             told = peer.call(methods.STOP_JOB, request, timeout_ms=TIMEOUT_MS)
         if told.first:
             click.echo(f"job {told.job_name} is told to stop")
@@ -59,7 +59,7 @@ def stop(
             click.echo(f"job {told.job_name} was told to stop before, {describe_stop(told.stop)}")
         return _await_end(peer, told) if wait else 0
     finally:
-        vigil.close()
+        wait_registry.close()
         peer.close()
 
 

@@ -75,12 +75,12 @@ def carry_out(probe: Probe) -> Sequence[Finding]:
             answers.put([failed(probe.name, said, "see it with --set log.level=debug, and please report it")])
 
     threading.Thread(target=run, name=f"probe {probe.name}", daemon=True).start()
-    vigil = WaitRegistry(logger=log)
+    wait_registry = WaitRegistry(logger=log)
     try:
-        with vigil.over(lambda: f"the probe {probe.name}, {probe.deadline_ms / 1000:g} s at most"):
+        with wait_registry.over(lambda: f"the probe {probe.name}, {probe.deadline_ms / 1000:g} s at most"):
             return answers.get(timeout=probe.deadline_ms / 1000)
     except queue.Empty:
         said = f"no result within {probe.deadline_ms / 1000:g} s"
         return [failed(probe.name, said, "something that it asks (name service, disk, driver) hangs")]
     finally:
-        vigil.close()
+        wait_registry.close()

@@ -107,7 +107,7 @@ class ScriptRun:
         self._shown = ShownOutput()
         self._script: Script | None = None
         self._launched_again = 0
-        self._vigil = WaitRegistry()
+        self._wait_registry = WaitRegistry()
         self.workers = 0
 
     def launch(self, script: Script) -> None:
@@ -120,7 +120,7 @@ class ScriptRun:
             workers=script.workers,
             restarts_max=script.restarts_max,
         )
-        with self._vigil.over(lambda: f"the {self._agent.name} to launch {script.path}"):
+        with self._wait_registry.over(lambda: f"the {self._agent.name} to launch {script.path}"):
             reply = self._agent.call(methods.LAUNCH, request, timeout_ms=CALL_TIMEOUT_MS)
         self._launch, self.workers, self._script = reply.launch, reply.workers, script
         self._watcher = threading.Thread(target=self._watch, name="watch-launch", daemon=True)
@@ -167,7 +167,7 @@ class ScriptRun:
         self._launched_again += 1
         display.note(f"the {agent} died, and the script's processes with it; it is launched again")
         if self._watcher is not None:
-            with self._vigil.over(lambda: f"what the {agent} still says of the launch that it has lost"):
+            with self._wait_registry.over(lambda: f"what the {agent} still says of the launch that it has lost"):
                 self._watcher.join(CALL_TIMEOUT_MS / 1000)
         give_up = time.monotonic() + AGENT_PATIENCE_MS / 1000
         while not stop.is_set():
@@ -185,7 +185,7 @@ class ScriptRun:
 
     def close(self) -> None:
         self._closing.set()
-        self._vigil.close()
+        self._wait_registry.close()
         self._agent.close()
         self._coordinator.close()
         if self._watcher is not None:
@@ -298,12 +298,12 @@ def _times(number: int) -> str:
 def find_agent(coordinator: str) -> str:
     """The address of an agent of a running yard. Raises CoordinatorUnavailable, NotReady."""
     peer = GrpcNetwork().connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
-    vigil = WaitRegistry()
+    wait_registry = WaitRegistry()
     try:
-        with vigil.over(lambda: f"the {peer.name} to name an agent"):
+        with wait_registry.over(lambda: f"the {peer.name} to name an agent"):
             status = peer.call(methods.STATUS, wire.StatusRequest(), timeout_ms=CALL_TIMEOUT_MS)
     finally:
-        vigil.close()
+        wait_registry.close()
         peer.close()
     for member in _agents(status):
         return member.address

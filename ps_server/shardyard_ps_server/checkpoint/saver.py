@@ -84,9 +84,9 @@ class Saver:
     """Writes the partitions of one job on one server. One checkpoint at a time; `save` in any thread. An order that
     comes again, however late, writes nothing: a manifest may name its files by then."""
 
-    def __init__(self, server: Incarnation, vigil: WaitRegistry, layout: JobLayout) -> None:
+    def __init__(self, server: Incarnation, wait_registry: WaitRegistry, layout: JobLayout) -> None:
         self._server = server
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._layout = layout
         self._tables = TableSaver(server)
         self._written: dict[PartitionId, dict[int, _Written]] = {}
@@ -134,7 +134,7 @@ class Saver:
             ]
 
     def _named(self, partition: Partition, number: int, step: int, until: float) -> Cut:
-        with self._vigil.over(lambda: f"step {step} of partition {partition.id}, for checkpoint {number}"):
+        with self._wait_registry.over(lambda: f"step {step} of partition {partition.id}, for checkpoint {number}"):
             cut = partition.named_cut(until)
         if cut is None:
             raise NotReady(f"step {step} of partition {partition.id} for a checkpoint: it has not been reached in time")
@@ -149,7 +149,7 @@ class Saver:
             head = PartitionHead(partition.id, cut.version, cut.marks, cut.floor)
             sources = [self._source(partition, cut, index) for index in blocks]
             path = partition_path(order.number, partition.id, self._server)
-            with self._vigil.over(lambda: f"{storage.locate(path)} to be written"):
+            with self._wait_registry.over(lambda: f"{storage.locate(path)} to be written"):
                 written = storage.write(path, partition_file.pieces(head, sources))
         finally:
             cut.release()
@@ -170,7 +170,7 @@ class Saver:
         for index, settings in enumerate(self._layout.tables):
             of_table = cut.tables[settings.name]
             what = f"table {settings.name!r} of partition {partition.id} to be written to {storage.url}"
-            with self._vigil.over(lambda what=what: what):  # type: ignore[misc]
+            with self._wait_registry.over(lambda what=what: what):  # type: ignore[misc]
                 found.append(self._tables.save(self._layout, partition.id, index, of_table, order.number, storage))
         return tuple(found)
 

@@ -43,13 +43,13 @@ class Provisioning:
         logs: LogRoot | None,
         on_failure: OnFailure,
         budget: Budget | None,
-        vigil: WaitRegistry,
+        wait_registry: WaitRegistry,
     ) -> None:
         self._shareable = shareable
         self._logs = logs
         self._on_failure = on_failure
         self._budget = budget
-        self._vigil = vigil
+        self._wait_registry = wait_registry
 
     def begin(
         self,
@@ -69,13 +69,13 @@ class Provisioning:
         Raises as `give`, and leaves nothing behind."""
         total = sum(layout.partitions[p].payload_bytes for p in owned)
         regions = ShmRegions(total, shareable=self._shareable)
-        saver = Saver(server, self._vigil, layout)
+        saver = Saver(server, self._wait_registry, layout)
         hosted = HostedJob(job, layout, generation, rules, {}, regions, saver, wal, pacing)
         try:
             if rules.logged and hosted.wal is None:
                 assert self._logs is not None
                 files, first = self._logs.log(job, server), restore.segment_of(job)
-                hosted.wal = Wal(files, segment=first, on_failure=self._on_failure, vigil=self._vigil)
+                hosted.wal = Wal(files, segment=first, on_failure=self._on_failure, wait_registry=self._wait_registry)
             self.give(hosted, generation, owned, loaded, restore)
         except ShardyardError:
             regions.close()
@@ -104,7 +104,7 @@ class Provisioning:
             here = None if hosted is None else hosted.partitions.get(entry.partition)
             if here is None or here.describe()[0].life < entry.version.life:
                 what = f"partition {entry.partition} of job {job} to be read from {storage.url}"
-                with self._vigil.over(lambda what=what: what):  # type: ignore[misc]
+                with self._wait_registry.over(lambda what=what: what):  # type: ignore[misc]
                     state = replace(read_partition(storage, layout, entry), version=entry.version)
                     tables = read_tables(state.tables, self._budget)
                     found.append(Loaded(restore.adapted(state, job), tables))
@@ -164,7 +164,7 @@ class Provisioning:
             numbers = ", ".join(map(str, sorted(partitions)))
             for server in trail:
                 what = f"the log of server {server} to be read, for partition {numbers} of job {job}"
-                with self._vigil.over(lambda what=what: what):  # type: ignore[misc]
+                with self._wait_registry.over(lambda what=what: what):  # type: ignore[misc]
                     replay(self._logs.log(job, server), generation, restore.number, layout, partitions)
 
     def _make(

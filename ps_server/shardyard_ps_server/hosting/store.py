@@ -144,18 +144,18 @@ class Store:
         self.budget = budget
         self._crew = BatchPool()
         self.counters = Counters()
-        self.vigil = WaitRegistry(logger=log)
+        self.wait_registry = WaitRegistry(logger=log)
         """Whatever this server waits for is said here: in its log, and to the coordinator."""
-        self._loops = TableLoops(self.vigil)
+        self._loops = TableLoops(self.wait_registry)
         self._hosting = Provisioning(
-            shareable=shareable, logs=logs, on_failure=self._on_failure, budget=budget, vigil=self.vigil
+            shareable=shareable, logs=logs, on_failure=self._on_failure, budget=budget, wait_registry=self.wait_registry
         )
 
     def close(self) -> None:
         """Forgets all jobs. No thread is left, and no process."""
         self._loops.close()
         self._crew.close()
-        self.vigil.close()
+        self.wait_registry.close()
         with self._lock:
             jobs, self._jobs = self._jobs, {}
         for hosted in jobs.values():

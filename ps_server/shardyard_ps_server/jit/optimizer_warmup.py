@@ -26,7 +26,7 @@ COMPILES_ALWAYS: Final = "compiles loops of optimizers, since no folder for them
 """and where it does so at each start."""
 
 
-def load_optimizer_loops(vigil: WaitRegistry, tell: Callable[[str], None], stop: threading.Event) -> None:
+def load_optimizer_loops(wait_registry: WaitRegistry, tell: Callable[[str], None], stop: threading.Event) -> None:
     """All loops are there when it returns, unless `stop` is set meanwhile, which is heard of while another process
     compiles. `tell` hears why it takes long, if it does."""
     folder = cache.folder_of(kernels.mean)
@@ -34,7 +34,7 @@ def load_optimizer_loops(vigil: WaitRegistry, tell: Callable[[str], None], stop:
         tell(COMPILES_ALWAYS)
     elif not cache.is_marked(folder, KIND):
         tell(COMPILES)
-        with vigil.over(lambda: f"loops of optimizers to be compiled to {folder}, once on a machine"):
+        with wait_registry.over(lambda: f"loops of optimizers to be compiled to {folder}, once on a machine"):
             try:
                 cache.once(folder, KIND, _warm, stop)
             except OSError as error:

@@ -44,7 +44,7 @@ class TableLoops:
 
     def __init__(
         self,
-        vigil: WaitRegistry,
+        wait_registry: WaitRegistry,
         load: Callable[[], None] = partition_tables.warm,
         is_loaded: Callable[[], bool] = partition_tables.is_warm,
         folder: Callable[[], Path | None] | None = None,
@@ -52,7 +52,7 @@ class TableLoops:
     ) -> None:
         """`load`: compiles all loops, or reads them from disk; `is_loaded`: whether this process has done so. `folder`:
         where numba keeps them, if not the usual one. `command`: what compiles them there; told our process id."""
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._load, self._is_loaded, self._command = load, is_loaded, command
         self._folder = folder or folder_of_loops
         self._loading = threading.Lock()
@@ -64,7 +64,7 @@ class TableLoops:
         """All loops are there when it returns. Raises NotReady where the server is being ended."""
         if self._is_loaded():
             return
-        with self._vigil.over(lambda: f"loops for {what_for} to be compiled"), self._loading:
+        with self._wait_registry.over(lambda: f"loops for {what_for} to be compiled"), self._loading:
             if self._is_loaded():
                 return
             folder = self._folder()

@@ -95,7 +95,7 @@ class Server:
                 request.logs.add(job=hosted.job, length=hosted.wal.segment_bytes)
             if hosted.layout.tables:
                 request.tables.add(job=hosted.job, rows=[table.rows for table in hosted.describe_tables()])
-        request.waiting_for = self.store.vigil.waiting_for
+        request.waiting_for = self.store.wait_registry.waiting_for
 
     def _hear(self, reply: wire.HeartbeatReply) -> None:
         self.store.fence(reply.fenced)
@@ -148,7 +148,7 @@ def serve(
     listener = GrpcServer(bind, [server.service()])
     listener.start()
     try:
-        load_optimizer_loops(server.store.vigil, preparing, stop)
+        load_optimizer_loops(server.store.wait_registry, preparing, stop)
         address = advertise or listener.address
         try:
             server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)

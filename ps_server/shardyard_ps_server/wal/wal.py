@@ -49,12 +49,12 @@ OnFailure = Callable[[ShardyardError], None]
 
 
 class Wal:
-    """A new log, whose first segment has number `segment`. `vigil` explains its waits. Safe for several threads. Raises
-    StorageUnavailable."""
+    """A new log, whose first segment has number `segment`. `wait_registry` explains its waits. Safe for several
+    threads. Raises StorageUnavailable."""
 
-    def __init__(self, files: LogFiles, *, segment: int, on_failure: OnFailure, vigil: WaitRegistry) -> None:
+    def __init__(self, files: LogFiles, *, segment: int, on_failure: OnFailure, wait_registry: WaitRegistry) -> None:
         self._files = files
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._on_failure = on_failure
         self.admission = threading.Lock()
         """Held while it is decided whether something is recorded, and while it is appended."""
@@ -66,7 +66,7 @@ class Wal:
         self._durable = 0
         self._applied = 0
         self._segment = segment
-        with storing(files.folder), vigil.over(self._beginning):
+        with storing(files.folder), wait_registry.over(self._beginning):
             aside = files.begin()
             if aside is not None:
                 what = "a log of another yard, whose numbers are given again, is now in %s, and kept there for %d days"
@@ -109,7 +109,7 @@ class Wal:
 
     def sync(self, ticket: int) -> None:
         """Returns when the record is durable. Raises NotReady where the log has failed."""
-        with self._vigil.over(self._syncing), self._changed:
+        with self._wait_registry.over(self._syncing), self._changed:
             while self._durable < ticket:
                 self._check()
                 if self._writing:
@@ -121,7 +121,7 @@ class Wal:
     def turn(self, ticket: int) -> Iterator[None]:
         """What was recorded before has taken effect. An error that is not the record's own (a ShardyardError) stops the
         log: others would go on without what it says."""
-        with self._vigil.over(self._applying), self._changed:
+        with self._wait_registry.over(self._applying), self._changed:
             while self._applied < ticket - 1:
                 self._check()
                 self._changed.wait()
@@ -145,7 +145,7 @@ class Wal:
         with self._changed:
             ticket = self._appended
         self.sync(ticket)
-        with self._vigil.over(self._applying), self._changed:
+        with self._wait_registry.over(self._applying), self._changed:
             while self._applied < ticket:
                 self._check()
                 self._changed.wait()
@@ -156,7 +156,7 @@ class Wal:
         """What is appended from now on, under `admission`, is in segment `number`; all before has taken effect when
         this returns. A number that is not higher than the present one does nothing. Raises NotReady."""
         self.drain()
-        with self._vigil.over(self._beginning), self._changed:
+        with self._wait_registry.over(self._beginning), self._changed:
             if number <= self._segment:
                 return
             self._check()
@@ -189,7 +189,7 @@ class Wal:
 
     def close(self, *, remove: bool = False) -> None:
         """Nothing is recorded any more. `remove`: nobody will read it."""
-        with self._vigil.over(self._syncing), self._changed:
+        with self._wait_registry.over(self._syncing), self._changed:
             while self._writing:
                 self._changed.wait()
             if self._fd < 0:

@@ -1210,7 +1210,7 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(GrpcServer): _Listener,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
-        id(load_optimizer_loops): lambda vigil, tell, stop: None,
+        id(load_optimizer_loops): lambda wait_registry, tell, stop: None,
     }
     watch, root = _Watch(level), logging.getLogger("shardyard")
     former, propagates = root.level, root.propagate

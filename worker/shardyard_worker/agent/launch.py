@@ -149,13 +149,13 @@ class _Child:
 
 
 class RunningLaunch:
-    """A launch and its thread. Safe to call from any thread; `report_exit` is called from the launch's own. `vigil`
-    explains what takes long."""
+    """A launch and its thread. Safe to call from any thread; `report_exit` is called from the launch's own.
+    `wait_registry` explains what takes long."""
 
     def __init__(
-        self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], None], vigil: WaitRegistry
+        self, number: int, order: LaunchOrder, *, report_exit: Callable[[int, int], None], wait_registry: WaitRegistry
     ) -> None:
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self.number = number
         self.order = order
         self.events = EventLog()
@@ -189,7 +189,7 @@ class RunningLaunch:
 
     def join(self, timeout_ms: int) -> bool:
         """Waits for the end; False if it did not come in time."""
-        with self._vigil.over(lambda: f"the {self.running} processes of launch {self.number} to end"):
+        with self._wait_registry.over(lambda: f"the {self.running} processes of launch {self.number} to end"):
             self._thread.join(timeout_ms / 1000)
         return not self._thread.is_alive()
 
@@ -293,7 +293,7 @@ class RunningLaunch:
         _signal(child.process.pid, signal.SIGKILL)
         pid = child.process.pid
         # a process that is stuck in the kernel is not gone before that lets it go
-        with self._vigil.over(lambda: f"process {pid} of launch {self.number}, which was killed, to be gone"):
+        with self._wait_registry.over(lambda: f"process {pid} of launch {self.number}, which was killed, to be gone"):
             exit_code = child.process.wait()
         del self._children[child.index]
         self._selector.unregister(child.ended_fd)

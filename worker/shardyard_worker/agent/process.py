@@ -190,7 +190,7 @@ def serve(
             peer,
             Membership(MemberRole.AGENT, address),
             coordinator_grace_ms=grace_ms,
-            waiting_for=lambda: service.vigil.waiting_for,
+            waiting_for=lambda: service.wait_registry.waiting_for,
         )
         listener.start()
         standing.enrol(stop)

@@ -70,7 +70,7 @@ class AgentService:
         self._lock = threading.Lock()
         self._launches: dict[int, RunningLaunch] = {}
         self._closed = False
-        self.vigil = WaitRegistry(logger=log)
+        self.wait_registry = WaitRegistry(logger=log)
         """Whatever this agent waits for is said here: in its log, and to the coordinator."""
         self.service = Service("Agent")
         self.service.on(methods.LAUNCH, self._on_launch)
@@ -89,7 +89,7 @@ class AgentService:
             self._forget()
             number = secrets.randbits(48) + 1
             launch = self._launches[number] = RunningLaunch(
-                number, order, report_exit=self._report_exit, vigil=self.vigil
+                number, order, report_exit=self._report_exit, wait_registry=self.wait_registry
             )
             launch.start()
         log.info("launch %d: %s in %d processes", number, order.script, order.workers)
@@ -105,7 +105,7 @@ class AgentService:
         for launch in launches:
             if not launch.join(grace_ms + 5_000):
                 log.error("launch %d has not ended in time", launch.number)
-        self.vigil.close()
+        self.wait_registry.close()
 
     def _forget(self) -> None:
         ended = [number for number, launch in self._launches.items() if launch.events.ended]

@@ -118,7 +118,7 @@ class ResidualCheckpointer:
         caller = common_messages.caller_to_wire(self._session.caller)
         report = wire.ReportFeedbackRequest(caller=caller, number=number, stage=wire.FEEDBACK_STAGE_READY)
         try:
-            with self._session.vigil.over(lambda: f"all workers to be ready for checkpoint {number}"):
+            with self._session.wait_registry.over(lambda: f"all workers to be ready for checkpoint {number}"):
                 while not self._leaving and not self._report(report).copy:
                     time.sleep(READY_AGAIN_MS / 1000)
             state = self._copy(number)
@@ -146,14 +146,14 @@ class ResidualCheckpointer:
             return self._feedback.state_dict()
 
         copied = self.between.when_free(copy)
-        with self._session.vigil.over(lambda: "the push under way, to save what compression has not sent"):
+        with self._session.wait_registry.over(lambda: "the push under way, to save what compression has not sent"):
             return copied.result()
 
     def _write(self, number: int, url: str, state: State, report: wire.ReportFeedbackRequest) -> None:
         """What became of it is put into the report."""
         name = worker_name(self._session.caller.incarnation)
         try:
-            with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
+            with self._session.wait_registry.over(lambda: f"what compression has not sent to be written to {url}"):
                 library = CheckpointLibrary(open_storage(url))
                 written = library.write_feedback(self._session.job_settings.name, number, name, state).file.written
         except ShardyardError as error:
@@ -223,7 +223,7 @@ class ResidualCheckpointer:
     def _read(self, handed: wire.HandOver) -> tuple[State, str]:
         """The state, or why there is none."""
         try:
-            with self._session.vigil.over(lambda: f"what worker {handed.worker} had not sent to be read"):
+            with self._session.wait_registry.over(lambda: f"what worker {handed.worker} had not sent to be read"):
                 library = CheckpointLibrary(open_storage(handed.url))
                 name = self._session.job_settings.name
                 return library.load_feedback(name, handed_from_wire(handed), self._layout), ""
@@ -255,7 +255,7 @@ class ResidualCheckpointer:
         def is_over() -> bool:
             return not self._adding and (not number or self._asked != number)
 
-        with self._session.vigil.over(lambda: f"checkpoint {number}, which has what this worker has not sent"):
+        with self._session.wait_registry.over(lambda: f"checkpoint {number}, which has what this worker has not sent"):
             while not is_over() and time.monotonic() < give_up:
                 time.sleep(SETTLE_AGAIN_MS / 1000)
                 self._session.refresh()
@@ -300,7 +300,9 @@ class ResidualCheckpointer:
             if time.monotonic() >= give_up:
                 raise CoordinatorUnavailable(f"nobody has said within {SETTLE_MS / 1000:g} s what becomes of it")
 
-        with self._session.vigil.over(lambda: "a checkpoint to be over, before what is not sent is handed over"):
+        with self._session.wait_registry.over(
+            lambda: "a checkpoint to be over, before what is not sent is handed over"
+        ):
             while True:
                 reply = self._session.ask(methods.HAND_OVER_FEEDBACK, request, check=check)
                 if reply.fate != wire.FEEDBACK_FATE_WAIT:
@@ -313,7 +315,7 @@ class ResidualCheckpointer:
     ) -> wire.HandOverFeedbackReply:
         """Writes it, and says so. Raises StorageUnavailable, CoordinatorUnavailable."""
         job, name = self._session.job_settings.name, left_name(self._session.caller.incarnation)
-        with self._session.vigil.over(lambda: f"what compression has not sent to be written to {url}"):
+        with self._session.wait_registry.over(lambda: f"what compression has not sent to be written to {url}"):
             library = CheckpointLibrary(open_storage(url))
             request.number = library.next_number(job)
             file = library.write_feedback(job, request.number, name, state)
@@ -322,7 +324,7 @@ class ResidualCheckpointer:
         reply = self._ask_fate(request)
         if reply.fate != wire.FEEDBACK_FATE_HANDED_OVER:
             try:
-                with self._session.vigil.over(lambda: f"a file that nobody needs to be deleted from {url}"):
+                with self._session.wait_registry.over(lambda: f"a file that nobody needs to be deleted from {url}"):
                     library.drop_feedback(job, file)
             except ShardyardError as error:
                 log.info("%s is left to the next checkpoint: %s", file.file.path, error.what)
@@ -353,7 +355,7 @@ class ResidualCheckpointer:
             self._closed = True
         self.between.close()
         if self._thread is not None:
-            with self._session.vigil.over(lambda: "what compression has not sent to be written"):
+            with self._session.wait_registry.over(lambda: "what compression has not sent to be written"):
                 self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _norm(self) -> float:

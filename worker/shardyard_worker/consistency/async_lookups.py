@@ -30,9 +30,9 @@ class _Flight:
 class AsyncLookups:
     """Used by the thread that trains."""
 
-    def __init__(self, depth: int, vigil: WaitRegistry) -> None:
+    def __init__(self, depth: int, wait_registry: WaitRegistry) -> None:
         """`depth`: so many steps before its own a look-up begins."""
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._pool = ThreadPoolExecutor(depth, "rows ahead")
         self._flights: dict[int, _Flight] = {}
 
@@ -50,7 +50,7 @@ class AsyncLookups:
         self._flights = {number: each for number, each in self._flights.items() if number > step}
         if flight is None:
             return None
-        with self._vigil.over(lambda: f"rows of step {step}, which are looked up ahead"):
+        with self._wait_registry.over(lambda: f"rows of step {step}, which are looked up ahead"):
             wait([flight.landed])
         error = flight.landed.exception()
         if error is None:
@@ -68,5 +68,5 @@ class AsyncLookups:
     def close(self) -> None:
         """No thread is left."""
         self.clear()
-        with self._vigil.over(lambda: "rows that are looked up ahead, and are not needed any more"):
+        with self._wait_registry.over(lambda: "rows that are looked up ahead, and are not needed any more"):
             self._pool.shutdown(cancel_futures=True)

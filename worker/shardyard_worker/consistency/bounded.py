@@ -204,7 +204,7 @@ class BoundedStrategy(AsyncStrategy):
         def waiting_for() -> str:
             return f"values in which at most {self._bound} steps of others are missing: {explain(answer)}"
 
-        with self._session.vigil.over(waiting_for):
+        with self._session.wait_registry.over(waiting_for):
             while True:
                 answer = self._pull(wish)
                 if not answer.missing:

@@ -26,7 +26,7 @@ class HybridStrategy(SyncStrategy):
     def __init__(self, training: Trainer) -> None:
         super().__init__(training)
         self._depth = self._session.job_settings.consistency.rows_in_flight
-        self._flights = AsyncLookups(self._depth, self._session.vigil) if self._depth else None
+        self._flights = AsyncLookups(self._depth, self._session.wait_registry) if self._depth else None
 
     def close(self) -> None:
         if self._flights is not None:

@@ -185,7 +185,7 @@ class AsyncStrategy(Strategy):
 
     def _await_halt(self) -> None:
         brake = self._session.brake
-        with self._session.vigil.over(lambda: "the job to go over to steps, or to stay as it is"):
+        with self._session.wait_registry.over(lambda: "the job to go over to steps, or to stay as it is"):
             while True:
                 if self.has_gone_over():
                     log.warning("a step outside of job.batches does not count: the job has gone over to steps")
@@ -214,14 +214,14 @@ class AsyncStrategy(Strategy):
     def _ask_again(self) -> None:
         flight = self._flight
         if flight is not None:
-            with self._session.vigil.over(lambda: f"push {flight.name} to be answered"):
+            with self._session.wait_registry.over(lambda: f"push {flight.name} to be answered"):
                 wait([flight.answer])  # the router is for one thread at a time
         self._take_newest()
 
     def _go_over_beside(self) -> None:
         flight = self._flight
         if flight is not None:
-            with self._session.vigil.over(lambda: f"push {flight.name} to be answered"):
+            with self._session.wait_registry.over(lambda: f"push {flight.name} to be answered"):
                 wait([flight.answer])  # the router is for one thread at a time
         super()._go_over_beside()
         self._moved = True
@@ -655,7 +655,7 @@ class SyncStrategy(Strategy):
                 return f"partitions in the mode that the job goes over to, before step {step}"
             return f"other workers to hear that the job {'stops' if brake.stop else 'goes over'}, before step {step}"
 
-        with self._session.vigil.over(waiting_for):
+        with self._session.wait_registry.over(waiting_for):
             while brake.permits(step) is None:
                 self._session.refresh()
                 if self._training.is_behind:
@@ -705,7 +705,7 @@ class SyncStrategy(Strategy):
             told = explain(answer) if answer.missing or self._decisions is None else "the coordinator says who counts"
             return f"step {self._version} to be complete: {told}"
 
-        with self._session.vigil.over(waiting_for):
+        with self._session.wait_registry.over(waiting_for):
             while True:
                 self._look_for_ranks()
                 if self._version is None or not self._held:
@@ -752,7 +752,7 @@ class SyncStrategy(Strategy):
         def waiting_for() -> str:
             return f"version {version} to begin with: {explain(answer)}"
 
-        with self._session.vigil.over(waiting_for):
+        with self._session.wait_registry.over(waiting_for):
             while True:
                 version = min(held.next for held in self._held.values()) if aim is None else aim
                 self._training.router.abandon_pull()
@@ -893,7 +893,7 @@ class SyncStrategy(Strategy):
         return [SourceKey(RankSource(rank))]
 
     def _wait_for_ranks(self) -> None:
-        with self._session.vigil.over(lambda: "a logical rank to compute; other workers have them all"):
+        with self._session.wait_registry.over(lambda: "a logical rank to compute; other workers have them all"):
             while self.on_standby:
                 self._session.refresh()
                 self._session.check()

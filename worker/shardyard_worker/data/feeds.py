@@ -264,7 +264,7 @@ class AsyncFeed(Feed):
         """A data shard to work on; None when all are done, or the job is told to stop."""
         request = wire.LeaseDataRequest(caller=common_messages.caller_to_wire(self._session.caller), feed=self._number)
         reply = self._session.ask(methods.LEASE_DATA, request)
-        with self._session.vigil.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
+        with self._session.wait_registry.over(lambda: f"a data shard of feed {self._number}: {reply.wait.waiting_for}"):
             while reply.WhichOneof("answer") == "wait":
                 self._strategy.rest()
                 if self._strategy.has_gone_over():
@@ -542,7 +542,7 @@ class SyncFeed(Feed):
 
     def _is_done_on_standby(self) -> bool:
         """Waits for a rank, or for the others to be done with all of it: True then."""
-        with self._session.vigil.over(lambda: "a logical rank to compute; other workers have them all"):
+        with self._session.wait_registry.over(lambda: "a logical rank to compute; other workers have them all"):
             while self._strategy.on_standby:
                 if self._close():
                     return True
@@ -555,7 +555,7 @@ class SyncFeed(Feed):
     def _await_done(self) -> bool:
         """Until a checkpoint has all steps. False where the job has gone back meanwhile, and steps are to be computed
         again (rule A11)."""
-        with self._session.vigil.over(lambda: f"a checkpoint that has step {self._end - 1}"):
+        with self._session.wait_registry.over(lambda: f"a checkpoint that has step {self._end - 1}"):
             while not self._close():
                 self._session.check()
                 if self._strategy.has_moved():

@@ -40,7 +40,7 @@ def announce(training: Trainer, source: LeasedSource, token: Token, sequence: in
         highest=highest,
     )
     reply = session.ask(methods.BEGIN_BATCH, request)
-    with session.vigil.over(lambda: f"a verdict on #{sequence} of {source}, once the checkpoint is taken"):
+    with session.wait_registry.over(lambda: f"a verdict on #{sequence} of {source}, once the checkpoint is taken"):
         while reply.retry_ms:
             training.router.pause(min(reply.retry_ms, PAUSE_MS_MAX))
             session.check()

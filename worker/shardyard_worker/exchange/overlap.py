@@ -36,13 +36,15 @@ class _Sent:
 class Overlap:
     """For the lines of one job. Used by one thread, but for `close`."""
 
-    def __init__(self, buckets: FlatBuffers, lines: Mapping[Incarnation, ServerStream], vigil: WaitRegistry) -> None:
+    def __init__(
+        self, buckets: FlatBuffers, lines: Mapping[Incarnation, ServerStream], wait_registry: WaitRegistry
+    ) -> None:
         self._buckets = buckets
         self._lines = lines
         self._sent: dict[Incarnation, _Sent] = {}
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = False
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._sends_to = Incarnation(0)
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         self._thread.start()
@@ -81,7 +83,9 @@ class Overlap:
             self._pending = False
             done = threading.Event()
             self._waiting.put(done.set)
-            with self._vigil.over(lambda: f"gradients to be sent to server {self._sends_to}, ahead of their push"):
+            with self._wait_registry.over(
+                lambda: f"gradients to be sent to server {self._sends_to}, ahead of their push"
+            ):
                 done.wait()
 
     def forget(self) -> None:

@@ -166,20 +166,20 @@ class ServerGroup:
         self._pool = ThreadPoolExecutor(len(self._lines), "router")
         self._readers: ThreadPoolExecutor | None = None
         self._readers_lock = threading.Lock()
-        self._vigil = session.vigil
+        self._wait_registry = session.wait_registry
         waits = session.mode is UpdateMode.SYNC and bool(session.job_settings.clip.norm)
         self._verdicts = NormSums(len(map_.owners)) if waits else None
         self._members: StepVerdict | None = None
         self._ahead: Overlap | None = None
         if settings.overlap == "always":
-            self._ahead = Overlap(buckets, self._lines, self._vigil)
+            self._ahead = Overlap(buckets, self._lines, self._wait_registry)
         session.on_failure(self.close)
         session.on_newer_map(self._leave_the_frozen)
 
     def leave(self) -> None:
         """Tells the servers that their memory is not read any more."""
         waits: list[str] = []
-        with self._vigil.over(lambda: f"{waits[-1]} to hear that its memory is not read any more"):
+        with self._wait_registry.over(lambda: f"{waits[-1]} to hear that its memory is not read any more"):
             for server, line in self._lines.items():
                 waits.append(line.peer.name)
                 line.detach(self._order(server, PushKind.NOTHING, detach=True))
@@ -293,14 +293,14 @@ class ServerGroup:
         tries = {server: partial(patiences[server].call, partial(ask, server)) for server in servers}
         try:
             if len(servers) == 1:
-                with self._vigil.over(lambda: patiences[servers[0]].explanation):
+                with self._wait_registry.over(lambda: patiences[servers[0]].explanation):
                     return [tries[servers[0]]()]
             with self._readers_lock:
                 if self._readers is None:
                     self._readers = ThreadPoolExecutor(len(self._lines), "rows")
                 readers = self._readers
             under_way = {server: readers.submit(each) for server, each in tries.items()}
-            with self._vigil.over(
+            with self._wait_registry.over(
                 lambda: "; ".join(patiences[s].explanation for s, each in under_way.items() if not each.done())
             ):
                 wait(under_way.values())
@@ -533,7 +533,7 @@ class ServerGroup:
         results: list[ExchangeReply] = []
         refusals: list[errors.ShardyardError] = []
         try:
-            with self._vigil.over(lambda: f"{waiting_for()} on {waits[-1] if waits else 'all servers'}"):
+            with self._wait_registry.over(lambda: f"{waiting_for()} on {waits[-1] if waits else 'all servers'}"):
                 for line in lines:
                     try:
                         order = self._begin(make, line)
@@ -643,7 +643,7 @@ class ServerGroup:
         # a server that was started again knows nothing of the job, and the coordinator may not know of it yet
         moved = isinstance(error, _MOVED)
         if moved or self._session.recovering:
-            with self._vigil.over(lambda: f"a partition map after generation {self._map.generation}"):
+            with self._wait_registry.over(lambda: f"a partition map after generation {self._map.generation}"):
                 while True:
                     self.pause(LOOK_AGAIN_MS)
                     self._session.refresh()
@@ -666,7 +666,7 @@ class ServerGroup:
             return "; ".join(patience.explanation for future, patience in asked.items() if not future.done())
 
         # explained from here, since a single call may last for longer than a wait may go without a word
-        with self._vigil.over(explain_rest):
+        with self._wait_registry.over(explain_rest):
             wait(asked)
         return [future.result() for future in asked]
 

@@ -132,7 +132,7 @@ class Run:
     ) -> None:
         self._follower = follower
         self._network = network
-        self._snapshots = Snapshots(network, follower.vigil)
+        self._snapshots = Snapshots(network, follower.wait_registry)
         self._serving: list[ServedModel] = []
         self._settings = settings
         self._files = files
@@ -346,7 +346,7 @@ class Run:
         if not math.isfinite(value):
             return False
         folder = self._folder(into)
-        with self._follower.vigil.over(lambda: f"{folder.url} to take the best version"):
+        with self._follower.wait_registry.over(lambda: f"{folder.url} to take the best version"):
             try:
                 return self._keep(folder, snapshot, metric, mode, value, rows=rows)
             except errors.VersionPassed as error:
@@ -469,7 +469,7 @@ class Run:
         except ValueError as error:
             raise errors.InvalidRequest(f"to serve with {changed}: {error}") from None
         options = ServingOptions(chosen.staleness_ms, chosen.wait_ms, chosen.cached_rows)
-        snapshots = Snapshots(self._network, self._follower.vigil)
+        snapshots = Snapshots(self._network, self._follower.wait_registry)
         served = ServedModel(self._follower, snapshots, options, model, _load_values)
         self._serving.append(served)
         return served

@@ -84,7 +84,7 @@ class Pin:
 
 
 def ask_for(
-    view: View, server: ReadServer, pin: Pin, vigil: WaitRegistry, *, wait_ms: int
+    view: View, server: ReadServer, pin: Pin, wait_registry: WaitRegistry, *, wait_ms: int
 ) -> tuple[tuple[PulledPart, ...], tuple[NotReadyPart, ...]]:
     """Takes, or renews, a pin on one server: what it holds there, or lacks."""
     generation = view.map.generation
@@ -98,12 +98,14 @@ def ask_for(
         wait_ms=wait_ms,
         rows=pin.rows,
     )
-    with vigil.over(lambda: f"{server.peer.name} to hold a version of job {view.job}"):
+    with wait_registry.over(lambda: f"{server.peer.name} to hold a version of job {view.job}"):
         reply = server.peer.call(methods.PIN, pull_messages.pin_to_wire(wish), timeout_ms=CALL_TIMEOUT_MS)
     return pull_messages.pinned_from_wire(reply, server.partitions)
 
 
-def release(view: View, servers: Sequence[ReadServer], pin: Pin, everywhere: Everywhere, vigil: WaitRegistry) -> None:
+def release(
+    view: View, servers: Sequence[ReadServer], pin: Pin, everywhere: Everywhere, wait_registry: WaitRegistry
+) -> None:
     """A server that cannot be reached lets go when the lease runs out."""
     request = wire.UnpinRequest(caller=common_messages.caller_to_wire(view.reader), pin=pin.name)
 
@@ -111,7 +113,7 @@ def release(view: View, servers: Sequence[ReadServer], pin: Pin, everywhere: Eve
         with suppress(errors.ShardyardError):
             server.peer.call(methods.UNPIN, request, timeout_ms=CALL_TIMEOUT_MS)
 
-    with vigil.over(lambda: f"{len(servers)} servers to let a version of job {view.job} go"):
+    with wait_registry.over(lambda: f"{len(servers)} servers to let a version of job {view.job} go"):
         everywhere(servers, let_go)
 
 
@@ -127,7 +129,7 @@ class PinnedVersion:
         versions: tuple[Version, ...],
         as_of: float,
         everywhere: Everywhere,
-        vigil: WaitRegistry,
+        wait_registry: WaitRegistry,
     ) -> None:
         self.view = view
         self.servers = tuple(servers)
@@ -136,7 +138,7 @@ class PinnedVersion:
         self.as_of = as_of
         self._renewed = as_of
         self._everywhere = everywhere
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._lock = threading.Lock()
         self._turn = threading.Lock()  # held while leases are renewed, or end
         self._lost: errors.VersionPassed | None = None
@@ -183,7 +185,7 @@ class PinnedVersion:
                     raise self._lose(error) from None
                 question.put(memoryview(answer.data), found)
 
-        with self._vigil.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
+        with self._wait_registry.over(lambda: f"rows of job {self.view.job}, as of step {self.step}"):
             if len(asks) == 1:
                 ask(asks[0])
             else:
@@ -197,7 +199,7 @@ class PinnedVersion:
         server = next(server for server in self.servers if partition in server.partitions)
         what = f"{server.peer.name} to send all rows of table {table}, partition {partition} of job {self.view.job}"
         patience = RetryPolicy(0, self.check, what)
-        with self._vigil.over(lambda: patience.explanation):
+        with self._wait_registry.over(lambda: patience.explanation):
             return patience.call(partial(self._read_rows, server, partition, table, dim))
 
     def _read_rows(
@@ -227,7 +229,7 @@ class PinnedVersion:
 
     def _renew(self) -> None:
         def ask(server: ReadServer) -> tuple[PulledPart, ...]:
-            return ask_for(self.view, server, self.pin, self._vigil, wait_ms=0)[0]
+            return ask_for(self.view, server, self.pin, self._wait_registry, wait_ms=0)[0]
 
         asked = time.monotonic()
         try:
@@ -241,7 +243,7 @@ class PinnedVersion:
         is_another = any(held.get(PartitionId(number)) != version for number, version in enumerate(self.versions))
         if is_another or (time.monotonic() - self._renewed) * 1000 >= LEASE_MS:
             self._lose(errors.VersionPassed("its lease had run out when it was to be renewed"))
-            release(self.view, self.servers, self.pin, self._everywhere, self._vigil)
+            release(self.view, self.servers, self.pin, self._everywhere, self._wait_registry)
         self._renewed = asked
 
     def release(self) -> None:
@@ -249,7 +251,7 @@ class PinnedVersion:
         with self._lock:
             self._lost = self._lost or errors.VersionPassed(f"step {self.step} of job {self.view.job}, which was left")
         with self._turn:
-            release(self.view, self.servers, self.pin, self._everywhere, self._vigil)
+            release(self.view, self.servers, self.pin, self._everywhere, self._wait_registry)
 
     def _lose(self, error: errors.ShardyardError) -> errors.ShardyardError:
         with self._lock:

@@ -69,7 +69,7 @@ class ReaderSession:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._known_layout: View | None = None
-        self.vigil = WaitRegistry(logger=log)
+        self.wait_registry = WaitRegistry(logger=log)
         self.job = job
         self.name = name
 
@@ -133,7 +133,7 @@ class ReaderSession:
             if self._heard is not None:
                 self._tell_last()
         finally:
-            self.vigil.close()
+            self.wait_registry.close()
             self._peer.close()
 
     # ---- the thread
@@ -166,7 +166,7 @@ class ReaderSession:
     def _ask(self) -> None:
         known = self._known_layout
         request = wire.FollowJobRequest(job=self.job, job_name=self.name, reader=self._reader, layout=known is None)
-        with self.vigil.over(lambda: f"the {self._peer.name} to say where the job stands"):
+        with self.wait_registry.over(lambda: f"the {self._peer.name} to say where the job stands"):
             reply = self._peer.call(methods.FOLLOW_JOB, request, timeout_ms=CALL_TIMEOUT_MS)
         self.job, self.name = JobId(reply.job), reply.job_name
         layout = known.layout if known is not None else None
@@ -193,7 +193,7 @@ class ReaderSession:
                     return
                 request = self._to_tell[0]
             try:
-                with self.vigil.over(lambda: f"the {self._peer.name} to take an evaluation"):
+                with self.wait_registry.over(lambda: f"the {self._peer.name} to take an evaluation"):
                     self._peer.call(methods.REPORT_EVALUATION, request, timeout_ms=CALL_TIMEOUT_MS)
             except (errors.Unavailable, errors.NotReady):
                 raise
@@ -209,7 +209,7 @@ class ReaderSession:
         while True:
             try:
                 self._tell()
-                with self.vigil.over(lambda: f"the {self._peer.name} to let this reader go"):
+                with self.wait_registry.over(lambda: f"the {self._peer.name} to let this reader go"):
                     self._peer.call(methods.FOLLOW_JOB, goodbye, timeout_ms=CALL_TIMEOUT_MS)
                 return
             except (errors.Unavailable, errors.NotReady) as error:

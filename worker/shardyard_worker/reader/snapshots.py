@@ -60,9 +60,9 @@ class Values:
 class Snapshots:
     """For one thread, which is not the last to use it: `close`. A version that it holds may be read by others."""
 
-    def __init__(self, network: Network, vigil: WaitRegistry) -> None:
+    def __init__(self, network: Network, wait_registry: WaitRegistry) -> None:
         self._network = network
-        self._vigil = vigil
+        self._wait_registry = wait_registry
         self._peers: dict[str, Peer] = {}
         self._threads = ThreadPoolExecutor(CALLERS_MAX, thread_name_prefix="read-snapshot")
         self._received: dict[tuple[PartitionId, ...], npt.NDArray[np.uint8]] = {}
@@ -86,7 +86,7 @@ class Snapshots:
         """A version, held until it is released. `rows`: those of tables can be looked up. Raises as `read`."""
         servers = self._servers(view.map)
         pin, versions, as_of = self._pin(view, servers, rows=rows, step_wait_ms=step_wait_ms)
-        return PinnedVersion(view, servers, pin, versions, as_of, self._everywhere, self._vigil)
+        return PinnedVersion(view, servers, pin, versions, as_of, self._everywhere, self._wait_registry)
 
     def values(self, held: PinnedVersion) -> Values:
         """Of a version that is held. Raises as `read`."""
@@ -97,7 +97,7 @@ class Snapshots:
             self._pull(view, server, held.pin.name, versions, arrays)
 
         try:
-            with self._vigil.over(lambda: f"{len(held.servers)} servers to send a snapshot of job {view.job}"):
+            with self._wait_registry.over(lambda: f"{len(held.servers)} servers to send a snapshot of job {view.job}"):
                 self._everywhere(held.servers, pull)
         except BaseException:
             self._received, self._arrays = {}, None  # a pull that was left behind may still write there
@@ -125,7 +125,7 @@ class Snapshots:
             try:
                 versions = self._complete(view, servers, pin, step_wait_ms)
                 if number is None:  # no server of a synchronous job gives that
-                    release(view, servers, pin, self._everywhere, self._vigil)
+                    release(view, servers, pin, self._everywhere, self._wait_registry)
                     raise _of_another_kind(view)
                 return pin, versions, as_of
             except _NotReached as standing:  # training stands, or its steps are long
@@ -142,16 +142,16 @@ class Snapshots:
         until = time.monotonic() + step_wait_ms / 1000
         try:
             # named on all servers before it is waited for on one
-            said = self._everywhere(servers, lambda server: ask_for(view, server, pin, self._vigil, wait_ms=0))
-            with self._vigil.over(lambda: f"step {pin.number} of job {view.job}, to be read"):
+            said = self._everywhere(servers, lambda server: ask_for(view, server, pin, self._wait_registry, wait_ms=0))
+            with self._wait_registry.over(lambda: f"step {pin.number} of job {view.job}, to be read"):
                 while any(missing for _, missing in said):
                     if time.monotonic() >= until:
                         raise _NotReached(_standing(said))
                     said = self._everywhere(
-                        servers, lambda server: ask_for(view, server, pin, self._vigil, wait_ms=SLICE_MS)
+                        servers, lambda server: ask_for(view, server, pin, self._wait_registry, wait_ms=SLICE_MS)
                     )
         except BaseException:
-            release(view, servers, pin, self._everywhere, self._vigil)
+            release(view, servers, pin, self._everywhere, self._wait_registry)
             raise
         found = {part.partition: part.version for parts, _ in said for part in parts}
         return tuple(found[PartitionId(partition)] for partition in range(len(view.layout.partitions)))

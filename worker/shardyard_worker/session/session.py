@@ -77,7 +77,7 @@ class Session:
         self.network = network
         self.settings = settings
         self.progress = Progress()
-        self.vigil = WaitRegistry(logger=log)
+        self.wait_registry = WaitRegistry(logger=log)
         """Whatever this worker waits for is said here: in its log, and to the coordinator."""
         self.metrics: Callable[[], dict[str, float]] = dict
         self._peer = network.connect(coordinator, name="coordinator", unavailable=errors.CoordinatorUnavailable)
@@ -152,7 +152,7 @@ class Session:
         said = self.progress
         self._enrolment.leave(error, patience_ms=patience_ms, pushed=said.pushed, residual_lost=said.residual_lost)
         self._peer.close()
-        self.vigil.close()
+        self.wait_registry.close()
 
     def _report_last(self) -> None:
         """A last heartbeat, so that what `status` shows of a finished job is complete."""
@@ -219,7 +219,7 @@ class Session:
     def learn(self) -> None:
         """As `refresh`, again until the coordinator answers: what a server said makes sense to nobody else."""
         patience = self._patience("the coordinator to say how the job stands", self.check)
-        with self.vigil.over(lambda: patience.explanation):
+        with self.wait_registry.over(lambda: patience.explanation):
             patience.call(self._enrolment.beat)
 
     def check(self) -> None:
@@ -282,7 +282,7 @@ class Session:
         is longer than the grace after which the enrolment calls it lost, which `check` then says: the session's own, if
         none is given."""
         patience = self._patience(f"the coordinator to answer {method.name}", check or self.check)
-        with self.vigil.over(lambda: patience.explanation):
+        with self.wait_registry.over(lambda: patience.explanation):
             return patience.call(
                 lambda: self._peer.call(method, request, timeout_ms=self.settings.worker.rpc_deadline_ms)
             )
@@ -295,7 +295,7 @@ class Session:
         """Waits until a checkpoint that begins after now is committed; its number. Raises what went wrong with it."""
         self.learn()  # the checkpoint's step is what workers have reported
         request = wire.TakeCheckpointRequest(caller=common_messages.caller_to_wire(self.caller))
-        with self.vigil.over(lambda: "a checkpoint of the job to be committed"):
+        with self.wait_registry.over(lambda: "a checkpoint of the job to be committed"):
             while True:
                 reply = self.ask(methods.TAKE_CHECKPOINT, request)
                 if reply.done:
@@ -336,7 +336,7 @@ class Session:
             request.halt_heard.number, request.halt_heard.reached = halted
         # a worker that computes nothing yet goes by what it will begin with
         request.switches = self.consistency.number if self._goes_by is None else self._goes_by
-        request.waiting_for = self.vigil.waiting_for
+        request.waiting_for = self.wait_registry.waiting_for
         for name, value in sorted(self.metrics().items()):
             request.metrics.add(name=name, value=value)
 

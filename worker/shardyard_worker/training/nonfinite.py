@@ -103,7 +103,7 @@ class NonFiniteCheck:
             highest=highest,
         )
         reply = session.ask(methods.REPORT_NOT_FINITE, request)
-        with session.vigil.over(
+        with session.wait_registry.over(
             lambda: f"a verdict on {name}, whose gradient is not finite, once the checkpoint is taken"
         ):
             while reply.retry_ms:

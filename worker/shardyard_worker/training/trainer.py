@@ -618,7 +618,7 @@ class Trainer:
                 raise errors.ServerUnavailable("partitions have moved")
             for index in indices:
                 for late in self._late.get(index, ()):
-                    with self.session.vigil.over(partial(_awaited, self.variables[index], late)):
+                    with self.session.wait_registry.over(partial(_awaited, self.variables[index], late)):
                         late.arrival.wait(late.begin, late.end)
         except errors.Unavailable as error:
             log.info("values that were on their way are asked for again (%s)", error.what)
@@ -651,7 +651,7 @@ class Trainer:
         go on with the steps of a synchronous job. Its number. Gives up, None, when `unless`, which is asked now and
         then."""
         number, answer = at_least, ExchangeResult()
-        with self.session.vigil.over(lambda: f"version {number}: {explain(answer)}"):
+        with self.session.wait_registry.over(lambda: f"version {number}: {explain(answer)}"):
             self.router.abandon_pull()
             while True:
                 try:
@@ -700,7 +700,7 @@ class Trainer:
     def _await_values(self) -> None:
         """Until the servers have first values: another worker gives them, or, if it dies, this one."""
         answer = ExchangeResult()
-        with self.session.vigil.over(lambda: f"first values: {explain(answer)}"):
+        with self.session.wait_registry.over(lambda: f"first values: {explain(answer)}"):
             while True:
                 answer = self.reach(lambda router: router.pull(PullSpec(0, exactly=False, wait_ms=SLICE_MS)))
                 if not answer.missing:
