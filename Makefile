@@ -16,7 +16,7 @@ NODE_STAMP := $(NODE)/node_modules/.installed
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup node-client kernels up down status protos protos-check check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
+.PHONY: help setup node-client kernels up down status protos protos-check docs check test test-long test-simulation soak fuzz chaos test-containers test-gpu bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -26,7 +26,7 @@ setup: $(STAMP) ## create .venv and install everything
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a minute or two the first time)"
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,tables,examples,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[worker,tensorboard,tables,examples,docs,dev]'
 	@touch $(STAMP)
 
 node-client: $(NODE_STAMP) ## install what the test's client in another language needs (npm)
@@ -54,7 +54,10 @@ protos-check: $(STAMP) ## fail if the generated code is not fresh
 	@for f in $$(cd $(VENV)/protos-check && find . -type f); do cmp "$(VENV)/protos-check/$$f" "$$f" || \
 		{ echo "$$f is not what protos/ generates: run make protos"; exit 1; }; done
 
-check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, generated code fresh
+docs: $(STAMP) ## build the documentation as a site, into build/site; dead links fail
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+check: $(STAMP) protos-check docs ## ruff, mypy --strict, import-linter, generated code fresh, documentation
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Consistency: what each mode promises, and what it costs. The claims of docs/consistency.md, measured.
+"""Consistency: what each mode promises, and what it costs. The claims of docs/guides/consistency.md, measured.
 
     make bench BENCH=consistency
     python benchmarks/consistency.py --claims sync_bits,backup_p99 --pairs 2

@@ -93,7 +93,7 @@ def _figures(codes: list[memoryview], encode_s: float, decode_s: float) -> Figur
 
 
 def _check_near(text: str, codec: CodecSpec, given: Array, found: Array) -> None:
-    """The bounds are those of docs/compression.md, over the largest element instead of each bucket's."""
+    """The bounds are those of docs/guides/compression.md, over the largest element instead of each bucket's."""
     largest = float(np.abs(given).max())
     off = float(np.abs(given - found).max())
     match codec.kind:

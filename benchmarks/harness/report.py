@@ -1,4 +1,4 @@
-"""What a benchmark says in the end: its ratios to read, a figure for docs/performance.md, and one JSON object.
+"""What a benchmark says in the end: its ratios to read, a figure for docs/performance/README.md, and one JSON object.
 
 matplotlib is imported when a figure is drawn.
 """

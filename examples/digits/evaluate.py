@@ -15,7 +15,7 @@ import shardyard as sy
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", help="HOST:PORT of a running yard")
-    parser.add_argument("--config", help="a YAML file, see docs/configuration.md")
+    parser.add_argument("--config", help="a YAML file, see docs/reference/configuration.md")
     parser.add_argument("--job", help="the job's name; the only one without")
     options = parser.parse_args()
 

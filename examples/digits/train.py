@@ -43,7 +43,7 @@ def make_network() -> torch.nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", help="HOST:PORT of a running yard")
-    parser.add_argument("--config", help="a YAML file, see docs/configuration.md")
+    parser.add_argument("--config", help="a YAML file, see docs/reference/configuration.md")
     parser.add_argument("--job", default=os.environ.get("SHARDYARD_JOB", "digits"), help="the job's name")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=32)

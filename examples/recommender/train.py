@@ -129,7 +129,7 @@ def rows_of(model: torch.nn.Module) -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", help="HOST:PORT of a running yard")
-    parser.add_argument("--config", help="a YAML file, see docs/configuration.md")
+    parser.add_argument("--config", help="a YAML file, see docs/reference/configuration.md")
     parser.add_argument("--job", default=os.environ.get("SHARDYARD_JOB", "recommender"), help="the job's name")
     parser.add_argument("--seed", type=int, help="the job's seed")
     parser.add_argument("--model", choices=MODELS, default="dlrm")

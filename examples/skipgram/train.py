@@ -64,7 +64,7 @@ def save(path: Path, model: SkipGram, counts: Counts, vocabulary: list[int]) -> 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coordinator", help="HOST:PORT of a running yard")
-    parser.add_argument("--config", help="a YAML file, see docs/configuration.md")
+    parser.add_argument("--config", help="a YAML file, see docs/reference/configuration.md")
     parser.add_argument("--job", default=os.environ.get("SHARDYARD_JOB", "skipgram"), help="the job's name")
     parser.add_argument("--seed", type=int, help="the job's seed")
     parser.add_argument(

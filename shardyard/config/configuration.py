@@ -188,7 +188,7 @@ def _nearest_variable(name: str, known: Catalogue) -> str:
             return f"did you mean {environment_name(near)}?"
     names = {each.removeprefix(PREFIX): each for each in (*SHORT_NAMES, *sorted(PROCESS_VARIABLES))}
     close = difflib.get_close_matches(name.removeprefix(PREFIX).strip("_"), list(names), n=1)
-    return f"did you mean {names[close[0]]}?" if close else "docs/configuration.md lists all names"
+    return f"did you mean {names[close[0]]}?" if close else "docs/reference/configuration.md lists all names"
 
 
 def _name_flags(flags: Mapping[str, object], known: Catalogue, problems: list[str]) -> list[Assignment]:
@@ -261,4 +261,6 @@ def _value_at(settings: Settings, path: str) -> object:
 def _configuration_error(problems: list[str]) -> ConfigurationError:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = "\n".join(f"  {problem}" for problem in problems)
-    return ConfigurationError(f"{count} in the settings (docs/configuration.md lists them all):\n{lines}", why="")
+    return ConfigurationError(
+        f"{count} in the settings (docs/reference/configuration.md lists them all):\n{lines}", why=""
+    )

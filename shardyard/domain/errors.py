@@ -114,7 +114,7 @@ class RateMismatch(InvalidRequest):
 
 class MalformedPayload(InvalidRequest):
     why = "the bytes do not follow the protocol"
-    todo = "compare the client with docs/protocol.md"
+    todo = "compare the client with docs/reference/protocol.md"
 
 
 class TooLarge(InvalidRequest):
@@ -214,7 +214,7 @@ class CheckpointNotFound(NotFound):
 
 class VersionPassed(NotFound):
     why = "rows change in place; servers keep those of a version while a reader holds it, as far as there is room"
-    todo = "take a newer version; `with snapshot:` (docs/evaluation.md) and `served.look_up` do so by themselves"
+    todo = "take a newer version; `with snapshot:` (docs/guides/evaluation.md) and `served.look_up` do so by themselves"
 
 
 class NotReady(ShardyardError):

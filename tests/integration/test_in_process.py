@@ -30,7 +30,7 @@ from shardyard_worker.training import grad_hooks as gradients
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guides" / "training.md"
 BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 MakeModel = Callable[[], torch.nn.Module]

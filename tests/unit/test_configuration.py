@@ -45,7 +45,7 @@ def problems(file: Path | None = None, environment=None, flags=None) -> list[str
     with pytest.raises(ConfigurationError) as caught:
         load(file, environment or {}, flags or {})
     header, *lines = caught.value.message.removesuffix(".").split("\n")
-    assert "in the settings (docs/configuration.md lists them all):" in header
+    assert "in the settings (docs/reference/configuration.md lists them all):" in header
     assert header.startswith(f"{len(lines)} problem")
     return [line.strip().replace(f"{file.parent}/" if file else "\0", "") for line in lines]
 
@@ -458,7 +458,7 @@ def test_every_setting_is_described_and_bounded() -> None:
 
 
 def test_documentation_lists_every_setting_as_it_is() -> None:
-    lines = (ROOT / "docs/configuration.md").read_text().splitlines()
+    lines = (ROOT / "docs/reference/configuration.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith("| `") and line.split("`")[1] in KNOWN.settings]
     expected = [
         f"| `{path}` | `{written(setting.default)}` | {setting.expected} | {setting.description} |"
@@ -468,7 +468,7 @@ def test_documentation_lists_every_setting_as_it_is() -> None:
 
 
 def test_documentation_names_every_variable() -> None:
-    page = (ROOT / "docs/configuration.md").read_text()
+    page = (ROOT / "docs/reference/configuration.md").read_text()
     for name in (*PROCESS_VARIABLES, *SHORT_NAMES):
         assert f"`{name}`" in page
 

@@ -1,4 +1,4 @@
-"""The Python blocks of docs/embeddings.md run as they stand, each by itself."""
+"""The Python blocks of docs/guides/embeddings.md run as they stand, each by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "embeddings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "embeddings.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 PRINTS = ["3\n", "{'author': (2, 32), 'friends': (2, 32), 'topics': (2, 8)}\n", "2\n", "3\n", "", ""]
 

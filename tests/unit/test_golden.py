@@ -91,13 +91,13 @@ def test_golden_layout_and_map_pass_the_door_and_come_back() -> None:
 
 
 def test_worked_example_of_the_protocol_is_a_golden_vector() -> None:
-    text = (GOLDEN.parents[1] / "docs" / "protocol.md").read_text()
+    text = (GOLDEN.parents[1] / "docs" / "reference" / "protocol.md").read_text()
     shown = re.findall(r"^ {4}((?:[0-9a-f]{2} ?)+)(?: |$)", text, re.MULTILINE)
     assert bytes.fromhex("".join(shown)) == VECTORS["PushFrame.first"]
 
 
 def test_every_method_is_on_the_protocols_page_under_its_service() -> None:
-    text = (GOLDEN.parents[1] / "docs" / "protocol.md").read_text()
+    text = (GOLDEN.parents[1] / "docs" / "reference" / "protocol.md").read_text()
     table = text[text.index("## Methods") : text.index("## Identity")]
     listed: dict[str, list[str]] = {}
     service = ""

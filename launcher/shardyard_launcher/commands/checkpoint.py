@@ -440,7 +440,7 @@ def _export_best(library: CheckpointLibrary, job: str, form: str, out: Path) -> 
     if found is None:
         raise CheckpointNotFound(
             f"no best version is kept in {folder.url}",
-            todo="keep one with run.keep_best (docs/evaluation.md), or name its place with --url",
+            todo="keep one with run.keep_best (docs/guides/evaluation.md), or name its place with --url",
         )
     contents = folder.check(found)
     if form == "torch":

@@ -54,8 +54,8 @@ def evaluate(
     log_format: str | None,
     command: tuple[str, ...],
 ) -> int:
-    """Run a script that evaluates a job (docs/evaluation.md): it reads its values with `sy.follow()`, and training does
-    not wait for it. Waits for the job to begin."""
+    """Run a script that evaluates a job (docs/guides/evaluation.md). The script reads the job's values with
+    `sy.follow()`; training does not wait for it. The command waits for the job to begin."""
     from shardyard.config.assignments import Layer
     from shardyard.config.configuration import Flag
     from shardyard.domain import errors

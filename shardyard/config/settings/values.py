@@ -99,7 +99,7 @@ JobName = Annotated[
     ),
 ]
 Device = Annotated[str, _matching(_DEVICE), Expected("auto, cpu, cuda, or cuda:N")]
-_CODING = "{}, or rules PATTERN=CODEC parted by spaces (docs/compression.md)"
+_CODING = "{}, or rules PATTERN=CODEC parted by spaces (docs/guides/compression.md)"
 PushCoding = Annotated[str, _parsed_by(parse_push_rules), Expected(_CODING.format(", ".join(PUSH_KINDS)))]
 PullCoding = Annotated[str, _parsed_by(parse_pull_rules), Expected(_CODING.format(", ".join(PULL_KINDS)))]
 Part = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), Expected("a number from 0 to below 1")]
