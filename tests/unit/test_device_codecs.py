@@ -5,8 +5,9 @@ Here the device is the CPU; tests/gpu has the same on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -34,7 +35,6 @@ from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard_worker.compression import device_codecs
-from shardyard_worker.compression.device_feedback import DeviceFeedback
 from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.exchange.device_copies import DeviceCopies
 
@@ -294,14 +294,45 @@ def on_host(rules: str, **more: float) -> ErrorFeedback:
     return ErrorFeedback(CompressionSettings(push=rules, **more), layout(), seed=3, worker=1)
 
 
-def on_device(rules: str, optimizer: OptimizerSpec = SGD, pieces: int = 2, **more: float) -> DeviceFeedback:
-    return DeviceFeedback(
+class PlainLane:
+    """Does its work at once."""
+
+    def follow(self) -> None: ...
+
+    def launch(self, work: Callable[[], None]) -> None:
+        work()
+
+    def inside(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def keep(self, tensor: torch.Tensor) -> None: ...
+
+    def mark(self) -> PlainLane:
+        return self
+
+    def lead(self, event: PlainLane) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class PlainEngine:
+    """Makes a device of the CPU."""
+
+    def lane(self) -> PlainLane:
+        return PlainLane()
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def on_device(rules: str, optimizer: OptimizerSpec = SGD, pieces: int = 2, **more: float) -> ErrorFeedback:
+    return ErrorFeedback(
         CompressionSettings(push=rules, **more),
         layout(pieces, optimizer),
         seed=3,
         worker=1,
         devices=[torch.device("cpu")] * len(VARIABLES),
-        copies=DeviceCopies(),
+        copies=DeviceCopies(lambda _: PlainEngine()),
     )
 
 
@@ -316,11 +347,7 @@ def push(state: ErrorFeedback, given_: list[np.ndarray], pieces: int = 2) -> tup
     received = [np.zeros_like(each) for each in given_]
     every = [block for partition in layout(pieces).partitions for block in partition.blocks]
     cut = [(block, given_[block.variable][block.offset : block.offset + block.length]) for block in every]
-    state.begin([given_[0], given_[1], given_[2], given_[4]])
-    if isinstance(state, DeviceFeedback):
-        codes = state.encode_all([(block, tensor(each)) for block, each in cut])
-    else:
-        codes = [state.encode(block, each) for block, each in cut]
+    codes = state.encode([(block, tensor(each)) for block, each in cut])
     for block, code in zip(every, codes, strict=True):
         decode(code, received[block.variable][block.offset : block.offset + block.length])
     return received, [bytes(code) for code in codes]
@@ -500,9 +527,8 @@ def test_gradients_are_read_and_not_kept() -> None:
     state, other = on_device("int8"), on_device("int8")
     push(other, gradients(0))
     tensors = [torch.from_numpy(each) for each in given_]
-    state.begin()
     blocks_ = [block for partition in layout().partitions for block in partition.blocks]
-    state.encode_all([(b, tensors[b.variable][b.offset : b.offset + b.length]) for b in blocks_])
+    state.encode([(b, tensors[b.variable][b.offset : b.offset + b.length]) for b in blocks_])
     for each in tensors:
         each.zero_()
     assert same(state.state_dict(), other.state_dict())

@@ -8,7 +8,7 @@ other last bits.
 
 An encoder is a generator: it launches work, yields the tensors that it must see on the host, is sent them, and returns
 the code. `run` goes through many of them side by side, so a push of any number of blocks waits for the device three
-times at most. Must not know: what is kept between pushes (device_feedback), streams (device).
+times at most. Must not know: what is kept between pushes (block_state), streams (device_copies).
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from shardyard.domain.layout.layouts import JobLayout
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages, methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.compression.error_feedback import Array, ErrorFeedback
+from shardyard_worker.compression.block_state import Array
+from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.compression.push_boundary import PushBoundary
 from shardyard_worker.session.session import Session
 

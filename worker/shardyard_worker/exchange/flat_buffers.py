@@ -17,66 +17,29 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.parameter import is_lazy
 
 from shardyard.codecs import apply
-from shardyard.domain.errors import DTypeMismatch, NotShareable, ShapeMismatch, UnsupportedModel
+from shardyard.domain.errors import NotShareable
 from shardyard.domain.ids import Incarnation, PartitionId
 from shardyard.domain.layout.layouts import Block, JobLayout, PartitionLayout, PartitionMap, aligned_bytes
 from shardyard.domain.limits import MIB
 from shardyard.domain.pulls import ShmHandle
 from shardyard.domain.pushes import PushPart
-from shardyard.domain.variables import DType, VariableKind, VariableSpec
+from shardyard.domain.variables import DType, VariableKind
 from shardyard.transport.shared_memory import AttachedMemory, SharedMemory, attach
 from shardyard.transport.stream_copy import copy_past_cache
 from shardyard_worker.exchange.device_copies import DeviceCopies, DeviceCopy, tensor_of
 from shardyard_worker.exchange.partial_reply import PartialReply
+from shardyard_worker.exchange.tensor_types import TORCH_DTYPES, check_tensor, fits_dtype
 
 Bytes = npt.NDArray[np.uint8]
 Codes = Mapping[PartitionId, tuple[memoryview, ...]]
-Encode = Callable[[Block, npt.NDArray[np.generic]], memoryview]
-EncodeTensors = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
+Encode = Callable[[Sequence[tuple[Block, torch.Tensor]]], Sequence[memoryview]]
 Key = tuple[int, int]
 """Where a partition's values lie: (region, byte) of its server's memory; (-1 or -2, 0): came over a stream."""
 
 COPY_BYTES_EACH = 4 * MIB
 """DeviceCopies are cut into pieces of this size, so that two threads can share them."""
-
-TORCH_DTYPES: dict[DType, torch.dtype] = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT64: torch.float64,
-    DType.INT64: torch.int64,
-    DType.INT32: torch.int32,
-    DType.UINT8: torch.uint8,
-    DType.BOOL: torch.bool,
-}
-
-
-NARROW_DTYPES = (torch.bfloat16, torch.float16)
-"""Tensors of these are variables of float32: widened when they are sent, which is exact, and narrowed, to nearest,
-halves to even, when values are loaded."""
-
-
-def spec_of(name: str, tensor: torch.Tensor, kind: VariableKind, group: int = 0) -> VariableSpec:
-    """The variable that a tensor becomes. Raises UnsupportedModel for what servers cannot hold."""
-    if not isinstance(tensor, torch.Tensor):
-        raise UnsupportedModel(f"{kind.value} {name!r} is {_kind_of(tensor)}", todo="give a torch.Tensor")
-    if is_lazy(tensor) or tensor.is_meta:
-        raise UnsupportedModel(
-            f"{kind.value} {name!r} has no values yet ({type(tensor).__name__} on {tensor.device})",
-            todo="before job.prepare, call the model once on a batch (lazy modules), or model.to_empty(device=...) and"
-            " initialise it (meta)",
-        )
-    wide = torch.float32 if tensor.dtype in NARROW_DTYPES else tensor.dtype
-    dtype = next((ours for ours, theirs in TORCH_DTYPES.items() if theirs is wide), None)
-    if dtype is None or (kind is VariableKind.PARAMETER and not dtype.is_floating):
-        raise UnsupportedModel(
-            f"{kind.value} {name!r} is of dtype {tensor.dtype}",
-            todo="servers hold float32 and float64 parameters, also of models in bfloat16 and float16",
-        )
-    if tensor.layout is not torch.strided:
-        raise UnsupportedModel(f"{kind.value} {name!r} has the layout {tensor.layout}", todo="use a dense tensor")
-    return VariableSpec(name, dtype, tuple(tensor.shape), kind, group)
 
 
 @dataclass(frozen=True)
@@ -412,20 +375,9 @@ class FlatBuffers:
             for part in (self._layout.partitions[p],)
         )
 
-    def encode(self, absent: frozenset[int], encode: Encode) -> Codes:
-        """The codes of what was filled in, for each partition one a block, without the variables in `absent`."""
-        return {
-            partition: tuple(
-                encode(block, values)
-                for block, values in self._blocks(home, index, self._slot * home.nbytes, home.gradients)
-                if block.variable not in absent
-            )
-            for home in self._homes.values()
-            for index, partition in enumerate(home.partitions)
-        }
-
-    def encode_tensors(self, sent: Sequence[torch.Tensor | None], encode: EncodeTensors) -> Codes:
-        """As `encode`, of tensors where they are, all blocks at once. They have been checked (`check_tensor`)."""
+    def encode(self, sent: Sequence[torch.Tensor | None], encode: Encode) -> Codes:
+        """The codes of what a push carries, for each partition one a block. The tensors have been checked
+        (`check_tensor`); they are encoded where they lie."""
         flat = [None if tensor is None else tensor.detach().reshape(-1) for tensor in sent]
         places: list[PartitionId] = []
         blocks: list[tuple[Block, torch.Tensor]] = []
@@ -664,31 +616,3 @@ def _copy_past_cache(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None
 def _copy_in_order(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for into, values in pairs:
         into.copy_(values)
-
-
-def check_tensor(spec: VariableSpec, tensor: torch.Tensor) -> None:
-    """Raises ShapeMismatch, DTypeMismatch or UnsupportedModel unless the tensor fits its variable."""
-    if not isinstance(tensor, torch.Tensor):
-        raise DTypeMismatch(f"{spec.name!r} given as {_kind_of(tensor)}; expected a torch.Tensor")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedModel(
-            f"the gradient of {spec.name!r} has the layout {tensor.layout}",
-            todo="use dense gradients, for example nn.Embedding(..., sparse=False)",
-        )
-    if tuple(tensor.shape) != spec.shape:
-        raise ShapeMismatch(f"{spec.name!r} of shape {tuple(tensor.shape)}; expected {spec.shape}")
-    if not fits_dtype(spec, tensor):
-        raise DTypeMismatch(f"{spec.name!r} of dtype {tensor.dtype}; expected {TORCH_DTYPES[spec.dtype]}")
-
-
-def fits_dtype(spec: VariableSpec, tensor: torch.Tensor) -> bool:
-    """Whether the tensor has its variable's dtype, or one that is widened to it."""
-    return tensor.dtype is TORCH_DTYPES[spec.dtype] or (spec.dtype is DType.FLOAT32 and tensor.dtype in NARROW_DTYPES)
-
-
-def widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().float() if tensor.dtype in NARROW_DTYPES else tensor
-
-
-def _kind_of(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"

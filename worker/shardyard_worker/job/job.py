@@ -53,7 +53,7 @@ from shardyard_worker.data.feeds import AsyncFeed, Feed, FeedSettings, LocalFeed
 from shardyard_worker.data.look_ahead import Depth, LookAhead, ReadAhead
 from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.embedding.table import Table, tables_of
-from shardyard_worker.exchange.flat_buffers import spec_of
+from shardyard_worker.exchange.tensor_types import spec_of
 from shardyard_worker.job.callbacks import Callbacks, OnCheckpoint, OnLog, OnStep, OnStop
 from shardyard_worker.job.notebook import table
 from shardyard_worker.optimizers.grad_scaler import SCALER_COUNTS, JobScaler, unscaler

@@ -14,15 +14,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy.typing as npt
 import torch
 
 from shardyard.domain import errors
 from shardyard.domain.consistency import NO_CLIPPING, BufferMode, UpdateMode
 from shardyard.domain.ids import Rank, Token
-from shardyard.domain.layout.layouts import Block, JobLayout, PartitionMap
+from shardyard.domain.layout.layouts import PartitionMap
 from shardyard.domain.optimizers import OptimizerSpec
 from shardyard.domain.pulls import RowCode
 from shardyard.domain.push_names import DataShardSource, PushName, RankSource, SourceKey, WorkerSource
@@ -31,12 +30,12 @@ from shardyard.domain.variables import VariableKind, VariableSpec
 from shardyard.wire import common_messages, layout_messages, methods
 from shardyard.wire.table_messages import tables_to_wire
 from shardyard.wire.v1 import coordinator_pb2 as wire
-from shardyard_worker.compression.device_feedback import DeviceFeedback
 from shardyard_worker.compression.error_feedback import ErrorFeedback
 from shardyard_worker.compression.residual_state import ResidualCheckpointer, refuse
 from shardyard_worker.exchange.device_copies import DeviceCopies, copies_for
-from shardyard_worker.exchange.flat_buffers import Codes, FlatBuffers, Late, Version, check_tensor, widened
+from shardyard_worker.exchange.flat_buffers import Codes, FlatBuffers, Late, Version
 from shardyard_worker.exchange.server_group import Bases, ExchangeResult, MapChanged, PullSpec, PushRequest, ServerGroup
+from shardyard_worker.exchange.tensor_types import check_tensor, widened
 from shardyard_worker.rows.cache_rules import cache_rules
 from shardyard_worker.rows.dedup import Int64s
 from shardyard_worker.rows.row_cache import RowCache
@@ -205,12 +204,11 @@ class Trainer:
             session, map_, self.buckets, coding=coding, follows=old is not None, tables=self._tables is not None
         )
         self.router.needed = () if self._prefetch is None else self._prefetch.order
-        coded_there = isinstance(self.feedback, DeviceFeedback)
         # rows follow the payload, which must not be there before its header then
         overlaps = session.settings.worker.overlap == "always" and self.feedback is None and self._tables is None
         self._gradients = GradHooks(
             self.buckets,
-            {} if coded_there or self._local else self._targets,
+            {} if self.feedback is not None or self._local else self._targets,
             ready=self.router.ready if overlaps else None,
             partial_now=lambda: self.accumulates or self.accumulates_by_hand,
         )
@@ -245,7 +243,7 @@ class Trainer:
             copies = copies_for(v.target for v in self.variables if v.spec.kind is VariableKind.PARAMETER)
             self._settle_in(map_, copies, old)
             self.router.current = current
-        if isinstance(self.feedback, DeviceFeedback) and copies is not None:
+        if self.feedback is not None and copies is not None:
             with self.between_pushes():
                 self.feedback.use(copies)
         old.close()
@@ -318,15 +316,12 @@ class Trainer:
         return ForwardPrefetch(self._targets, model, self._bring)
 
     def _make_feedback(self, copies: DeviceCopies | None) -> ErrorFeedback | None:
-        """Where codes are made: where the gradients are."""
         compression, worker = self.session.job_settings.compression, self.session.caller.incarnation
         if not compression.push_rules.compresses:
             return None
-        if copies is None:
-            return ErrorFeedback(compression, self._layout, seed=self.session.seed, worker=worker)
         devices = [variable.target.device for variable in self.variables]
-        return DeviceFeedback(
-            compression, self._layout, seed=self.session.seed, worker=worker, devices=devices, copies=copies
+        return ErrorFeedback(
+            compression, self._layout, seed=self.session.seed, worker=worker, copies=copies, devices=devices
         )
 
     def _make_clipper(self) -> Clipper | None:
@@ -439,21 +434,11 @@ class Trainer:
             self.router.needed = self._prefetch.order
         absent = frozenset([index for index, tensor in enumerate(sending.tensors) if tensor is None])
         rows = None if sending.rows is None else self._coded(sending.rows, name)
-        if isinstance(self.feedback, DeviceFeedback) and sending.coded:
-            made = self._encode_there(self.feedback, name, sending.tensors)
-            return PushRequest(
-                name,
-                PushKind.GRADIENT,
-                sending.weight,
-                sending.groups,
-                absent,
-                made,
-                bases=sending.bases,
-                overflow=sending.overflow,
-                rows=rows,
-            )
-        self.buckets.fill(sending.tensors)
-        codes = None if self.feedback is None or not sending.coded else self._encode(self.feedback, name, absent)
+        codes = None
+        if self.feedback is not None and sending.coded:
+            codes = self._encode(self.feedback, name, sending.tensors)
+        else:
+            self.buckets.fill(sending.tensors)
         return PushRequest(
             name,
             PushKind.GRADIENT,
@@ -472,26 +457,13 @@ class Trainer:
         code = session.job_settings.compression.rows_push
         return EncodedRows(rows.tables, rows.groups, Rounding(code, session.seed, _work(name)))
 
-    def _encode(self, feedback: ErrorFeedback, name: PushName, absent: frozenset[int]) -> Codes:
-        gradients: list[npt.NDArray[Any]] = []
-        if feedback.clips:
-            self.buckets.encode(absent, partial(_gather, gradients, self._layout))
-        self._begin_push()
-        feedback.begin(gradients, work=_numbers(name))
-        return self.buckets.encode(absent, feedback.encode)
-
-    def _encode_there(self, feedback: DeviceFeedback, name: PushName, tensors: Sequence[torch.Tensor | None]) -> Codes:
-        gradients: list[torch.Tensor] = []
+    def _encode(self, feedback: ErrorFeedback, name: PushName, tensors: Sequence[torch.Tensor | None]) -> Codes:
         for spec, tensor in zip(self._layout.variables, tensors, strict=True):
             if tensor is not None:
                 check_tensor(spec, tensor)
-                if spec.kind is VariableKind.PARAMETER:
-                    gradients.append(tensor)
         tensors = [None if each is None else widened(each) for each in tensors]
-        gradients = [widened(each) for each in gradients]
         self._begin_push()
-        feedback.begin(gradients if feedback.clips else (), work=_numbers(name))
-        return self.buckets.encode_tensors(tensors, feedback.encode_all)
+        return self.buckets.encode(tensors, partial(feedback.encode, work=_numbers(name)))
 
     def _begin_push(self) -> None:
         if self._remembrance is not None:
@@ -716,12 +688,6 @@ def _awaited(variable: Variable, late: Late) -> str:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
-def _gather(into: list[npt.NDArray[Any]], layout: JobLayout, block: Block, values: npt.NDArray[Any]) -> memoryview:
-    if layout.variables[block.variable].kind is VariableKind.PARAMETER:
-        into.append(values)
-    return memoryview(b"")
 
 
 def _numbers(name: PushName) -> tuple[int, ...]:
