@@ -58,8 +58,6 @@ NOT_RECORDED: Final[Mapping[str, str]] = {
     "Departed._is_asked": "at once",
     "Departed._retry_at_ms": "also where a server has just failed to answer",
     "Deployment._retry_at_ms": "what was under way is tried again at once",
-    "ResidualHandovers._leaving": "a worker that has not written yet asks again, and a checkpoint may begin first",
-    "ResidualHandovers._since_ms": "who shall take it up has the same time anew",
     "_RankState.unowned_since_ms": "an unowned rank waits for its grace time anew",
 }
 """Fields (by class) that a machine does not get back from its records, and the reason. All others it does; of

@@ -149,16 +149,6 @@ class CheckpointLibrary:
         path = feedback_path(number, worker)
         return ResidualFile(worker, self._write(job, path, residual_file.pieces(worker, state)))
 
-    def drop_feedback(self, job: str, file: ResidualFile) -> bool:
-        """Deletes a worker's file unless a checkpoint names it, which prune knows then. Whether it did. Raises
-        CheckpointDamaged, having deleted nothing, where nobody knows what a checkpoint names."""
-        path = file.file.path
-        later = (number for number in self.numbers(job) if number >= file.file.number)
-        if any(path == each.path for number in later for each in self.load(job, number).files()):
-            return False
-        self.storage.delete_file(f"{_folder(job)}/{path}")
-        return True
-
     def has_file(self, job: str, file: FileRef) -> bool:
         """Whether a file that somebody says to have written is there, in its length."""
         try:

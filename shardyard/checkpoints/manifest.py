@@ -80,14 +80,8 @@ def worker_name(worker: Incarnation) -> str:
     return f"{int(worker):x}"
 
 
-def left_name(worker: Incarnation) -> str:
-    """Of what a worker had not sent when it left, and nobody has taken up."""
-    return f"{worker_name(worker)}-left"
-
-
 def feedback_path(number: int, worker: str) -> str:
-    """Of a worker's file in checkpoint `number`, from the job's folder; `worker`: as `worker_name` or `left_name` has
-    it."""
+    """Of a worker's file in checkpoint `number`, from the job's folder; `worker`: as `worker_name` has it."""
     return f"{folder_name(number)}/worker-{worker}.safetensors"
 
 

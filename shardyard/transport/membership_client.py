@@ -150,7 +150,7 @@ class MembershipClient:
     def leave(self, error: str = "", *, patience_ms: int = 0, pushed: int = 0, residual_lost: float = 0.0) -> None:
         """Stops, and tells the coordinator, if it answers within a second. One that does not is asked again for
         `patience_ms`: it may be started again, and a goodbye that it never hears looks like a death. `pushed`: a
-        worker's acknowledged pushes without leased data; `residual_lost`: the 2-norm of what it could not hand over."""
+        worker's acknowledged pushes without leased data; `residual_lost`: the 2-norm of the residual that is lost."""
         # a heartbeat may be under way for longer than the lease; a goodbye that waited for it would come too late
         self._stop.set()
         try:

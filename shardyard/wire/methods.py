@@ -103,9 +103,6 @@ SWITCH_CONSISTENCY = _unary(
 )
 REPORT_FEEDBACK = _unary(_C, "ReportFeedback", coordinator.ReportFeedbackRequest, coordinator.ReportFeedbackReply)
 TAKE_UP_FEEDBACK = _unary(_C, "TakeUpFeedback", coordinator.TakeUpFeedbackRequest, coordinator.TakeUpFeedbackReply)
-HAND_OVER_FEEDBACK = _unary(
-    _C, "HandOverFeedback", coordinator.HandOverFeedbackRequest, coordinator.HandOverFeedbackReply
-)
 RESTORE_CHECKPOINT = _unary(
     _C, "RestoreCheckpoint", coordinator.RestoreCheckpointRequest, coordinator.RestoreCheckpointReply
 )

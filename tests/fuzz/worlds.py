@@ -484,10 +484,6 @@ class CoordinatorWorld:
                 encoded(wire.ReportFeedbackRequest(caller=caller, number=1, stage=3, failure="no room")),
             ],
             "TakeUpFeedback": [encoded(wire.TakeUpFeedbackRequest(caller=caller, generation=1, worker="10000002a"))],
-            "HandOverFeedback": [
-                encoded(wire.HandOverFeedbackRequest(caller=caller)),
-                encoded(wire.HandOverFeedbackRequest(caller=caller, number=3, length=9, sha256=bytes(32), norm=0.5)),
-            ],
             "RestoreCheckpoint": [
                 encoded(wire.RestoreCheckpointRequest(job_name="default", number=1)),
                 encoded(wire.RestoreCheckpointRequest(job_name="other")),

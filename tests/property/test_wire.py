@@ -600,7 +600,6 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (server.SharedMemory, pull_messages.ticket_from_wire),
     (coordinator.DataLease, lease_messages.data_lease_from_wire),
     (coordinator.HandOver, handed_from_wire),
-    (coordinator.HandOverFeedbackRequest, door.hand_over_asked),
     (coordinator.LeaveRequest, door.left),
     (coordinator.FollowJobRequest, door.reader_heard),
     (coordinator.ReportEvaluationRequest, lambda message: door.evaluation_reported(message, 0)),

@@ -624,37 +624,3 @@ def test_prune_deletes_what_workers_remembered_and_what_came_too_late(library: C
     library.write_feedback(JOB, 2, "w-1", REMEMBERED)  # its folder was gone already
     library.prune(JOB, 2)
     assert library.storage.list_files(f"{JOB}/{manifests.folder_name(2)}") == {}
-
-
-def test_file_that_nobody_needs_is_deleted_unless_a_checkpoint_names_it(folder: CheckpointLibrary) -> None:
-    write_whole(folder, 1)
-    left = folder.write_feedback(JOB, 2, "w-1-left", REMEMBERED)
-    assert folder.next_number(JOB) == 3, "its folder is never a checkpoint's"
-    assert folder.numbers(JOB) == (1,)
-    assert folder.verify(JOB) == ()
-    folder.prune(JOB, 2)
-    assert folder.has_file(JOB, left.file), "newer than the newest checkpoint"
-    assert folder.drop_feedback(JOB, left)
-    assert not folder.has_file(JOB, left.file)
-    assert folder.drop_feedback(JOB, left), "again"
-    left = folder.write_feedback(JOB, 2, "w-1-left", REMEMBERED)
-    for number in (3, 4):
-        former = write_whole(folder, number)
-        folder.storage.delete_file(f"{JOB}/{number:012d}/{manifests.NAME}")
-        folder.commit(replace(former, feedback=(left,)))
-    folder.prune(JOB, 2)
-    assert not folder.drop_feedback(JOB, left)
-    assert folder.verify(JOB) == ()
-    for number in (5, 6):
-        write_whole(folder, number)
-    folder.prune(JOB, 2)
-    assert not folder.has_file(JOB, left.file), "no checkpoint that is kept names it"
-
-
-def test_nothing_is_deleted_where_nobody_knows_what_a_checkpoint_names(folder: CheckpointLibrary) -> None:
-    left = folder.write_feedback(JOB, 1, "w-1-left", REMEMBERED)
-    write_whole(folder, 2)
-    folder.storage.write(f"{JOB}/{2:012d}/{manifests.NAME}", [b"{}"])
-    with pytest.raises(CheckpointDamaged):
-        folder.drop_feedback(JOB, left)
-    assert folder.has_file(JOB, left.file)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.manifest import ResidualFile, left_name, worker_name
+from shardyard.checkpoints.manifest import worker_name
 from shardyard.config.settings import CheckpointSettings
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import CheckpointNotFound, NotFound, NotReady, StorageUnavailable
@@ -132,13 +132,10 @@ class Yard:
         base: int = 0,
         keep: int = 3,
         keepers: Collection[Incarnation] = (),
-        left: Collection[ResidualFile] = (),
     ) -> int:
         """The step that was written. The number is the one that was asked for."""
         draft = Draft(number, step, {"feeds": number}, Token(1))
-        taken = self.archive.take(
-            self.subject, self.map, draft, url=str(folder), base=base, keep=keep, keepers=keepers, left=left
-        )
+        taken = self.archive.take(self.subject, self.map, draft, url=str(folder), base=base, keep=keep, keepers=keepers)
         assert taken.number == number
         return taken.step
 
@@ -603,20 +600,3 @@ def test_sync_checkpoint_of_a_step_that_the_job_went_back_from_is_of_where_it_st
     monkeypatch.setattr(module, "STEP_WAIT_MS", 50)
     yard.push(0)
     assert yard.take(tmp_path, 1, step=50) == 1
-
-
-@pytest.mark.parametrize("keepers", [(), WORKERS[:1]])
-def test_checkpoint_has_what_workers_have_left_as_far_as_it_is_there(
-    yard: Yard, tmp_path: Path, keepers: tuple[Incarnation, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    library = CheckpointLibrary(open_storage(str(tmp_path)))
-    there, gone = (library.write_feedback("ads", 1, left_name(each), {"pushes": np.array(1)}) for each in WORKERS[1:])
-    library.storage.delete_file(f"ads/{gone.file.path}")
-    with workers(yard, *[Worker.save] * len(keepers)):
-        yard.take(tmp_path, 2, keepers=keepers, left=(there, gone))
-    found = [each.worker for each in library.load("ads").feedback]
-    assert found == [*("b" for _ in keepers), "c-left"]
-    assert "what worker d-left had not sent is not in a checkpoint" in caplog.text
-    assert library.verify("ads") == ()
-    yard.archive.drop_feedback(str(tmp_path), "ads", there)
-    assert library.has_file("ads", there.file), "the checkpoint has it"

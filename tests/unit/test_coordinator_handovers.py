@@ -29,7 +29,7 @@ from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.service import door
 from shardyard_coordinator.service.residual_collection import ResidualReport, ResidualRequest, Stage
-from shardyard_coordinator.storage.residual_handover import Handover
+from shardyard_coordinator.storage.restored_residuals import RestoredResidual
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -170,7 +170,7 @@ def test_next_run_gives_all_to_its_first_worker_whatever_the_numbers_of_the_form
     assert told(yard, worker) == [(names[0], False), (names[1], False)]
     handed = yard.handle(events.HeartbeatReceived(worker.incarnation, Report()))
     assert isinstance(handed, effects.HeartbeatReply)
-    assert handed.feedback[0] == Handover(generation, False, "elsewhere", origin.feedback[0])
+    assert handed.feedback[0] == RestoredResidual(generation, False, "elsewhere", origin.feedback[0])
     assert told(yard, late) == []
     assert take(yard, worker, names[0], generation)
     die(yard, worker)
@@ -201,7 +201,7 @@ def test_going_back_in_part_or_by_logs_changes_nothing_for_workers() -> None:
     lose(yard, servers=1)
     restore(yard)
     assert told(yard, worker) == []
-    assert yard.machine.jobs[-1].handovers.entries() == []
+    assert yard.machine.jobs[-1].restored_residuals.entries() == []
     logs = Yard()
     (worker,) = run(logs, 1, SETTINGS.model_copy(update={"durability": Durability.WAL}))
     commit(logs, [file_of(worker.incarnation)])
@@ -283,7 +283,7 @@ def test_end_of_a_job_tells_of_what_nobody_has_taken_up() -> None:
     yard.register(orders.MemberRole.SERVER, "n:0")
     restore(yard)
     die(yard, worker)
-    assert any("nobody has taken up what workers 100000004" in str(each) for each in yard.effects)
+    assert any("no worker has taken up the residuals of workers 100000004" in str(each) for each in yard.effects)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +292,8 @@ def test_end_of_a_job_tells_of_what_nobody_has_taken_up() -> None:
         ("feedback_due", {"generation": 0}),
         ("feedback_due", {"feedback": [["7", "p", 3]]}),
         ("feedback_taken", {"of": "nobody"}),
+        ("feedback_taken_before", {"taken": [["7", 0]]}),
+        ("feedback_taken_before", {"taken": [["7"]]}),
         ("checkpoint_committed", {"feedback": [["7", "p", -3, ""]]}),
     ],
 )
@@ -302,6 +304,9 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
     lose(yard, servers=3)
     yard.register(orders.MemberRole.SERVER, "n:0")
     take(yard, worker, worker, restore(yard))
+    if kind == "feedback_taken_before":
+        yard.persisted = yard.machine.snapshot()
+    assert any(each.kind == kind for each in yard.persisted)
     yard.persisted = [
         effects.Persist(each.kind, {**each.body, **change}) if each.kind == kind else each for each in yard.persisted
     ]
@@ -333,7 +338,7 @@ def test_what_a_worker_says_is_checked() -> None:
 
 
 def test_heartbeat_brings_what_to_save_and_what_to_take_up() -> None:
-    handed = Handover(Generation(4), True, "here", file_of("7"))
+    handed = RestoredResidual(Generation(4), True, "here", file_of("7"))
     standing = effects.HeartbeatReply(feedback=(handed,), gone_back=Generation(4))
     reply = door.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
     assert (reply.save_feedback.number, reply.save_feedback.url, reply.gone_back) == (12, "there", 4)

@@ -49,15 +49,24 @@ def test_residuals_of_the_killed_are_counted_and_those_of_who_leaves_well_are_no
     yard.hire(1.0)
     yard.handle(events.MemberLeft(yard.hire(12.0), ""))
     assert yard.lost() == (2, 5.0)
-    assert sum("took along what compression had not sent yet, of 2-norm" in told for told in yard.told) == 2
+    assert sum("is lost, of 2-norm" in told for told in yard.told) == 2
     yard.handle(events.MemberLeft(yard.hire(12.0), "ValueError: no"))
     assert yard.lost() == (3, 13.0)
+
+
+def test_residual_that_a_worker_says_to_be_lost_when_it_leaves_is_counted() -> None:
+    yard = Yard()
+    yard.hire(1.0)
+    yard.handle(events.MemberLeft(yard.hire(12.0), "", residual_lost=3.0))
+    assert [each.body["residual"] for each in yard.persisted if each.kind == "worker_gone"] == [3.0]
+    assert yard.lost() == (1, 3.0)
+    assert any("is lost, of 2-norm 3" in told for told in yard.told)
 
 
 def test_records_bring_back_what_is_lost() -> None:
     yard = Yard()
     yard.kill(yard.hire(3.0))
-    yard.kill(yard.hire(0.1))
+    yard.handle(events.MemberLeft(yard.hire(4.0), "", residual_lost=0.1))
     renew(yard.machine, 0)
     for persisted in (yard.persisted, yard.machine.snapshot()):
         again = Machine.restore(numbered(persisted), term=Term(1), lease_ms=1_000, now_ms=0)
@@ -70,6 +79,9 @@ def test_norm_that_is_none_is_refused(norm: float) -> None:
     with pytest.raises(MalformedPayload, match="residual of 2-norm"):
         door.heartbeat(wire.HeartbeatRequest(residual_norm=norm))
     assert door.heartbeat(wire.HeartbeatRequest(residual_norm=2.5)).report.residual_norm == 2.5
+    with pytest.raises(MalformedPayload, match="residual of 2-norm"):
+        door.left(wire.LeaveRequest(residual_lost=norm))
+    assert door.left(wire.LeaveRequest(residual_lost=2.5)).residual_lost == 2.5
 
 
 def test_sum_stays_a_number() -> None:

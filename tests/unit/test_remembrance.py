@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import FileRef, ResidualFile, feedback_path
 from shardyard.config.settings import JobSettings
 from shardyard.domain.errors import NotFound
-from shardyard.domain.failpoints import armed
 from shardyard.domain.ids import Caller, Incarnation, JobId
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.storage.storage import Written, open_storage
@@ -32,12 +30,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import test_feedback as feedbacks
 
 DEADLINE_S = 10.0
-WAIT, WRITE, HANDED_OVER = wire.FEEDBACK_FATE_WAIT, wire.FEEDBACK_FATE_WRITE, wire.FEEDBACK_FATE_HANDED_OVER
-UNWANTED, VOID = wire.FEEDBACK_FATE_UNWANTED, wire.FEEDBACK_FATE_VOID
 READY, COPIED, ENDED = wire.FEEDBACK_STAGE_READY, wire.FEEDBACK_STAGE_COPIED, wire.FEEDBACK_STAGE_ENDED
 ME, GONE = Incarnation((1 << 32) + 26), "100000007"
 NAME = "10000001a"
-LEFT = f"{NAME}-left"
 
 
 @dataclass
@@ -55,8 +50,6 @@ class Coordinator:
     refusal: Exception | None = None
     on_refresh: Callable[[], None] = lambda: None
     on_ask: Callable[[Any], None] = lambda request: None
-    fates: list[int] = field(default_factory=list)
-    url: str = ""
 
     def ask(self, method: Any, request: Any, *, check: Callable[[], None] | None = None) -> Any:
         if check is not None:
@@ -67,8 +60,6 @@ class Coordinator:
             raise self.refusal
         if isinstance(request, wire.ReportFeedbackRequest):
             return wire.ReportFeedbackReply(copy=self.copy)
-        if isinstance(request, wire.HandOverFeedbackRequest):
-            return wire.HandOverFeedbackReply(fate=self.fates.pop(0), url=self.url)  # type: ignore[arg-type]
         return wire.TakeUpFeedbackReply(taken=self.taken)
 
     def check(self) -> None:
@@ -76,10 +67,6 @@ class Coordinator:
 
     def refresh(self) -> None:
         self.on_refresh()
-
-    def says(self, *fates: int) -> None:
-        """Of what a worker that leaves has not sent, one after the other."""
-        self.fates = list(fates)
 
     def of(self, kind: type) -> list[Any]:
         return [each for each in list(self.asked) if isinstance(each, kind)]
@@ -97,7 +84,6 @@ class Worker:
     made: ResidualCheckpointer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.session.url = str(self.folder)
         self.made = ResidualCheckpointer(self.session, self.feedback, feedbacks.layout())
 
     @property
@@ -139,11 +125,6 @@ class Worker:
             length=file.written.nbytes,
             sha256=bytes.fromhex(file.written.sha256),
         )
-
-    def left(self, request: Any) -> dict[str, np.ndarray]:
-        """What was written to be handed over."""
-        file = FileRef(feedback_path(request.number, LEFT), Written(request.length, request.sha256.hex()))
-        return dict(self.library.load_feedback("digits", ResidualFile(LEFT, file), feedbacks.layout()))
 
     @property
     def files(self) -> list[str]:
@@ -396,59 +377,25 @@ def test_worker_that_leaves_in_the_midst_of_a_push_saves_nothing_of_it(worker: W
 # ---- leaving a synchronous job
 
 
-def test_worker_that_leaves_hands_over_its_residuals_and_nothing_else(worker: Worker) -> None:
-    worker.session.says(WRITE, HANDED_OVER)
-    for seed in range(3):
-        worker.push(seed)
-    residuals = {name: value for name, value in worker.feedback.state_dict().items() if name.startswith("residual.")}
-    worker.made.hand_over()
-    asked, said = worker.session.of(wire.HandOverFeedbackRequest)
-    assert (asked.number, asked.length, said.number) == (0, 0, 1)
-    assert said.norm == pytest.approx(worker.feedback.lost_norm)
-    assert feedbacks.same(worker.left(said), residuals)
-    assert worker.session.progress.residual_norm == 0.0
-    assert worker.session.progress.residual_lost == 0.0
-
-
-def test_file_is_written_beside_those_of_checkpoints(worker: Worker) -> None:
-    worker.session.says(WRITE, HANDED_OVER)
-    worker.library.write_feedback("digits", 7, NAME, remembered(range(1)))
+def test_worker_that_leaves_a_synchronous_job_says_which_residual_is_lost(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
     worker.push(0)
-    worker.made.hand_over()
-    assert worker.files == [f"digits/{feedback_path(7, NAME)}", f"digits/{feedback_path(8, LEFT)}"]
-
-
-def test_worker_that_has_sent_all_asks_nobody(worker: Worker) -> None:
-    worker.made.hand_over()
-    assert worker.session.asked == []
+    worker.made.lose()
+    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "the residual of this worker is lost with it" in told
+    assert worker.session.progress.residual_lost == pytest.approx(worker.feedback.lost_norm)
     worker.save(4)
     assert worker.session.asked == [], "it has settled"
 
 
-def test_worker_takes_part_in_a_checkpoint_that_is_taken_before_it_hands_over(worker: Worker) -> None:
-    worker.session.says(WAIT, WRITE, HANDED_OVER)
-    worker.push(0)
-
-    def refresh() -> None:
-        if not worker.session.reports:
-            worker.save(4)
-            worker.saved(4)
-        else:
-            worker.made.hear(wire.HeartbeatReply())
-
-    worker.session.on_refresh = refresh
-    worker.made.hand_over()
-    assert [type(each).__name__[:8] for each in worker.session.asked] == [
-        "HandOver",
-        *["ReportFe"] * 3,
-        "HandOver",
-        "HandOver",
-    ]
-    assert worker.files == [f"digits/{feedback_path(4, NAME)}", f"digits/{feedback_path(5, LEFT)}"]
+def test_worker_that_has_sent_all_loses_nothing(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    worker.made.lose()
+    assert worker.session.progress.residual_lost == 0.0
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
 
 
-def test_what_it_was_taking_up_when_it_left_is_handed_over_too(worker: Worker) -> None:
-    worker.session.says(WRITE, HANDED_OVER)
+def test_what_a_worker_was_taking_up_when_it_left_is_lost_with_it(worker: Worker) -> None:
     theirs = remembered(range(3))
     begun, on = threading.Event(), threading.Event()
 
@@ -461,82 +408,9 @@ def test_what_it_was_taking_up_when_it_left_is_handed_over_too(worker: Worker) -
     worker.session.on_refresh = on.set
     worker.made.hear(wire.HeartbeatReply(feedback=[worker.handed(GONE, theirs, generation=0)]))
     assert begun.wait(DEADLINE_S)
-    worker.made.hand_over()
-    found = worker.left(worker.session.of(wire.HandOverFeedbackRequest)[-1])
-    assert feedbacks.same(found, {name: value for name, value in theirs.items() if name in found})
-    assert found.keys() == {"residual.fc1.weight", "residual.fc2.weight"}
-
-
-@pytest.mark.parametrize("fate", [UNWANTED, VOID])
-def test_nothing_is_written_where_nobody_wants_it(worker: Worker, fate: int, caplog: pytest.LogCaptureFixture) -> None:
-    worker.session.says(fate)
-    worker.push(0)
-    worker.session.progress.residual_norm = 1.0
-    worker.made.hand_over()
-    assert worker.files == []
-    told = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert [("nobody goes on" in each.getMessage()) for each in told] == [True] * (fate == UNWANTED)
-    assert worker.session.progress.residual_norm == (1.0 if fate == UNWANTED else 0.0)
-    assert worker.session.progress.residual_lost == 0.0
-
-
-@pytest.mark.parametrize("fate", [UNWANTED, VOID])
-def test_file_that_nobody_wants_any_more_is_deleted(worker: Worker, fate: int) -> None:
-    worker.session.says(WRITE, fate)
-    worker.push(0)
-    worker.made.hand_over()
-    assert worker.files == []
-
-
-def test_file_that_cannot_be_deleted_is_no_loss(worker: Worker) -> None:
-    worker.session.says(WRITE, VOID)
-    worker.push(0)
-    with armed("storage.before_delete", fails):
-        worker.made.hand_over()
-    assert worker.files == [f"digits/{feedback_path(1, LEFT)}"]
-    assert worker.session.progress.residual_lost == 0.0
-
-
-def fails(place: str) -> None:
-    raise OSError(errno.EIO, place)
-
-
-def test_file_that_was_written_before_a_checkpoint_is_written_again(worker: Worker) -> None:
-    worker.session.says(WRITE, WRITE, HANDED_OVER)
-    worker.push(0)
-    worker.session.on_ask = lambda request: (
-        worker.library.write_feedback("digits", 5, NAME, remembered(range(1))) if request.number == 1 else None
-    )
-    worker.made.hand_over()
-    assert [each.number for each in worker.session.of(wire.HandOverFeedbackRequest)] == [0, 1, 6]
-    assert worker.files == [f"digits/{feedback_path(5, NAME)}", f"digits/{feedback_path(6, LEFT)}"]
-
-
-@pytest.mark.parametrize("why", ["storage", "refused", "silent", "again and again", "unnamed"])
-def test_what_cannot_be_handed_over_is_lost_and_told_and_the_worker_leaves(
-    worker: Worker, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fates = {"again and again": [WRITE] * 9, "silent": [WAIT] * 1_000, "unnamed": [77]}
-    worker.session.says(*fates.get(why, [WRITE, HANDED_OVER]))
-    if why == "storage":
-        (worker.folder / "digits").write_text("in the way")
-    elif why == "refused":
-        worker.session.refusal = NotFound("no storage")
-    elif why == "silent":
-        monkeypatch.setattr(residual_state, "SETTLE_MS", 200)
-    worker.push(0)
-    worker.made.hand_over()
-    (told,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    said = {
-        "storage": "cannot write",
-        "refused": "no storage",
-        "silent": "nobody has said",
-        "again and again": "3 times",
-        "unnamed": "fate 77",
-    }
-    assert "is lost with this worker" in told
-    assert said[why] in told
+    worker.made.lose()
     assert worker.session.progress.residual_lost == pytest.approx(worker.feedback.lost_norm)
+    assert worker.feedback.lost_norm > 0
 
 
 def test_what_was_taken_up_is_not_taken_up_again_where_a_late_heartbeat_names_it(worker: Worker) -> None:

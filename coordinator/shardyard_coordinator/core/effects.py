@@ -11,7 +11,6 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardyard.checkpoints.manifest import ResidualFile
 from shardyard.config.settings import JobSettings
 from shardyard.domain.consistency import (
     NO_CLIPPING,
@@ -30,7 +29,7 @@ from shardyard.domain.push_names import DataLease, DataShardSource, DoneDataShar
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Entry
 from shardyard_coordinator.storage.checkpoint_book import Committed, Draft, Subject
-from shardyard_coordinator.storage.residual_handover import NEVER, Fate, Handover
+from shardyard_coordinator.storage.restored_residuals import NEVER, RestoredResidual
 from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, LeaseWait
 from shardyard_coordinator.work.losses import LostRange
 from shardyard_coordinator.work.straggler_verdicts import MissedBatch
@@ -179,7 +178,7 @@ class SkipLostPushes:
 class TakeCheckpoint:
     """Then CheckpointTaken or CheckpointFailed. `base`: the number of the newest committed one, 0 without any. With
     logs, `oldest` is the oldest one that may be restored, and `logs` are the servers whose logs that needs. `keepers`
-    are the workers with error feedback; `left` is what workers that are gone had not sent, and nobody has taken up."""
+    are the workers with error feedback."""
 
     subject: Subject
     map: PartitionMap
@@ -190,7 +189,6 @@ class TakeCheckpoint:
     oldest: int = 0
     logs: frozenset[Incarnation] = frozenset()
     keepers: tuple[Incarnation, ...] = ()
-    left: tuple[ResidualFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,15 +226,6 @@ class RestorePartitions:
     working: tuple[Incarnation, ...] = ()
     begun: tuple[tuple[DataShardSource, int], ...] = ()
     step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DropFeedback:
-    """Nothing follows: what is left on the storage is deleted after the next checkpoint. `job_name`: whose it is."""
-
-    url: str
-    job_name: str
-    file: ResidualFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +270,7 @@ class HeartbeatReply:
     fenced: tuple[Incarnation, ...] = ()
     initializer: bool = False
     recovering: bool = False
-    feedback: tuple[Handover, ...] = ()
+    feedback: tuple[RestoredResidual, ...] = ()
     gone_back: Generation = NEVER
     stop: Stop | None = None
     checkpoint: Committed | None = None
@@ -311,7 +300,7 @@ class VariablesPlaced:
     layout: JobLayout
     map: PartitionMap
     initializer: bool
-    feedback: tuple[Handover, ...] = ()
+    feedback: tuple[RestoredResidual, ...] = ()
     gone_back: Generation = NEVER
     consistency: Consistency | None = None
 
@@ -350,14 +339,6 @@ class FeedbackVerdict:
     """Whether the worker takes up what it has read."""
 
     taken: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverVerdict:
-    """What becomes of what a worker that leaves has not sent. `url`: to write it to."""
-
-    fate: Fate
-    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +424,6 @@ Answer = (
     | StepDecision
     | MakeupBatches
     | FeedbackVerdict
-    | HandoverVerdict
     | Rebased
     | Registered
     | HeartbeatReply
@@ -481,7 +461,6 @@ Effect = (
     | TakeCheckpoint
     | ForgetSources
     | RestorePartitions
-    | DropFeedback
     | DropJob
     | ForgetServer
     | Reply

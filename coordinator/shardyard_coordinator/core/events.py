@@ -51,7 +51,7 @@ class HeartbeatReceived:
 @dataclass(frozen=True, slots=True)
 class MemberLeft:
     """`error`: type and message of what ended a worker's script, or empty; `pushed`: a worker's acknowledged pushes
-    without leased data; `residual_lost`: the 2-norm of what it could not hand over."""
+    without leased data; `residual_lost`: the 2-norm of the residual that is lost with it."""
 
     incarnation: Incarnation
     error: str
@@ -233,23 +233,12 @@ class SwitchRequested:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRead:
-    """A worker has read what the worker of that name remembered; `failure`: it could not, or that does not fit."""
+    """A worker has read the residual of the worker of that name. `failure`: why it could not, or does not fit."""
 
     caller: Caller
     generation: Generation
     worker: str
     failure: str
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverRequested:
-    """A worker leaves and has not sent all, of that 2-norm. `gone_back`: the generation with which its job has last
-    gone back as a whole, as far as it has followed; `file`: it is written."""
-
-    caller: Caller
-    gone_back: Generation
-    file: ResidualFile | None = None
-    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +456,6 @@ Event = (
     | StopRequested
     | SwitchRequested
     | FeedbackRead
-    | HandoverRequested
     | RestoreOrdered
     | RestoreCancelled
     | ReaderHeard

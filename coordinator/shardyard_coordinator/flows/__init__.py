@@ -8,7 +8,7 @@ In the order of a job's life:
 - `deployment`: variables are registered, created on servers and given first values.
 - `leasing`: workers get data shards or logical ranks. `work_verdicts`: which results count.
 - `checkpointing`: checkpoints, and the recovery of lost partitions.
-- `lost_pushes`, `residual_flow`: what a recovery or a leaver has lost or passes on.
+- `lost_pushes`, `residual_flow`: what a recovery has lost, and which worker takes up which residual.
 - `mode_switch`: the consistency mode of a running job changes. `readers`: evaluators hold values.
 - `job_end`: the last checkpoint, and the end.
 """

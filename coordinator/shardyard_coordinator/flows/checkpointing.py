@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
-from shardyard.checkpoints.manifest import ResidualFile
 from shardyard.config.settings import JobSettings
 from shardyard.domain import errors
 from shardyard.domain.consistency import Durability, UpdateMode
@@ -87,15 +86,14 @@ class CheckpointManager:
         workers: Set[Incarnation] = frozenset(),
         *,
         holds: bool = False,
-        left: tuple[ResidualFile, ...] = (),
     ) -> list[Effect]:
         """`step`: where the job stands; `servers`, `workers`: the living; `gone`: workers of which nothing can come any
-        more; `holds`: no checkpoint is begun now; `left`: what nobody has taken up of what they had not sent."""
+        more; `holds`: no checkpoint is begun now."""
         if self.origin is not None and self._deployment.stage is Stage.EMPTY and servers:
             return self._begin_with(self.origin, servers, now_ms)
         if self.recovery.needed:
             return self._recover(servers, workers, now_ms)
-        return [] if holds else self._begin_checkpoint(now_ms, step, gone, left)
+        return [] if holds else self._begin_checkpoint(now_ms, step, gone)
 
     # ---- beginning with a checkpoint, or going back to one that was chosen
 
@@ -468,9 +466,7 @@ class CheckpointManager:
         self.book.want()
         return False
 
-    def _begin_checkpoint(
-        self, now_ms: int, step: int, gone: tuple[Incarnation, ...], left: tuple[ResidualFile, ...]
-    ) -> list[Effect]:
+    def _begin_checkpoint(self, now_ms: int, step: int, gone: tuple[Incarnation, ...]) -> list[Effect]:
         deployed = self._deployment
         if not self.can_begin:
             self.book.want()
@@ -498,7 +494,6 @@ class CheckpointManager:
                 0 if self.trails is None else self.trails.oldest,
                 frozenset() if self.trails is None else self.trails.needed,
                 self._deployment.workers if self.keeps_feedback else (),
-                left,
             ),
         ]
 

@@ -44,9 +44,7 @@ class JobEnd:
         the newest checkpoint lacks is written down before the job ends."""
         job = self._job
         job.last.failure = failure
-        committed = job.keeping.book.committed
-        kept = () if committed is None else committed.feedback
-        if job.keeping.is_whole_at(job.step) and all(each.file in kept for each in job.handovers.left):
+        if job.keeping.is_whole_at(job.step):
             return self._conclude()
         job.state = JobState.FINISHING
         job.attendance.rest(now_ms)
@@ -101,11 +99,10 @@ class JobEnd:
         job.state = state
         job.keeping.origin = None
         said = f"{job.title} has ended: {job.failure.what}" if job.failure else f"{job.title} is finished"
-        untaken = [*job.handovers.due, *(each.file.worker for each in job.handovers.left)]
-        if untaken:
-            said += f"; nobody has taken up what workers {', '.join(untaken[:8])} had not sent"
-        drops: list[Effect] = [*job.handing_over.drop(job.handovers.left)]
-        drops += self.give_up([server for server in job.deployment.servers if server.incarnation != gone])
+        due = job.restored_residuals.due
+        if due:
+            said += f"; no worker has taken up the residuals of workers {', '.join(due[:8])}"
+        drops = self.give_up([server for server in job.deployment.servers if server.incarnation != gone])
         return [*job.records([self.ended]), LogMessage(said, warning=job.failure is not None), *drops]
 
     # ---- records

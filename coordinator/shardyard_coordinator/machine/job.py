@@ -65,8 +65,8 @@ from shardyard_coordinator.placement import table_specs as tables
 from shardyard_coordinator.placement.placement import Server
 from shardyard_coordinator.records import Body, DamagedRecord, Entry, require
 from shardyard_coordinator.storage.checkpoint_book import Committed
-from shardyard_coordinator.storage.residual_handover import ResidualHandovers
 from shardyard_coordinator.storage.restore_point import RestorePoint
+from shardyard_coordinator.storage.restored_residuals import RestoredResiduals
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.departed import Departed
 from shardyard_coordinator.work.feeds import FeedCounts
@@ -99,7 +99,7 @@ class Job:
         self.step_times = StepTimes()
         self.residuals = LostResiduals()
         self.departed = Departed() if self._goes_back_in_part else None
-        self.handovers = ResidualHandovers()
+        self.restored_residuals = RestoredResiduals()
         self._reads_steps = False
         self.stopping = Stopping(by_steps=settings.consistency.mode.updates is UpdateMode.SYNC)
         self.switching = ModeSetting(settings.consistency.mode, settings.consistency.bound)
@@ -190,12 +190,11 @@ class Job:
     def lose(self, worker: Incarnation, how: str, now_ms: int, *, died: bool = True) -> list[Effect]:
         """A worker died, or is out. Its work waits until the servers refuse what it may still send."""
         said = self.progress.of(worker)
-        residual = 0.0 if self.handovers.has_from(worker) else said.residual_norm
-        record = self._remove(worker, how, now_ms, died=died, residual=residual, pushed=said.pushed)
+        record = self._remove(worker, how, now_ms, died=died, residual=said.residual_norm, pushed=said.pushed)
         if self.state.ended:
             return [record]
         fence = self._fence(worker)
-        return [record, *self._tell_residual(worker, residual), *(fence or self.free((worker,), now_ms))]
+        return [record, *self._tell_residual(worker, said.residual_norm), *(fence or self.free((worker,), now_ms))]
 
     def free(
         self,
@@ -235,7 +234,6 @@ class Job:
         have said so."""
         worker, error = left.incarnation, left.error
         residual = self.progress.of(worker).residual_norm if error else left.residual_lost
-        residual = 0.0 if self.handovers.has_from(worker) else residual
         how = f"left ({error})" if error else "left"
         record = self._remove(worker, how, now_ms, goodbye=not error, residual=residual, pushed=left.pushed)
         if self.state.ended:
@@ -253,8 +251,8 @@ class Job:
     def _tell_residual(self, worker: Incarnation, norm: float) -> list[Effect]:
         if not norm:
             return []
-        what = f"what compression had not sent yet, of 2-norm {norm:.3g} when it was last heard of"
-        return [LogMessage(f"{self.title}: worker {worker} took along {what}", warning=True)]
+        said = f"the residual of worker {worker} is lost, of 2-norm {norm:.3g} when it was last reported"
+        return [LogMessage(f"{self.title}: {said}", warning=True)]
 
     def lose_server(self, server: Server, how: str, now_ms: int) -> list[Effect]:
         """A server is gone, and with it the partitions that it had, or was to have, if any."""
@@ -427,13 +425,12 @@ class Job:
     def _keep(self, now_ms: int, servers: Sequence[Server]) -> list[Effect]:
         """Goes on with checkpoints and recovery. What partitions lack of workers that are gone is asked first."""
         due, reading = self.rebasing.is_due, self.rebasing.ask(now_ms)
-        holds = due or (self.state is not JobState.FINISHING and self.handing_over.holds(now_ms))
-        left = tuple(each.file for each in self.handovers.left)
+        holds = due or (self.state is not JobState.FINISHING and self.handing_over.holds_checkpoints)
         # who has not gone over to a bound does not say when it has no work any more
         paced = frozenset(filter(self.switching.goes_by_latest, self.workers))
         return [
             *reading,
-            *self.keeping.tick(now_ms, self.step, servers, self.attendance.gone, paced, holds=holds, left=left),
+            *self.keeping.tick(now_ms, self.step, servers, self.attendance.gone, paced, holds=holds),
         ]
 
     # ---- recovery and checkpoints
@@ -521,8 +518,8 @@ class Job:
             placed = self.deployment.placed(worker)
             handed = replace(
                 placed,
-                feedback=self.handing_over.told_to(worker),
-                gone_back=self.handovers.generation,
+                feedback=self.handing_over.for_worker(worker),
+                gone_back=self.restored_residuals.generation,
                 consistency=self.consistency,
             )
             effects.append(Reply(handed))
@@ -642,8 +639,8 @@ class Job:
             workers=len(self.workers),
             initializer=self.deployment.initializer == worker and self.deployment.stage is Stage.CREATED,
             recovering=self.keeping.recovery.needed,
-            feedback=self.handing_over.told_to(worker),
-            gone_back=self.handovers.generation,
+            feedback=self.handing_over.for_worker(worker),
+            gone_back=self.restored_residuals.generation,
             stop=self.stopping.stop,
             checkpoint=self.keeping.book.committed,
             consistency=self.consistency,
@@ -686,7 +683,7 @@ class Job:
             *self.not_finite.entries(),
             *self.residuals.entries(),
             *([] if self.departed is None else self.departed.entries()),
-            *self.handovers.entries(),
+            *self.restored_residuals.entries(),
             *self.stopping.entries(),
             *self.evaluations.entries(),
             *self.keeping.entries(),
@@ -729,10 +726,9 @@ class Job:
                 require(self.departed is not None, "workers that are gone, of a job that does not go back in part")
                 assert self.departed is not None
                 self.departed.restore(body)
-            case "feedback_due" | "feedback_handed_over" | "feedback_taken" | "feedback_taken_before":
-                lost = self.handovers.restore(kind, body, now_ms)
-                if lost is not None:
-                    self.residuals.add_lost(lost)
+            case "feedback_due" | "feedback_taken" | "feedback_taken_before":
+                if self.restored_residuals.restore(kind, body):
+                    self.residuals.add_unknown()
             case (
                 "variables_registered"
                 | "worker_admitted"
@@ -826,7 +822,6 @@ class Job:
         self.suspects.leave(worker)
         if isinstance(self.feeds, StepLedger):
             self.feeds.verdicts.leave(worker)
-        self.handovers.forget(worker)
         self.attendance.leave(worker, how, now_ms, goodbye=goodbye)
         self.progress.forget(worker)
         self.not_finite.forget(worker)

@@ -158,8 +158,6 @@ class Machine:
                 return self._find_job(job_name).going_over.switch(mode, staleness, now_ms)
             case events.FeedbackRead(caller):
                 return self._require_job(caller).handing_over.take(event)
-            case events.HandoverRequested(caller):
-                return self._require_job(caller).handing_over.hand_over(event, now_ms)
             case events.ReaderHeard():
                 return self._find_followed(event).hear_reader(event, now_ms)
             case events.EvaluationReported(job):

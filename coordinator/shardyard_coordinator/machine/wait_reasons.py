@@ -81,9 +81,6 @@ def _waits(job: Job) -> Iterator[tuple[str, str]]:
         yield "recovery", _recovery(job)
     elif job.deployment.stage is not Stage.OPEN and job.workers:
         yield "deployment", _deployment(job.deployment)
-    if job.handovers.left:
-        left = _named([each.worker for each in job.handovers.left])
-        yield "feedback", f"a worker to take up what worker {left} had not sent"
     unheard = job.stopping.missing(job.workers)
     if unheard:
         yield "stop", f"worker {_named(unheard)} to hear that it shall stop"

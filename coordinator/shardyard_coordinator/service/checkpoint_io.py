@@ -136,11 +136,10 @@ class CheckpointIO:
         oldest: int = 0,
         logs: Collection[Incarnation] = (),
         keepers: Collection[Incarnation] = (),
-        left: Collection[ResidualFile] = (),
         verdicts: Callable[[int], Sequence[Entry]] = lambda _: (),
     ) -> Taken:
         """Writes a checkpoint and prunes those before. `base`: the number of this run's newest committed one, 0 without
-        any; `oldest`, `logs`, `keepers` and `left`: as in effects.TakeCheckpoint; `verdicts`: gives those on the steps
+        any; `oldest`, `logs` and `keepers`: as in effects.TakeCheckpoint; `verdicts`: gives those on the steps
         before one that all partitions have reached. Raises NotReady, StorageUnavailable, CheckpointDamaged."""
         library = CheckpointLibrary(open_storage(url))
         draft = replace(draft, number=max(draft.number, library.next_number(subject.name)))
@@ -155,10 +154,9 @@ class CheckpointIO:
                 self._feedback.await_copies(subject.job, collecting, ready_ms=ready_ms, copied_ms=COPY_WAIT_MS)
                 saved = self._save(ask)
                 self._feedback.await_files(subject.job, collecting, FEEDBACK_WAIT_MS)
-                remembered = (*_found(library, subject, collecting), *_there(library, subject, left))
-                return self._commit(library, ask, former, saved, remembered, keep, verdicts)
-        saved = self._save(ask)
-        return self._commit(library, ask, former, saved, _there(library, subject, left), keep, verdicts)
+                residuals = _found(library, subject, collecting)
+                return self._commit(library, ask, former, saved, residuals, keep, verdicts)
+        return self._commit(library, ask, former, self._save(ask), (), keep, verdicts)
 
     def _commit(
         self,
@@ -320,11 +318,6 @@ class CheckpointIO:
             f"checkpoint {', '.join(map(str, damaged[:8]))} of job {name!r}: {findings[0].path}: {findings[0].what}"
         )
 
-    def drop_feedback(self, url: str, job: str, file: ResidualFile) -> None:
-        """Deletes what a worker had not sent when it left, unless a checkpoint has it. Raises StorageUnavailable,
-        CheckpointDamaged."""
-        CheckpointLibrary(open_storage(url)).drop_feedback(job, file)
-
     # ---- inside
 
     def _save(self, ask: _Ask) -> dict[PartitionId, _Saved]:
@@ -440,16 +433,6 @@ def _found(library: CheckpointLibrary, subject: Subject, collecting: ResidualCol
         what = f"checkpoint {number} of job {subject.name!r} lacks what worker {worker} has not sent yet"
         log.warning("%s: %s", what, why)
     return tuple(found)
-
-
-def _there(library: CheckpointLibrary, subject: Subject, left: Collection[ResidualFile]) -> tuple[ResidualFile, ...]:
-    """The files that workers have left, as far as they are on the storage. Raises StorageUnavailable."""
-    found = tuple(each for each in left if library.has_file(subject.name, each.file))
-    for each in left:
-        if each not in found:
-            where = f"{library.storage.locate(subject.name)}/{each.file.path}"
-            log.warning("what worker %s had not sent is not in a checkpoint: %s is not there", each.worker, where)
-    return found
 
 
 def _entry(subject: Subject, former: Manifest | None, partition: PartitionId, saved: _Saved) -> PartitionEntry:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from shardyard.checkpoints.convert import written_from_wire
-from shardyard.checkpoints.manifest import CHECKPOINT_NUMBER_MAX, FileRef, ResidualFile, feedback_path, left_name
 from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import MembershipSettings
 from shardyard.domain import limits
@@ -35,7 +34,6 @@ from shardyard_coordinator.core import events
 from shardyard_coordinator.core.effects import (
     BatchVerdict,
     CheckpointProgress,
-    HandoverVerdict,
     HeartbeatReply,
     JobState,
     JobView,
@@ -57,7 +55,7 @@ from shardyard_coordinator.service.residual_collection import Stage as FeedbackS
 from shardyard_coordinator.service.status import JobStatus, MemberStatus, QuarantineStatus, SwitchStatus, YardStatus
 from shardyard_coordinator.storage.checkpoint_book import Committed
 from shardyard_coordinator.storage.recovery import Restored
-from shardyard_coordinator.storage.residual_handover import Fate, Handover
+from shardyard_coordinator.storage.restored_residuals import RestoredResidual
 from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
 
 NAME_CHARACTERS_MAX: Final = 512
@@ -71,14 +69,6 @@ _STATES: dict[JobState, wire.JobState] = {
     JobState.FINISHING: wire.JOB_STATE_FINISHING,
     JobState.FINISHED: wire.JOB_STATE_FINISHED,
     JobState.FAILED: wire.JOB_STATE_FAILED,
-}
-
-_FATES: dict[Fate, wire.FeedbackFate] = {
-    Fate.WAIT: wire.FEEDBACK_FATE_WAIT,
-    Fate.WRITE: wire.FEEDBACK_FATE_WRITE,
-    Fate.HANDED_OVER: wire.FEEDBACK_FATE_HANDED_OVER,
-    Fate.UNWANTED: wire.FEEDBACK_FATE_UNWANTED,
-    Fate.VOID: wire.FEEDBACK_FATE_VOID,
 }
 
 _FEEDBACK_STAGES: dict[wire.FeedbackStage, FeedbackStage] = {
@@ -371,19 +361,6 @@ def feedback_read(request: wire.TakeUpFeedbackRequest) -> events.FeedbackRead:
     )
 
 
-def hand_over_asked(request: wire.HandOverFeedbackRequest) -> events.HandoverRequested:
-    """What is said of a file that is not written is passed over."""
-    caller, gone_back = common_messages.caller_from_wire(request.caller), Generation(request.gone_back)
-    if not request.number:
-        return events.HandoverRequested(caller, gone_back)
-    if request.number > CHECKPOINT_NUMBER_MAX:
-        raise TooLarge(f"a file in folder {request.number}; the last one is {CHECKPOINT_NUMBER_MAX}")
-    name = left_name(caller.incarnation)
-    written = written_from_wire(request.length, request.sha256, "a worker's file")
-    file = ResidualFile(name, FileRef(feedback_path(request.number, name), written))
-    return events.HandoverRequested(caller, gone_back, file, _residual(request.norm))
-
-
 def rebase_asked(request: wire.RebaseSourceRequest) -> events.RebaseRequested:
     if request.next > limits.SEQUENCE_MAX:
         raise TooLarge(f"a source to go on with at #{request.next}; the last one is #{limits.SEQUENCE_MAX}")
@@ -481,7 +458,7 @@ def _consistency(consistency: Consistency | None) -> wire.Consistency | None:
     return None if consistency is None else lease_messages.consistency_to_wire(consistency)
 
 
-def _hand_over(handed: Handover) -> wire.HandOver:
+def _hand_over(handed: RestoredResidual) -> wire.HandOver:
     file = handed.file.file
     return wire.HandOver(
         generation=handed.generation,
@@ -508,10 +485,6 @@ def join_reply(joined: Joined) -> wire.JoinJobReply:
         halt=_halt(joined.halt),
         checkpoint=None if joined.checkpoint is None else _checkpoint_status(joined.checkpoint),
     )
-
-
-def hand_over_reply(verdict: HandoverVerdict) -> wire.HandOverFeedbackReply:
-    return wire.HandOverFeedbackReply(fate=_FATES[verdict.fate], url=verdict.url)
 
 
 def placed_reply(placed: VariablesPlaced) -> wire.RegisterVariablesReply:

@@ -146,7 +146,6 @@ class Coordinator:
         service.on(methods.SWITCH_CONSISTENCY, self._switch_consistency)
         service.on(methods.REPORT_FEEDBACK, self._report_feedback)
         service.on(methods.TAKE_UP_FEEDBACK, self._take_up_feedback)
-        service.on(methods.HAND_OVER_FEEDBACK, self._hand_over_feedback)
         service.on(methods.RESTORE_CHECKPOINT, self._restore_checkpoint)
         service.on(methods.FOLLOW_JOB, self._follow_job)
         service.on(methods.REPORT_EVALUATION, self._report_evaluation)
@@ -237,9 +236,6 @@ class Coordinator:
         caller, said = door.feedback_reported(request)
         copy = self._feedback.report(caller.job, caller.incarnation, request.number, said)
         return wire.ReportFeedbackReply(copy=copy)
-
-    def _hand_over_feedback(self, request: wire.HandOverFeedbackRequest, _: Context) -> wire.HandOverFeedbackReply:
-        return door.hand_over_reply(self._ask(door.hand_over_asked(request), effects.HandoverVerdict))
 
     def _take_up_feedback(self, request: wire.TakeUpFeedbackRequest, _: Context) -> wire.TakeUpFeedbackReply:
         answer = self._ask(door.feedback_read(request), effects.FeedbackVerdict)
@@ -408,8 +404,6 @@ class Coordinator:
                 self._later(self._fence, effect)
             case effects.DropJob():
                 self._later(self._drop, effect)
-            case effects.DropFeedback():
-                self._later(self._drop_feedback, effect)
             case effects.TakeCheckpoint():
                 self._later(self._write_checkpoint, effect)
             case effects.ForgetSources():
@@ -509,14 +503,6 @@ class Coordinator:
         except ShardyardError as error:
             log.warning("server %s did not drop job %s: %s", effect.server.incarnation, effect.job, error.what)
 
-    def _drop_feedback(self, effect: effects.DropFeedback) -> None:
-        what = f"a file of what worker {effect.file.worker} had not sent to be deleted from {effect.url}"
-        try:
-            with self._wait_registry.over(lambda: what):
-                self._archive.drop_feedback(effect.url, effect.job_name, effect.file)
-        except ShardyardError as error:
-            log.warning("%s is left to the next checkpoint: %s", effect.file.file.path, error.what)
-
     def _write_checkpoint(self, wanted: effects.TakeCheckpoint) -> None:
         job, draft = wanted.subject.job, wanted.draft
         failure: ShardyardError = Internal("the coordinator could not take it; its log has more")
@@ -533,7 +519,6 @@ class Coordinator:
                     oldest=wanted.oldest,
                     logs=wanted.logs,
                     keepers=wanted.keepers,
-                    left=wanted.left,
                     verdicts=partial(self._verdicts_before, job),
                 )
         except ShardyardError as error:

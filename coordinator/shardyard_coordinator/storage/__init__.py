@@ -5,5 +5,5 @@ which partitions are lost and who gets them, and from which checkpoint and logs 
 
 Read `checkpoint_book` first: the number of the next checkpoint and the newest committed one. Then `recovery` (lost
 partitions), `log_owners` (whose logs continue a checkpoint), `restore_point` (the checkpoint that somebody ordered)
-and `residual_handover` (who takes up the error feedback of a checkpoint or a leaver).
+and `restored_residuals` (which worker takes up which residual of a checkpoint).
 """

@@ -84,12 +84,9 @@ class LostResiduals:
             self.count += 1
             self.norm = min(math.hypot(self.norm, norm), sys.float_info.max)
 
-    def add_lost(self, norm: float) -> None:
-        """What a worker had not sent and nobody could take up; 0: nobody knows the norm."""
-        if norm:
-            self.add(norm)
-        else:
-            self.count += 1
+    def add_unknown(self) -> None:
+        """A residual of unknown norm, which no worker could take up."""
+        self.count += 1
 
     # ---- records
 

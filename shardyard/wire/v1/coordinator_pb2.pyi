@@ -39,15 +39,6 @@ class FeedbackStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FEEDBACK_STAGE_READY: _ClassVar[FeedbackStage]
     FEEDBACK_STAGE_COPIED: _ClassVar[FeedbackStage]
     FEEDBACK_STAGE_ENDED: _ClassVar[FeedbackStage]
-
-class FeedbackFate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    FEEDBACK_FATE_UNSPECIFIED: _ClassVar[FeedbackFate]
-    FEEDBACK_FATE_WAIT: _ClassVar[FeedbackFate]
-    FEEDBACK_FATE_WRITE: _ClassVar[FeedbackFate]
-    FEEDBACK_FATE_HANDED_OVER: _ClassVar[FeedbackFate]
-    FEEDBACK_FATE_UNWANTED: _ClassVar[FeedbackFate]
-    FEEDBACK_FATE_VOID: _ClassVar[FeedbackFate]
 ROLE_UNSPECIFIED: Role
 ROLE_SERVER: Role
 ROLE_WORKER: Role
@@ -68,12 +59,6 @@ FEEDBACK_STAGE_UNSPECIFIED: FeedbackStage
 FEEDBACK_STAGE_READY: FeedbackStage
 FEEDBACK_STAGE_COPIED: FeedbackStage
 FEEDBACK_STAGE_ENDED: FeedbackStage
-FEEDBACK_FATE_UNSPECIFIED: FeedbackFate
-FEEDBACK_FATE_WAIT: FeedbackFate
-FEEDBACK_FATE_WRITE: FeedbackFate
-FEEDBACK_FATE_HANDED_OVER: FeedbackFate
-FEEDBACK_FATE_UNWANTED: FeedbackFate
-FEEDBACK_FATE_VOID: FeedbackFate
 
 class RegisterRequest(_message.Message):
     __slots__ = ("role", "address", "protocol", "release", "host", "pid", "agent", "local_index", "logs")
@@ -730,30 +715,6 @@ class TakeUpFeedbackReply(_message.Message):
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     taken: bool
     def __init__(self, taken: bool = ...) -> None: ...
-
-class HandOverFeedbackRequest(_message.Message):
-    __slots__ = ("caller", "gone_back", "number", "length", "sha256", "norm")
-    CALLER_FIELD_NUMBER: _ClassVar[int]
-    GONE_BACK_FIELD_NUMBER: _ClassVar[int]
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    NORM_FIELD_NUMBER: _ClassVar[int]
-    caller: _common_pb2.Caller
-    gone_back: int
-    number: int
-    length: int
-    sha256: bytes
-    norm: float
-    def __init__(self, caller: _Optional[_Union[_common_pb2.Caller, _Mapping]] = ..., gone_back: _Optional[int] = ..., number: _Optional[int] = ..., length: _Optional[int] = ..., sha256: _Optional[bytes] = ..., norm: _Optional[float] = ...) -> None: ...
-
-class HandOverFeedbackReply(_message.Message):
-    __slots__ = ("fate", "url")
-    FATE_FIELD_NUMBER: _ClassVar[int]
-    URL_FIELD_NUMBER: _ClassVar[int]
-    fate: FeedbackFate
-    url: str
-    def __init__(self, fate: _Optional[_Union[FeedbackFate, str]] = ..., url: _Optional[str] = ...) -> None: ...
 
 class RestoreCheckpointRequest(_message.Message):
     __slots__ = ("job_name", "number", "url", "cancel")

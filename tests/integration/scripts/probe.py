@@ -162,8 +162,6 @@ def train_sums(job: sy.Job, options: argparse.Namespace) -> dict[str, object]:
                 json.dump(job.compression_state()["residual.0"].tolist(), file)
         announce(computed)
         hold(options, computed)
-        if computed == options.leave_at:
-            break
     state = job.compression_state()
     return {"sums": sums.detach().tolist(), "residual": state["residual.0"].tolist(), "computed": computed}
 
@@ -212,7 +210,6 @@ def main() -> None:
     parser.add_argument("--checkpoint-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold", default="")
-    parser.add_argument("--leave-at", type=int, default=0)
     parser.add_argument("--pause-ms", type=float, default=0)
     parser.add_argument("--look-ahead", action="store_true", help="rows of the next batch come with a step")
     parser.add_argument("--age-seconds", type=float, default=0.0, help="rows go that were not pushed for so long")

@@ -4,8 +4,8 @@ the job has gone back.
 Owns: the worker's file, and the thread that writes and reads it while training goes on. Invariants: what is written is
 of one moment between two pushes; what the job has gone back from is forgotten before the next push under the new map;
 what is handed over is read and checked first, then claimed, then taken up, so that it is sent by one worker, once; a
-worker that leaves sends what it remembers, or hands it over, when no checkpoint is under way that has it too, and
-leaves in bounded time, whatever becomes of it.
+worker that leaves an asynchronous job pushes its residual when no checkpoint is under way that has it too; it leaves in
+bounded time, whatever becomes of the residual.
 Must not know: what the state is made of (feedback), what is pushed.
 """
 
@@ -23,11 +23,10 @@ from typing import Final
 
 from shardyard.checkpoints.convert import handed_from_wire
 from shardyard.checkpoints.library import CheckpointLibrary
-from shardyard.checkpoints.manifest import left_name, worker_name
+from shardyard.checkpoints.manifest import worker_name
 from shardyard.checkpoints.residual_file import State
 from shardyard.domain import limits
-from shardyard.domain.compression import RESIDUAL
-from shardyard.domain.errors import CoordinatorUnavailable, MalformedPayload, NotFound, NotReady, ShardyardError
+from shardyard.domain.errors import NotFound, ShardyardError
 from shardyard.domain.layout.layouts import JobLayout
 from shardyard.storage.storage import open_storage
 from shardyard.wire import common_messages, methods
@@ -41,11 +40,8 @@ log = logging.getLogger("shardyard.worker")
 
 READY_AGAIN_MS: Final = 10
 SETTLE_MS: Final = 30_000
-"""A worker that leaves waits for so long for a checkpoint that has what it remembers, and for the coordinator to say
-what becomes of that; then it leaves all the same."""
+"""A worker that leaves waits for so long for a checkpoint that has what it remembers; then it leaves all the same."""
 SETTLE_AGAIN_MS: Final = 50
-WRITES_MAX: Final = 3
-"""Of what is handed over, where checkpoints were committed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -261,94 +257,14 @@ class ResidualCheckpointer:
                 time.sleep(SETTLE_AGAIN_MS / 1000)
                 self._session.refresh()
 
-    def hand_over(self) -> None:
-        """Before this worker leaves a job that has no room for what it has not sent: that is written for who goes on,
-        if somebody does."""
-        try:
-            self._hand_over()
-        except ShardyardError as error:
-            norm = self._session.progress.residual_lost = self._norm()
-            what = "what compression has not sent yet is lost with this worker"
-            log.warning("%s (2-norm %.3g): %s", what, norm, error.what)
-
-    def _hand_over(self) -> None:
-        request = wire.HandOverFeedbackRequest(
-            caller=common_messages.caller_to_wire(self._session.caller), gone_back=self._gone_back
-        )
-        asked = self._norm() > 0 or self._busy
-        # before it settles, since it may be part of a checkpoint that is being taken
-        fate = self._ask_fate(request) if asked else wire.HandOverFeedbackReply()
+    def lose(self) -> None:
+        """Before this worker leaves a synchronous job. A step has room for its logical ranks only, so the residual
+        cannot be pushed. It is lost, as that of a killed worker; a checkpoint that is being taken still gets it."""
         self.settle()
-        with self.between.held():
-            state = _residuals(self._feedback.state_dict())
-        if not state:
-            return
-        if not asked:
-            fate = self._ask_fate(request)
-        request.norm = self._norm()
-        for _ in range(WRITES_MAX):
-            if fate.fate != wire.FEEDBACK_FATE_WRITE:
-                break
-            fate = self._leave_behind(fate.url, state, request)
-        self._tell_fate(fate.fate, request.norm)
-
-    def _ask_fate(self, request: wire.HandOverFeedbackRequest) -> wire.HandOverFeedbackReply:
-        """Of what this worker has not sent; not WAIT. Raises CoordinatorUnavailable."""
-        give_up = time.monotonic() + SETTLE_MS / 1000
-
-        def check() -> None:
-            self._session.check()
-            if time.monotonic() >= give_up:
-                raise CoordinatorUnavailable(f"nobody has said within {SETTLE_MS / 1000:g} s what becomes of it")
-
-        with self._session.wait_registry.over(
-            lambda: "a checkpoint to be over, before what is not sent is handed over"
-        ):
-            while True:
-                reply = self._session.ask(methods.HAND_OVER_FEEDBACK, request, check=check)
-                if reply.fate != wire.FEEDBACK_FATE_WAIT:
-                    return reply
-                time.sleep(SETTLE_AGAIN_MS / 1000)
-                self._session.refresh()
-
-    def _leave_behind(
-        self, url: str, state: State, request: wire.HandOverFeedbackRequest
-    ) -> wire.HandOverFeedbackReply:
-        """Writes it, and says so. Raises StorageUnavailable, CoordinatorUnavailable."""
-        job, name = self._session.job_settings.name, left_name(self._session.caller.incarnation)
-        with self._session.wait_registry.over(lambda: f"what compression has not sent to be written to {url}"):
-            library = CheckpointLibrary(open_storage(url))
-            request.number = library.next_number(job)
-            file = library.write_feedback(job, request.number, name, state)
-        written = file.file.written
-        request.length, request.sha256 = written.nbytes, bytes.fromhex(written.sha256)
-        reply = self._ask_fate(request)
-        if reply.fate != wire.FEEDBACK_FATE_HANDED_OVER:
-            try:
-                with self._session.wait_registry.over(lambda: f"a file that nobody needs to be deleted from {url}"):
-                    library.drop_feedback(job, file)
-            except ShardyardError as error:
-                log.info("%s is left to the next checkpoint: %s", file.file.path, error.what)
-        return reply
-
-    def _tell_fate(self, fate: int, norm: float) -> None:
-        match fate:
-            case wire.FEEDBACK_FATE_HANDED_OVER:
-                log.info("hands over what compression has not sent yet (2-norm %.3g)", norm)
-            case wire.FEEDBACK_FATE_VOID:
-                log.info("the job goes back to a checkpoint, and so does what compression has not sent")
-            case wire.FEEDBACK_FATE_UNWANTED:
-                log.warning(
-                    "what compression has not sent yet is lost with this worker (2-norm %.3g): a step of a synchronous"
-                    " job has room for its logical ranks only, and nobody goes on",
-                    norm,
-                )
-                return
-            case wire.FEEDBACK_FATE_WRITE:
-                raise NotReady(f"{WRITES_MAX} times a checkpoint was committed while it was written")
-            case _:
-                raise MalformedPayload(f"fate {fate} of what was not sent; expected one that has a name")
-        self._session.progress.residual_norm = 0.0
+        norm = self._norm()
+        if norm:
+            self._session.progress.residual_lost = norm
+            log.warning("the residual of this worker is lost with it (2-norm %.3g)", norm)
 
     def close(self) -> None:
         """Ends the thread; what it has not begun is given up."""
@@ -369,11 +285,6 @@ class ResidualCheckpointer:
         if self._closed:
             raise CancelledError
         self._session.check()
-
-
-def _residuals(state: State) -> State:
-    """What was not sent, of a state; others' momenta and factors are of no use to who takes it up."""
-    return {name: value for name, value in state.items() if name.startswith(f"{RESIDUAL}.") and value.any()}
 
 
 def claim(session: Session, handed: wire.HandOver, failure: str, check: Callable[[], None] | None = None) -> bool:

@@ -92,7 +92,7 @@ class Strategy(ABC):
     @abstractmethod
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:
         """Before this worker leaves in good order: what is under way is waited for, and what compression has not sent
-        yet is sent under these settings, or handed over to who goes on. Raises LostWork."""
+        yet is sent under these settings, or lost. Raises LostWork."""
 
     @abstractmethod
     def close(self) -> None:
@@ -424,7 +424,7 @@ class SyncStrategy(Strategy):
 
     def leave(self, groups: tuple[tuple[float, ...], ...]) -> None:  # noqa: ARG002 - nothing more is pushed
         """A step has room for its logical ranks only."""
-        self._training.hand_over()
+        self._training.lose_residual()
 
     def close(self) -> None:
         """Has no threads."""

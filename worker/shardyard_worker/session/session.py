@@ -59,7 +59,7 @@ class Progress:
     pushed: int = 0
     """Acknowledged pushes without leased data."""
     residual_lost: float = 0.0
-    """For the goodbye: the 2-norm of what compression has not sent, and could not hand over though others go on."""
+    """For the goodbye: the 2-norm of the residual that is lost with this worker."""
 
 
 @dataclass(frozen=True)

@@ -511,10 +511,10 @@ class Trainer:
             self.feedback.undo()
             self._end_push()
 
-    def hand_over(self) -> None:
-        """What compression has never sent, to who goes on."""
+    def lose_residual(self) -> None:
+        """What compression has never sent is lost with this worker."""
         if self._remembrance is not None:
-            self._remembrance.hand_over()
+            self._remembrance.lose()
 
     def residual(self, groups: tuple[tuple[float, ...], ...]) -> Residual | None:
         """What compression has never sent, as a gradient under these settings, if there is any. A checkpoint that has
