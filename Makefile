@@ -8,8 +8,8 @@ STAMP  := $(VENV)/.installed
 # test processes side by side
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 LONGEST := tests/simulation/ tests/chaos/ tests/integration/
-TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/,$(wildcard tests/*/))
-NODE   := tests/integration/node
+TESTS  := $(filter-out $(LONGEST) %/__pycache__/ tests/containers/ tests/golden/ tests/gpu/ tests/support/ tests/simulator/,$(wildcard tests/*/))
+NODE   := tests/support/node
 NODE_STAMP := $(NODE)/node_modules/.installed
 
 # hundreds of processes are started here: each would compile torch anew where the environment forbids to keep bytecode
@@ -87,7 +87,7 @@ test-simulation: $(STAMP) ## a thousand seeds of a simulated yard under faults, 
 	@$(BIN)/python -m pytest tests/simulation
 
 soak: $(STAMP) ## 20,000 seeds of the simulated yard (SEEDS=A:B for others)
-	@PYTHONPATH=tests/simulation $(BIN)/python -m simulator --seeds $(or $(SEEDS),0:20000) --mixed --jobs 0
+	@$(BIN)/python -m tests.simulator --seeds $(or $(SEEDS),0:20000) --mixed --jobs 0
 
 test-containers: $(STAMP) ## build the images and train in containers; needs a Docker engine
 	@$(BIN)/python -m pytest tests/containers -m containers

@@ -2,7 +2,7 @@
 
 `PushFrame` and `PullFrame` have one shape: `header = 1` (a message, kept as bytes here), `offset = 2` (fixed64) and
 `data = 15` (bytes, last). A frame is encoded with one copy of its payload and decoded to a view without any; every
-generated client reads and writes the same bytes (tests/unit/test_frames.py holds them against the generated classes).
+generated client reads and writes the same bytes (tests/unit/library/wire/test_frames.py compares the two).
 
 Invariant: whatever bytes come in, `decode` gives a Frame within the limits or raises MalformedPayload or TooLarge.
 Must not know: what a header says.

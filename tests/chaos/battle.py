@@ -19,15 +19,28 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from places import SCRIPTS, Place, SmallDisk, tail
-from proxy import Proxy, Way
-from schedules import AGENT, COORDINATOR, LEASE_S, Crash, Cut, Fault, Full, Hold, Kill, Plan, Schedule, Slow, Stop
-
 from shardyard.domain import errors
 from shardyard.domain.limits import MIB
 from shardyard.transport.grpc_client import GrpcNetwork
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from tests.chaos.places import SCRIPTS, Place, SmallDisk, tail
+from tests.chaos.proxy import Proxy, Way
+from tests.chaos.schedules import (
+    AGENT,
+    COORDINATOR,
+    LEASE_S,
+    Crash,
+    Cut,
+    Fault,
+    Full,
+    Hold,
+    Kill,
+    Plan,
+    Schedule,
+    Slow,
+    Stop,
+)
 
 SAMPLES = 640
 BATCH = 16

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-sys.path.insert(0, str(Path(__file__).parent))
-from places import Place
-from preloaded import Preloaded
+from tests.chaos.places import Place
+from tests.support.preloaded import Preloaded
 
 
 @pytest.fixture(scope="session")

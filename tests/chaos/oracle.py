@@ -15,9 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from battle import BATCH, BATCHES, EPOCHS, JOB, SAMPLES, Outcome, as_environment, job_settings, script_arguments
-from places import KEPT_ENVIRONMENT
-from schedules import Plan
 
 from shardyard.checkpoints.library import CheckpointLibrary
 from shardyard.checkpoints.manifest import Manifest
@@ -26,6 +23,19 @@ from shardyard.domain.ids import PartitionId
 from shardyard.domain.push_names import DataShardSource, RankSource, SourceKey
 from shardyard.storage.storage import open_storage
 from shardyard.wire.v1 import coordinator_pb2 as wire
+from tests.chaos.battle import (
+    BATCH,
+    BATCHES,
+    EPOCHS,
+    JOB,
+    SAMPLES,
+    Outcome,
+    as_environment,
+    job_settings,
+    script_arguments,
+)
+from tests.chaos.places import KEPT_ENVIRONMENT
+from tests.chaos.schedules import Plan
 
 COUNTS = "counts"
 ROWS = "rows"

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, ClassVar
 
-from preloaded import Forked, Preloaded
+from tests.support.preloaded import Forked, Preloaded
 
 SCRIPTS = Path(__file__).parent / "scripts"
 READY = "ready "

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import oracle
 import pytest
-from battle import play
-from schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, Kill, Slow, Stop, dealt, draw
+
+from tests.chaos import oracle
+from tests.chaos.battle import play
+from tests.chaos.schedules import DECK, FAULTS, Crash, Cut, Fault, Full, Hold, Kill, Slow, Stop, dealt, draw
 
 HERE = Path(__file__).parent
 FEW = 8

@@ -22,10 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-import oracle
 import pytest
-from battle import JOB, LOOK_S, Battlefield, battlefield
-from schedules import Plan, draw
 
 from shardyard.checkpoints.library import CheckpointLibrary, read_partition
 from shardyard.checkpoints.manifest import NAME, FileRef, Manifest, folder_name
@@ -50,6 +47,9 @@ from shardyard_ps_server.wal.records import (
 )
 from shardyard_ps_server.wal.replay import replay
 from shardyard_ps_server.wal.segments import END, FENCED, SYNCED, LogFiles, LogRoot
+from tests.chaos import oracle
+from tests.chaos.battle import JOB, LOOK_S, Battlefield, battlefield
+from tests.chaos.schedules import Plan, draw
 
 LATER = Generation(1_000)
 PLACES = 1_000

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from proxy import Proxy, Way
+
+from tests.chaos.proxy import Proxy, Way
 
 WAIT_S = 10.0
 

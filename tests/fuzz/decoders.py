@@ -15,7 +15,6 @@ from random import Random
 from typing import Any, Final
 
 import numpy as np
-from mutations import mutate, mutate_json
 
 from shardyard.checkpoints import manifest, partition_file, residual_file, rows_file, tables
 from shardyard.checkpoints.convert import entry_from_wire, file_from_wire, handed_from_wire
@@ -87,6 +86,7 @@ from shardyard_ps_server.wal.replay import replay
 from shardyard_ps_server.wal.segments import SYNCED, LogRoot
 from shardyard_worker.agent.launch import read_error_file
 from shardyard_worker.embedding import table_io
+from tests.fuzz.mutations import mutate, mutate_json
 
 GOLDEN: Final = Path(__file__).parents[1] / "golden"
 TWO: Final = (PartitionId(0), PartitionId(2))

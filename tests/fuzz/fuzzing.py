@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -23,14 +22,11 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from decoders import Decoder, decoders, feed
-from mutations import mutate_stream
-from worlds import AgentWorld, CoordinatorWorld, Sent, ServerWorld, World, call
-
 from shardyard.domain import limits
 from shardyard.domain.consistency import UpdateMode
+from tests.fuzz.decoders import Decoder, decoders, feed
+from tests.fuzz.mutations import mutate_stream
+from tests.fuzz.worlds import AgentWorld, CoordinatorWorld, Sent, ServerWorld, World, call
 
 SEED: Final = 20_261_121
 MEMORY_BYTES_MAX: Final = 96 * limits.MIB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -14,22 +13,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardyard.wire import push_messages
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import decoders
-import fuzzing
-import mutations
-
 from shardyard.codecs import CodecSpec, decode, decode_ids, decode_rows, encode
 from shardyard.codecs.format.form import CodeId
 from shardyard.domain import limits
 from shardyard.domain.errors import LogDamaged, ShardyardError
 from shardyard.storage import tensors
 from shardyard.storage.storage import LocalStorage
-from shardyard.wire import frames
+from shardyard.wire import frames, push_messages
 from shardyard.wire.v1 import parameter_server_pb2 as server
+from tests.fuzz import decoders, fuzzing, mutations
 
 INPUTS = 10_000
 SEED = int(os.environ.get("SHARDYARD_FUZZ_SEED", fuzzing.SEED))

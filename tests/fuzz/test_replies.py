@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from worlds import AgentWorld, CoordinatorWorld, ServerWorld, World
 
 from shardyard.domain.consistency import UpdateMode
 from shardyard.domain.errors import Internal, ShardyardError
 from shardyard.domain.failpoints import armed
 from shardyard.transport.dispatch import REPLY, serve
 from shardyard.transport.interfaces import Context
+from tests.fuzz.worlds import AgentWorld, CoordinatorWorld, ServerWorld, World
 
 WORLDS = {
     "server, asynchronous": lambda _: ServerWorld(UpdateMode.ASYNC),

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "simulation"))
-
 import numpy as np
-import shop
-from coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
-from restoring import state_of
 
 from shardyard.checkpoints.manifest import partition_path
 from shardyard.codecs.rows.row_ids import encode_ids
@@ -44,6 +36,9 @@ from shardyard_ps_server.partition.partition import Partition
 from shardyard_ps_server.service.servicer import Servicer
 from shardyard_worker.agent.launch import RunningLaunch
 from shardyard_worker.agent.service import AgentPlan, AgentService
+from tests.simulation.restoring import state_of
+from tests.support import shop
+from tests.support.coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings
 
 Sent = tuple[bytes, ...]
 """The messages of one call: one, or those of a stream."""

@@ -1,8 +1,8 @@
 """The golden vectors: one example of each important message, and the bytes that it has on the wire.
 
 `python tests/golden/make.py` prints them as JSON; with `--write` it writes tests/golden/vectors.json. Do that only for
-a change of the protocol that is meant: tests/unit/test_golden.py holds the code against the committed bytes, and a
-client in another language may hold itself against the same file.
+a change of the protocol that is meant: tests/unit/library/wire/test_golden.py compares the code with the committed
+bytes. A client in another language can be tested with the same file.
 """
 
 from __future__ import annotations

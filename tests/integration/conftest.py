@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ import torch
 
 import shardyard as sy
 from shardyard_worker.training import grad_hooks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from alone import Connect
-from preloaded import Preloaded
-from yards import Probes, RoleYard, Script
+from tests.support.alone import Connect
+from tests.support.preloaded import Preloaded
+from tests.support.yards import Probes, RoleYard, Script
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,9 +9,7 @@ required. A failing seed is a parameter of the test and can be run alone.
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -27,10 +25,7 @@ from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.membership import Registration
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.work.feeds import FeedDone, FeedOpening, FeedSpec, LeaseWait
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from restoring import Lockstep
+from tests.simulation.restoring import Lockstep
 
 SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(20, 60))]
 FAULT_ACTIONS = 400

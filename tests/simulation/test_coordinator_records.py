@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +24,7 @@ from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work.feeds import FeedSpec
 from shardyard_coordinator.work.step_ledger import StepLedger
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from restoring import Lockstep
+from tests.simulation.restoring import Lockstep
 
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 24))]
 EVENTS = 500

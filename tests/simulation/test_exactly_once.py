@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,10 +21,7 @@ from shardyard_ps_server.partition import partition
 from shardyard_ps_server.partition.ledger import Ledger
 from shardyard_ps_server.partition.step_gate import StepGate, Weighted
 from shardyard_ps_server.values.versions import Bytes
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from exactly_once import AsyncRun, Run, SyncRun, Violation
+from tests.simulation.exactly_once import AsyncRun, Run, SyncRun, Violation
 
 MODES: dict[str, type[Run]] = {"async": AsyncRun, "sync": SyncRun}
 SEEDS = 300

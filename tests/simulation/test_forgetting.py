@@ -9,10 +9,8 @@ partition.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -23,10 +21,7 @@ from shardyard.domain.push_names import DataShardSource, DoneDataShards, SourceK
 from shardyard_ps_server.hosting.hosted_job import HostedJob
 from shardyard_ps_server.partition import ledger as ledgers
 from shardyard_ps_server.partition.partition import Partition
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from exactly_once import JOB, AsyncRun, Violation, incarnation_of, newest_values
+from tests.simulation.exactly_once import JOB, AsyncRun, Violation, incarnation_of, newest_values
 
 SEEDS = range(120)
 RED_SEEDS_MAX = 400

@@ -5,20 +5,12 @@ how many seeds are run."""
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from simulator.mutations import first_red
-from simulator.parallel import run_seeds
-from simulator.yard import make_plan, simulation
 
 from shardyard.checkpoints.partition_file import PartitionState
 from shardyard.domain.ids import JobId
@@ -27,6 +19,9 @@ from shardyard_coordinator.modes.drain import Drain
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_ps_server.checkpoint.restore import Restore
 from shardyard_worker.session.step_barrier import StepBarrier
+from tests.simulator.mutations import first_red
+from tests.simulator.parallel import run_seeds
+from tests.simulator.yard import make_plan, simulation
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 60

@@ -8,11 +8,9 @@ is due, or lost with a worker that left or died. So it is in each checkpoint: no
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -25,11 +23,8 @@ from shardyard.storage.storage import Written
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.storage.restored_residuals import NEVER, RestoredResidual
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-import test_coordinator_handovers as handing
-import test_restore_on_command as orders
+from tests.unit.coordinator.machine import test_handovers as handing
+from tests.unit.coordinator.machine import test_restore_on_command as orders
 
 SEEDS = range(60)
 ACTIONS = 300

@@ -5,7 +5,6 @@ off."""
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -31,10 +30,7 @@ from shardyard_ps_server.partition.update_rules import UpdateRules
 from shardyard_ps_server.values.versions import aligned_empty
 from shardyard_ps_server.wal.records import RecordKind
 from shardyard_ps_server.wal.segments import LogRoot
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from exactly_once import JOB, Groups, incarnation_of, layout_of, newest_values
+from tests.simulation.exactly_once import JOB, Groups, incarnation_of, layout_of, newest_values
 
 HERE = incarnation_of(0)
 GENERATION, TERM, TOKEN = Generation(1), Term(2), Token(1)

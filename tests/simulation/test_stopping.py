@@ -4,21 +4,16 @@ the bits of an undisturbed run there (rule B9). SHARDYARD_SEEDS says how many se
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from simulator.mutations import first_red
-from simulator.parallel import run_seeds
-from simulator.yard import make_plan, simulation
-
 from shardyard_coordinator.modes.stopping import Stopping
 from shardyard_worker.session.step_barrier import StepBarrier
+from tests.simulator.mutations import first_red
+from tests.simulator.parallel import run_seeds
+from tests.simulator.yard import make_plan, simulation
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
 SEEDS_FOR_A_MUTATION = 200

@@ -4,19 +4,16 @@ with one switched off, some seed goes red. SHARDYARD_SEEDS says how many seeds a
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from simulator import yard
-from simulator.mutations import MUTATIONS, Mutation, first_red
-from simulator.parallel import KINDS_OF_TEN, PID_MAX, folder_name, mixed, run_seeds
-from simulator.yard import make_plan, run_plan, simulation
+from tests.simulator import yard
+from tests.simulator.mutations import MUTATIONS, Mutation, first_red
+from tests.simulator.parallel import KINDS_OF_TEN, PID_MAX, folder_name, mixed, run_seeds
+from tests.simulator.yard import make_plan, run_plan, simulation
 
 SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "1000"))
 RED_SEEDS = Path(__file__).with_name("red_yards.txt")

@@ -1,0 +1,107 @@
+"""A synchronous job goes over to asynchronous updates while it trains, in yards inside this process: no step and no
+sample is lost or counted twice, and the loop of the script goes on."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardyard.domain import errors
+from shardyard.domain.consistency import UpdateMode
+from tests.support.switches import (
+    ASYNC,
+    BOUNDED,
+    DATA,
+    DEADLINE_S,
+    SAMPLES,
+    SYNC,
+    Counting,
+    Seen,
+    errors_of,
+    train,
+    two_workers,
+    until,
+    yard,
+)
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.mark.long("False-1-2-given0", "True-1-2-given1")
+@pytest.mark.parametrize(
+    ("tables", "accumulate", "workers", "given"),
+    [
+        (False, 1, 2, {}),
+        (True, 1, 2, {}),
+        (False, 4, 2, {}),
+        (False, 1, 3, {}),
+        (False, 1, 2, {"worker.window": 1}),
+        (False, 1, 2, {"worker.overlap": "always"}),
+        (True, 1, 2, {"worker.prefetch": "always"}),
+    ],
+)
+def test_each_sample_counts_once_an_epoch_where_a_step_is_the_last_one(
+    tmp_path: Path, tables: bool, accumulate: int, workers: int, given: dict[str, object]
+) -> None:
+    epochs = 3
+    seen: list[Seen] = [[] for _ in range(workers)]
+    with yard(**two_workers(tmp_path, "sync"), **given) as here, ThreadPoolExecutor(workers) as threads:
+        runs = [threads.submit(train, here, each, epochs=epochs, tables=tables, accumulate=accumulate) for each in seen]
+        until(lambda: len(seen[0]) + len(seen[1]) >= SAMPLES // 3, errors_of(runs))
+        here.go_over(BOUNDED, 2)
+        assert [run.result(DEADLINE_S) for run in runs] == [{float(epochs)}] * workers
+    for each in seen:
+        modes = [mode for mode, _ in itertools.groupby(each, key=lambda one: one[0])]
+        assert modes[-1] is UpdateMode.ASYNC
+        assert modes in ([UpdateMode.SYNC, UpdateMode.ASYNC], [UpdateMode.ASYNC])
+        assert [step for _, step in each] == sorted(step for _, step in each)
+
+
+def test_worker_that_is_told_to_stay_goes_on_with_its_steps(tmp_path: Path) -> None:
+    with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as job:
+        counting = Counting(job)
+        for at, (chosen,) in enumerate(job.batches(DATA, batch_size=1)):
+            if at == 4:
+                assert here.switch(ASYNC).first
+                assert here.standing().HasField("consistency")
+                assert here.switch(SYNC).first
+                assert not here.standing().HasField("consistency")
+            counting.step(chosen)
+        assert (job.mode, job.step) == (UpdateMode.SYNC, SAMPLES // 2)
+        assert counting.counts == {1.0}
+
+
+def test_script_between_two_loops_goes_over_with_the_next_one(tmp_path: Path) -> None:
+    with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as job:
+        counting = Counting(job)
+        for (chosen,) in job.batches(DATA, batch_size=1):
+            counting.step(chosen)
+        with pytest.raises(errors.InvalidRequest, match="has gone through its data"):
+            here.switch(ASYNC)
+        halves = job.batches(DATA, batch_size=1, epochs=2)
+        for (chosen,) in itertools.islice(halves, SAMPLES // 2):
+            counting.step(chosen)
+        here.switch(ASYNC)
+        for (chosen,) in halves:
+            counting.step(chosen)
+        assert job.mode is UpdateMode.ASYNC
+        for (chosen,) in job.batches(DATA, batch_size=4):
+            counting.step(chosen)
+        counting.step(torch.tensor([0]))  # of the script's own
+        assert counting.counts == {4.0, 5.0}
+
+
+def test_worker_that_joins_afterwards_finds_an_asynchronous_job(tmp_path: Path) -> None:
+    with yard(**two_workers(tmp_path, "sync") | {"job.workers_expected": 1}) as here, here.connect() as first:
+        one = Counting(first)
+        for (chosen,) in first.batches(DATA, batch_size=1, epochs=2):
+            if first.step == 3 and first.mode is UpdateMode.SYNC and not here.standing().HasField("consistency"):
+                here.switch(ASYNC)
+            one.step(chosen)
+        assert first.mode is UpdateMode.ASYNC
+        with here.connect() as second:
+            assert (second.mode, Counting(second).counts) == (UpdateMode.ASYNC, {2.0})

@@ -1,0 +1,667 @@
+"""Tables of a model in a job: rows that are on servers, held against the same model that trains by itself.
+
+Gradients are whole numbers and rates powers of two wherever bits are compared, so that no order of sums shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import shardyard as sy
+from shardyard.config import configuration
+from shardyard.domain import errors
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import PartitionId
+from shardyard.domain.limits import ROWS_IN_FLIGHT_MAX
+from shardyard_launcher.yard.in_process import COORDINATOR, LocalYard
+from shardyard_worker.exchange.server_group import ServerGroup
+from shardyard_worker.job import job as worker
+from shardyard_worker.rows import row_codec
+from shardyard_worker.rows.dedup import unique_ids
+from tests.support.alone import SYNC, Connect, status
+from tests.support.yards import Probes, RoleYard, finish
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+NEVER = {"job.checkpoint.url": "never"}
+DIM = 4
+
+
+class Model(torch.nn.Module):
+    """Two tables, one of them shared by two features, beside a dense layer."""
+
+    def __init__(self, optimizer: sy.tables.RowOptimizer | None = None, seed: int = 7, **given: Any) -> None:
+        super().__init__()
+        given = {"optimizer": optimizer or sy.tables.SGD(lr=1.0), "initial": sy.tables.zeros(), **given}
+        users = sy.tables.Table(DIM, name="users", seed=seed, **given)
+        words = sy.tables.Table(2, name="words", seed=seed + 1, **given)
+        self.author = sy.Embedding(DIM, table=users)
+        self.friends = sy.EmbeddingBag(DIM, "sum", table=users, padding_idx=0)
+        self.words = sy.EmbeddingBag(2, "sum", table=words)
+        self.top = torch.nn.Linear(2 * DIM + 2, 1, bias=False)
+        with torch.no_grad():
+            self.top.weight.fill_(1.0)
+
+    def forward(self, author: torch.Tensor, friends: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.author(author), self.friends(friends), self.words(words)], 1))
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def batches(count: int, seed: int = 0) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        draw = torch.randint(-20, 20, (8, 7), generator=generator) * 0x1_0000_0001
+        yield draw[:, 0], draw[:, 1:4], draw[:, 4:]
+
+
+def backward(model: Model, batch: Batch, step: int) -> None:
+    (model(*batch) * float(step % 3 - 1)).sum().backward()
+
+
+def train(model: Model, optimizers: list[torch.optim.Optimizer], steps: int, seed: int = 0) -> None:
+    for step, batch in enumerate(batches(steps, seed)):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(model, batch, step)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def dense(model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+    """A rate of 0: the layer above, whose gradient depends on rows, stays whole."""
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def assert_same(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def trained_alone(steps: int, optimizer: sy.tables.RowOptimizer | None = None) -> Model:
+    model = Model(optimizer)
+    train(model, [dense(model), sy.tables.Optimizer(model)], steps)
+    return model
+
+
+# ---- as without a job
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"worker.same_host": "never"},
+        {"worker.window": 1},
+        {"worker.overlap": "always", "worker.same_host": "never"},
+        {"worker.prefetch": "always", "worker.same_host": "never"},
+        {"yard.servers": 1, "job.partitions": 1},
+        {"job.consistency.mode": "bounded"},
+        {"job.compression.push": "bf16"},
+        SYNC,
+        SYNC | {"worker.prefetch": "always", "worker.same_host": "never"},
+        SYNC | {"job.clip.norm": 1e6},
+        {"job.compression.rows_push": "bf16", "job.compression.rows_pull": "bf16"},
+        {"job.consistency.staleness_scaling": "inverse"},
+    ],
+)
+def test_rows_of_a_job_are_those_of_a_model_that_trains_by_itself(connect: Connect, given: dict[str, Any]) -> None:
+    alone = trained_alone(12)
+    job = connect(settings=NEVER, **given)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 12)
+    job.pull()
+    assert_same(model.state_dict(), alone.state_dict())
+    assert len(model.author.table) == len(alone.author.table) > 20
+
+
+@pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        sy.tables.SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+        sy.tables.Adagrad(lr=0.1, initial_accumulator_value=0.5),
+        sy.tables.RowWiseAdagrad(lr=0.1),
+        sy.tables.Adam(lr=0.1, betas=(0.8, 0.9)),
+        sy.tables.AdamW(lr=0.1),
+        sy.tables.SparseAdam(lr=0.1),
+        sy.tables.FTRL(lr=0.1, l1=0.01, l2=0.1),
+    ],
+)
+def test_each_optimizer_of_tables_is_the_same_on_servers(
+    connect: Connect, optimizer: sy.tables.RowOptimizer, mode: dict[str, Any]
+) -> None:
+    alone = trained_alone(9, optimizer)
+    job = connect(settings=NEVER | mode)
+    model = Model(optimizer)
+    model, moved = job.prepare(model, dense(model))
+    train(model, [moved], 9)
+    assert_same(model.state_dict(), alone.state_dict(), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "admission",
+    [sy.tables.AdmitAfter(3), sy.tables.AdmitAfter(3, cells=1 << 16, zeros=True), sy.tables.AdmitByChance(0.3)],
+)
+def test_ids_are_admitted_on_servers_as_in_the_process(connect: Connect, admission: Any) -> None:
+    alone, every = Model(admission=admission), trained_alone(9)
+    train(alone, [dense(alone), sy.tables.Optimizer(alone)], 9)
+    job = connect(settings=NEVER)
+    model = Model(admission=admission)
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 9)
+    assert_same(model.state_dict(), alone.state_dict())
+    assert 0 < len(model.author.table) < len(every.author.table)
+
+
+def test_rows_expire_on_servers_as_the_job_goes_on(connect: Connect) -> None:
+    job = connect(settings=NEVER | {"job.partitions": 2})
+    model = sy.Embedding(
+        1,
+        optimizer=sy.tables.SGD(lr=1.0),
+        initial=sy.tables.zeros(),
+        expiry=sy.tables.Expiry(age_steps=3),
+    )
+    model, optimizer = job.prepare(model, dense(model))
+    often, once = torch.arange(20), torch.arange(20, 60)
+    for ids in (once, *[often] * 3):
+        optimizer.zero_grad()
+        model(ids).sum().backward()
+        optimizer.step()
+    assert len(model.table) == 60
+    assert (model(once) == -1).all()
+    for more in (2, ROWS_IN_FLIGHT_MAX):  # it might be a step in flight that has looked these up
+        assert len(model.table) == 60
+        for _ in range(more):
+            optimizer.zero_grad()
+            model(often).sum().backward()
+            optimizer.step()
+    assert len(model.table) == 20
+    assert (model(once) == 0).all()
+
+
+def test_a_model_of_tables_alone_is_trained(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    model = sy.Embedding(2, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    ids = torch.tensor([3, -5, 3])
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ids).sum().backward()
+        optimizer.step()
+    assert model(ids).tolist() == [[-4.0, -4.0], [-2.0, -2.0], [-4.0, -4.0]]
+
+
+def test_gradients_of_several_batches_are_one_push(connect: Connect) -> None:
+    alone = Model()
+    optimizers = [dense(alone), sy.tables.Optimizer(alone)]
+    job = connect(settings=NEVER)
+    model = Model()
+    model, moved = job.prepare(model, dense(model))
+    for step, batch in enumerate(batches(8)):
+        backward(alone, batch, step)
+        with job.no_sync():
+            backward(model, batch, step)
+        if step % 4 == 3:
+            for optimizer in (*optimizers, moved):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert job.step == 2
+    assert_same(model.state_dict(), alone.state_dict())
+
+
+def test_zero_grad_forgets_gradients_of_rows(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    batch = next(batches(1))
+    backward(model, batch, 0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert len(model.author.table) == 0
+
+
+def test_a_schedule_moves_the_rates_of_tables(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=8.0), initial=sy.tables.zeros())
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, step_size=1, gamma=0.5)
+    model, optimizer, schedule = job.prepare(model, plain, schedule)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        schedule.step()
+    assert model(torch.tensor([1])).item() == -(8.0 + 4.0 + 2.0)
+
+
+def test_clipping_takes_rows_into_the_norm(connect: Connect) -> None:
+    job = connect(settings=NEVER | {"job.clip.norm": 1.0})
+    model = sy.Embedding(4, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    (model(torch.tensor([1, 2, 3, 4])) * 3.0).sum().backward()
+    optimizer.step()
+    assert job.gradient_norm == pytest.approx(12.0)
+    torch.testing.assert_close(model(torch.tensor([2])), torch.full((1, 4), -0.25), rtol=1e-4, atol=0)
+
+
+# ---- loss scaling
+
+
+def scaled_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    loss: torch.Tensor,
+    *,
+    explicit: bool = False,
+) -> None:
+    scaler.scale(loss).backward()
+    if explicit:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", [{}, {"job.consistency.mode": "bounded"}, SYNC], ids=["async", "bounded", "sync"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_gradients_of_rows_are_unscaled_with_the_others(connect: Connect, mode: dict[str, Any], explicit: bool) -> None:
+    """A scale that is a power of two leaves no trace."""
+    alone = trained_alone(8)
+    job = connect(settings=NEVER | mode)
+    scaler = job.scaler(init_scale=1024.0, growth_interval=3)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    for step, batch in enumerate(batches(8)):
+        loss = (model(*batch) * float(step % 3 - 1)).sum()
+        scaled_step(model, optimizer, scaler, loss, explicit=explicit)
+    job.pull()
+    assert_same(model.state_dict(), alone.state_dict())
+    assert scaler.get_scale() == 1024.0 * 2**2
+
+
+def test_rows_of_a_model_in_float16_are_unscaled_with_the_others(connect: Connect) -> None:
+    """Its own gradients are widened before they are unscaled, and scaler.unscale_ is never called."""
+    job = connect(settings=NEVER)
+    scaler = job.scaler(init_scale=8.0)
+    rows = sy.Embedding(2, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model = torch.nn.ModuleDict({"rows": rows, "top": torch.nn.Linear(2, 1, bias=False)}).half()
+    with torch.no_grad():
+        model["top"].weight.fill_(1.0)
+    model, optimizer = job.prepare(model, dense(model))
+    for _ in range(2):
+        scaled_step(model, optimizer, scaler, model["top"](model["rows"](torch.tensor([3, -5, 3]))).sum())
+    assert model["rows"](torch.tensor([3, -5])).tolist() == [[-4.0, -4.0], [-2.0, -2.0]]
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("mode", [{}, SYNC], ids=["async", "sync"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_an_overflow_in_a_rows_gradient_is_one_of_the_step(
+    connect: Connect, mode: dict[str, Any], explicit: bool
+) -> None:
+    """Nothing moves, rows and parameters, and the scale falls; the work is counted."""
+    job = connect(settings=NEVER | mode)
+    scaler = job.scaler(init_scale=1024.0)
+    rows = sy.Embedding(2, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model = torch.nn.ModuleDict({"rows": rows, "beside": torch.nn.Linear(1, 1, bias=False)})
+    with torch.no_grad():
+        model["beside"].weight.fill_(1.0)
+    model, optimizer = job.prepare(model, dense(model, lr=1.0))
+
+    def loss(factor: float) -> torch.Tensor:
+        return (model["rows"](torch.tensor([1, 2])) * factor).sum() + model["beside"](torch.ones(1, 1)).sum()
+
+    for factor in (1.0, INF, 1.0):
+        scaled_step(model, optimizer, scaler, loss(factor), explicit=explicit)
+    assert model["rows"](torch.tensor([1, 2])).tolist() == [[-2.0, -2.0], [-2.0, -2.0]]
+    assert model["beside"].weight.item() == -1.0
+    assert scaler.get_scale() == 512.0
+    assert job.step == 3
+    assert len(model["rows"].table) == 2
+
+
+def test_a_model_of_tables_alone_is_scaled(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    scaler = job.scaler(init_scale=1024.0)
+    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    for factor in (1.0, INF, 1.0):
+        scaled_step(model, optimizer, scaler, (model(torch.tensor([4])) * factor).sum())
+    assert model(torch.tensor([4])).item() == -2.0
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_torchs_own_scaler_is_refused_with_tables(connect: Connect, explicit: bool) -> None:
+    """It does not see rows."""
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    with pytest.raises(errors.UnsupportedModel, match=r"use job\.scaler\(\)"):
+        scaled_step(model, optimizer, scaler, model(*next(batches(1))).sum(), explicit=explicit)
+    assert (job.step, len(model.author.table)) == (0, 0)
+
+
+# ---- codes
+
+
+@pytest.mark.parametrize("code", ["bf16", "int8"])
+def test_rows_in_codes_are_learned_as_without(connect: Connect, code: str) -> None:
+    """Gradients are rounded without a bias, so a row comes to where it would have come, but for a few roundings."""
+    job = connect(settings=NEVER | {"job.compression.rows_push": code, "job.compression.rows_pull": code})
+    model = sy.Embedding(8, optimizer=sy.tables.SGD(lr=0.25), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    goal = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(torch.arange(30)) - goal).square().sum().backward()
+        optimizer.step()
+    exact = model.state_dict()["table.rows"]
+    seen = model(torch.arange(30)).detach()
+    step = 1 / 250 if code == "int8" else 2.0**-7
+    assert (seen - exact).abs().max() <= step * goal.abs().max()
+    assert not torch.equal(seen, exact), "look-ups are coded, and state_dict is not"
+    assert (exact - goal).abs().max() < 3 * step * goal.abs().max()
+
+
+class Yard:
+    """Several workers in this process. Closes what it has opened."""
+
+    def __init__(self) -> None:
+        given = {"yard.servers": 2, "job.partitions": 4, "log.level": "error", **NEVER}
+        settings = configuration.load(None, {}, given).settings
+        self._settings = settings.model_copy(update={"coordinator": COORDINATOR})
+        self.here = LocalYard(self._settings)
+        self.jobs: list[sy.Job] = []
+
+    def connect(self) -> sy.Job:
+        self.jobs.append(worker.connect(self._settings, network=self.here.network))
+        return self.jobs[-1]
+
+
+@pytest.fixture
+def yard() -> Iterator[Yard]:
+    made = Yard()
+    yield made
+    for job in made.jobs:
+        job.close("ends the test")
+    made.here.close()
+
+
+# ---- looked up
+
+
+def test_ids_that_nobody_has_pushed_read_the_same_for_all_workers(yard: Yard) -> None:
+    seen = []
+    with yard.connect() as first, yard.connect() as second:
+        for seed, job in enumerate((first, second)):
+            model = sy.Embedding(DIM, table=sy.tables.Table(DIM, name="t", seed=seed))
+            model, _ = job.prepare(model, dense(model))
+            seen.append(model(torch.arange(-50, 50)).detach())
+    assert torch.equal(*seen)
+    assert seen[0].unique().numel() > 200
+
+
+def test_look_ups_that_are_large_are_asked_for_in_pieces(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_codec.questions, "__defaults__", (1_000,))
+    alone = trained_alone(3)
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 3)
+    ids = torch.arange(-40, 40) * 0x1_0000_0001
+    assert torch.equal(model.author(ids), alone.author(ids))
+    assert len(row_codec.questions([(0, unique_ids(ids.numpy()), DIM)], [0])) > 1
+
+
+def test_evaluation_reads_the_newest_rows_and_makes_none(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    twin = copy.deepcopy(model)
+    train(model, [optimizer], 2)
+    rows = len(model.author.table)
+    with torch.no_grad():
+        assert torch.equal(twin.author(torch.arange(9)), model.author(torch.arange(9)))
+    assert len(model.author.table) == rows
+    with pytest.raises(errors.InvalidRequest, match="rows are on servers"):
+        pickle.dumps(model)
+
+
+# ---- first values, and what is kept
+
+
+def test_rows_that_were_loaded_before_are_the_first(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_codec, "PUSH_BYTES_EACH", 600)
+    job = connect(settings=NEVER)
+    model = Model()
+    weights = torch.arange(400.0).reshape(100, DIM)
+    model.author.table.load(weights)
+    model, _ = job.prepare(model, dense(model))
+    assert torch.equal(model.author(torch.arange(100)), weights)
+    assert len(model.author.table) == 100
+    with pytest.raises(errors.InvalidRequest, match="of a job"):
+        model.author.table.load(weights)
+    with pytest.raises(RuntimeError, match="of a job"):
+        model.load_state_dict(model.state_dict())
+    assert torch.equal(model.author(torch.arange(100)), weights)
+
+
+def test_rows_are_exported_and_go_on_in_another_model(connect: Connect, tmp_path: Path) -> None:
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 4)
+    model.words.table.export(tmp_path / "words.safetensors")
+    saved = model.state_dict()
+    job.close()
+    other = Model()
+    other.load_state_dict(saved)
+    assert_same(other.state_dict(), saved)
+    again = sy.tables.Table(2)
+    again.load(tmp_path / "words.safetensors")
+    assert len(again) == len(other.words.table)
+    with pytest.raises(errors.InvalidRequest, match="whose job has been left"):
+        model.author(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("name", ["words.safetensors", "words.parquet"])
+def test_an_export_has_the_rows_of_one_partition_at_a_time(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A table may be larger than its worker."""
+    job = connect(settings={**NEVER, "job.partitions": 4})
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 4)
+    words = model.words.table
+    read, asked, rows_read = ServerGroup.read_rows, [], []
+
+    def reading(self: ServerGroup, table: int, dim: int, partition: PartitionId) -> list[tuple[np.ndarray, np.ndarray]]:
+        assert sum(each() is not None for each in rows_read) <= 1  # what is written now
+        found = read(self, table, dim, partition)
+        asked.append(partition)
+        rows_read.extend(weakref.ref(rows) for _, rows in found)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServerGroup, "read_rows", reading)
+        words.export(tmp_path / name)
+    assert asked == [0, 1, 2, 3]
+    again = sy.tables.Table(2)
+    again.load(tmp_path / name)
+    every, expected = again.everything(), words.everything()
+    assert every.ids.tolist() == expected.ids.tolist()
+    assert every.rows.tobytes() == expected.rows.tobytes()
+    assert len(rows_read) >= 3
+
+
+# ---- counted once
+
+
+def test_a_push_whose_answer_is_lost_counts_once(connect: Connect) -> None:
+    alone = trained_alone(6)
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    lost = []
+
+    def lose(name: str) -> None:
+        lost.append(name)
+        raise errors.ServerUnavailable("the answer is lost")
+
+    with armed("push.before_reply", lose, at=3):
+        train(model, [optimizer], 6)
+    assert lost
+    assert_same(model.state_dict(), alone.state_dict())
+
+
+def test_each_sample_counts_once_in_its_row(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    model = sy.Embedding(1, optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+    model, optimizer = job.prepare(model, dense(model))
+    for (index,) in job.batches(TensorDataset(torch.arange(50)), batch_size=4, epochs=2, accumulate=3):
+        model(index * 1_000_003).sum().backward()
+        if job.step_due:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (model(torch.arange(50) * 1_000_003) == -2).all()
+    assert len(model.table) == 50
+
+
+def test_work_that_is_not_finite_changes_no_row(connect: Connect) -> None:
+    job = connect(settings=NEVER)
+    model = Model()
+    model, optimizer = job.prepare(model, dense(model))
+    train(model, [optimizer], 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for bad in (float("nan"), float("inf")):
+        optimizer.zero_grad()
+        (model(*next(batches(1))) * bad).sum().backward()
+        model.top.weight.grad = None
+        optimizer.step()
+        assert_same(model.state_dict(), before)
+
+
+def test_workers_push_rows_at_the_same_time(yard: Yard) -> None:
+    ids = torch.arange(64) * 7_919
+
+    def work(job: sy.Job) -> None:
+        with job:
+            model = sy.Embedding(
+                2, table=sy.tables.Table(2, name="t", optimizer=sy.tables.SGD(lr=1.0), initial=sy.tables.zeros())
+            )
+            model, optimizer = job.prepare(model, dense(model))
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(ids).sum().backward()
+                optimizer.step()
+            done.wait()
+            found.append(model(ids).detach())
+
+    done, found = threading.Barrier(2), []
+    threads = [threading.Thread(target=work, args=(yard.connect(),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((rows == -40).all() for rows in found)
+    assert len(found) == 2
+
+
+# ---- refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"job.consistency.mode": "local"}, "job.consistency.mode local"),
+        ({"job.consistency.delay_compensation": 0.1}, "to be compensated.*staleness_scaling works"),
+    ],
+)
+def test_jobs_that_cannot_have_tables_say_so(connect: Connect, settings: dict[str, Any], text: str) -> None:
+    job = connect(settings=NEVER | settings)
+    model = Model()
+    with pytest.raises(errors.ConfigurationError, match=text):
+        job.prepare(model, dense(model))
+
+
+def test_ftrl_rows_whose_rate_falls_with_staleness_are_refused(connect: Connect) -> None:
+    job = connect(settings=NEVER | {"job.consistency.staleness_scaling": "inverse"})
+    model = Model(sy.tables.FTRL())
+    with pytest.raises(errors.ConfigurationError, match="'users', whose optimizer is ftrl"):
+        job.prepare(model, dense(model))
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: sy.Embedding(3, table="t"), "of dim 4.*got 't' of dim 3"),
+        (lambda: sy.Embedding(4, table="u"), "got 'u'"),
+        (lambda: sy.Embedding(4, table="t", optimizer=sy.tables.Adam()), "adam"),
+        (lambda: sy.Embedding(4, table="t", initial=sy.tables.normal(1.0)), "normal 1"),
+        (lambda: sy.Embedding(4, table="t", admission=sy.tables.AdmitAfter(3)), "threshold=3"),
+        (lambda: sy.Embedding(4, table="t", expiry=sy.tables.Expiry(rows_kept=9)), "rows_kept=9"),
+        (lambda: torch.nn.ModuleList([sy.Embedding(4, table="t"), sy.Embedding(4, table="u")]), "'u' is on one side"),
+    ],
+)
+def test_a_worker_with_another_table_is_refused(yard: Yard, other: Any, text: str) -> None:
+    with yard.connect() as first, yard.connect() as second:
+        model = sy.Embedding(4, table="t")
+        first.prepare(model, dense(model))
+        model = other()
+        with pytest.raises(errors.VariableConflict, match=text):
+            second.prepare(model, dense(model))
+
+
+def test_status_shows_tables(yard: Yard) -> None:
+    with yard.connect() as job:
+        model = Model()
+        model, optimizer = job.prepare(model, dense(model))
+        train(model, [optimizer], 1)
+        tables = {table.name: (table.dim, table.optimizer) for table in status(yard.here).tables}
+    assert tables == {"users": (DIM, "sgd"), "words": (2, "sgd")}
+
+
+# ---- processes
+
+
+@pytest.mark.long("True")
+@pytest.mark.parametrize("killed", [False, True])
+def test_rows_count_once_over_grpc_also_when_a_worker_is_killed(tmp_path: Path, killed: bool) -> None:
+    without = {"job__checkpoint__url": "never"}
+    yard = RoleYard(tmp_path)
+    try:
+        with Probes(tmp_path) as probes:
+            started = [
+                probes.start("rows", "--samples", "240", "--pause-ms", "20", coordinator=yard.address, **without)
+                for _ in range(2)
+            ]
+            if killed:
+                started[0][0].wait_for("computed 5")
+                started.pop(0)[0].kill()
+            found = [finish(*each) for each in started]
+        for each in found:
+            assert set(each["totals"]) == {2.0}
+            assert each["rows"] == 240
+    finally:
+        yard.stop()

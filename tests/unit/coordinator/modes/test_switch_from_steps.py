@@ -1,0 +1,380 @@
+"""A synchronous job that goes over to asynchronous updates while it runs: before which step, with which data, what a
+restart brings back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from shardyard.config.settings import CheckpointSettings, ConsistencySettings, DataSettings, JobSettings
+from shardyard.domain import errors, limits
+from shardyard.domain.consistency import Consistency, ConsistencyMode, Durability, SwitchPoint, UpdateMode
+from shardyard.domain.ids import Incarnation, MemberRole, Rank, Token
+from shardyard.domain.push_names import DataLease, DataShardSource, RankSource
+from shardyard.wire import lease_messages
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.core.effects import SwitchTaken
+from shardyard_coordinator.modes.drain import Drain
+from shardyard_coordinator.service import door
+from shardyard_coordinator.work import ledger_conversion
+from shardyard_coordinator.work.data_ledger import DataLedger
+from shardyard_coordinator.work.feeds import FeedDone, FeedSpec
+from shardyard_coordinator.work.quarantine import QuarantinedWork
+from shardyard_coordinator.work.step_ledger import StepLedger
+from tests.support.switching_yards import ASYNC, BOUNDED, FEED, SGD, SYNC, VARIABLES, SwitchingYard
+
+JOB = JobSettings(
+    partitions=2,
+    workers_expected=2,
+    rank_grace_ms=0,
+    consistency=ConsistencySettings(mode=SYNC, logical_ranks=2, staleness=4),
+    data=DataSettings(batches_per_data_shard=3),
+)
+STEPS_OF_EPOCH = 10
+
+
+class Yard(SwitchingYard):
+    def __init__(
+        self, settings: JobSettings = JOB, checkpoints: str | None = "/c", feed: FeedSpec | None = FEED
+    ) -> None:
+        super().__init__(settings, checkpoints, feed)
+
+    def switch(self, mode: ConsistencyMode | None = ASYNC, staleness: int | None = None) -> SwitchTaken:
+        return super().switch(mode, staleness)
+
+    def write(self, step: int) -> bool:
+        """Whether a checkpoint is begun; it is taken then."""
+        self.tick()
+        for taking in self.wanted(effects.TakeCheckpoint):
+            assert isinstance(taking, effects.TakeCheckpoint)
+            self.handle(events.CheckpointTaken(taking.subject.job, taking.draft.number, taking.draft.number, step))
+            return True
+        return False
+
+    def go_over(self, step: int) -> effects.RestorePartitions:
+        """From asked to what the servers are told."""
+        self.write(0)
+        self.switch()
+        self.settle(reached=step)
+        for caller in self.workers:
+            self.told_to_halt(caller, step)
+        assert self.write(step)
+        self.tick()
+        return self.restoring
+
+
+# ---- before which step
+
+
+def test_job_goes_over_before_the_first_step_to_which_nobody_has_contributed() -> None:
+    yard = Yard()
+    taken = yard.switch(BOUNDED, 3)
+    assert (taken.first, taken.consistency) == (True, Consistency(1, BOUNDED, 3))
+    assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1)] * 2
+    yard.halted(yard.workers[0], 4)
+    assert not yard.wanted(effects.ReadSteps), "the other one may contribute to further steps"
+    yard.halted(yard.workers[1], 5)
+    read = yard.read
+    assert [key.source for key in read.sources] == [RankSource(Rank(0)), RankSource(Rank(1))]
+    yard.handle(events.StepsRead(read.job, read.map.generation, 6))
+    assert [yard.told_to_halt(each) for each in yard.workers] == [SwitchPoint(1, True, 6)] * 2
+    standing = yard.job()
+    assert standing.switch is not None
+    assert (standing.switch.step, standing.switch.servers, standing.mode) == (6, False, UpdateMode.SYNC)
+
+
+def test_partitions_that_went_back_while_they_were_asked_are_asked_again() -> None:
+    yard = Yard()
+    yard.switch()
+    for caller in yard.workers:
+        yard.halted(caller, 3)
+    read = yard.read
+    yard.handle(events.StepsRead(read.job, type(read.map.generation)(read.map.generation + 1), 3))
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1)
+
+
+def test_word_of_a_halt_that_was_given_up_does_not_count_for_the_next_one() -> None:
+    yard = Yard()
+    yard.switch()
+    yard.halted(yard.workers[0], 2)
+    assert yard.switch(SYNC).consistency == Consistency(0, SYNC)
+    assert yard.told_to_halt(yard.workers[0]) is None
+    yard.switch()
+    yard.halted(yard.workers[1], 2, halt=2)
+    yard.halted(yard.workers[0], 2, halt=1)
+    assert not yard.wanted(effects.ReadSteps)
+    yard.halted(yard.workers[0], 9, halt=2)
+    assert yard.wanted(effects.ReadSteps)
+
+
+def test_job_that_is_told_to_stop_ends_as_it_is() -> None:
+    yard = Yard()
+    yard.switch()
+    yard.handle(events.StopRequested(yard.workers[0], "", "enough"))
+    assert yard.told_to_halt(yard.workers[0]) is None
+    with pytest.raises(errors.InvalidRequest, match="told to stop"):
+        yard.switch()
+
+
+# ---- what is asked
+
+
+def test_the_same_again_is_no_other_switch_and_another_one_waits() -> None:
+    yard = Yard()
+    yard.switch(BOUNDED, 3)
+    assert not yard.switch(BOUNDED, 3).first
+    with pytest.raises(errors.NotReady, match="is going over to bounded, 3 steps"):
+        yard.switch(ASYNC)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"checkpoint": CheckpointSettings(url="never")}, "is not written down"),
+        ({"consistency": JOB.consistency.model_copy(update={"backup_workers": 1})}, "backup"),
+    ],
+)
+def test_job_that_could_not_go_over_is_refused_and_nothing_has_changed(
+    changed: dict[str, object], expected: str
+) -> None:
+    yard = Yard(JOB.model_copy(update=changed))
+    before = yard.machine.snapshot()
+    with pytest.raises((errors.InvalidRequest, errors.ConfigurationError), match=expected):
+        yard.switch()
+    assert yard.machine.snapshot() == before
+
+
+def test_job_with_logs_is_refused() -> None:
+    yard = Yard()
+    job = yard.machine.jobs[-1]
+    job.settings = job.settings.model_copy(update={"durability": Durability.WAL})
+    with pytest.raises(errors.InvalidRequest, match="keeps logs"):
+        yard.switch()
+
+
+def test_job_that_has_begun_no_data_set_is_not_switched() -> None:
+    with pytest.raises(errors.NotReady, match="has not begun"):
+        Yard(feed=None).switch()
+
+
+# ---- going over
+
+
+def test_the_checkpoint_of_the_step_is_what_all_partitions_go_on_from_in_the_other_mode() -> None:
+    yard = Yard()
+    restore = yard.go_over(7)
+    kinds = [each.kind for each in yard.persisted]
+    assert kinds[kinds.index("job_went_over") :][:3] == ["job_went_over", "checkpoint_committed", "partitions_lost"]
+    assert (restore.subject.mode, restore.subject.switches) == (UpdateMode.ASYNC, 1)
+    assert (len(restore.partitions), restore.bases[0].number) == (2, 2)
+    # 7 steps of 2 ranks of 5 samples are 14 batches of 3 a data shard
+    assert restore.begun == ((DataShardSource(0, 0, 4), 2),)
+    assert yard.job().mode is UpdateMode.ASYNC
+
+
+def test_job_does_not_go_over_with_a_checkpoint_of_an_earlier_step() -> None:
+    yard = Yard()
+    yard.write(0)
+    yard.switch()
+    yard.settle(reached=7)
+    for step in range(5, 7):
+        yard.told_to_halt(yard.workers[0], step)
+        assert not yard.write(step), "nothing is wanted before the step is reached"
+    yard.told_to_halt(yard.workers[0], 7)
+    assert yard.write(6), "one that was begun before all partitions were there"
+    yard.tick()
+    assert not yard.wanted(effects.RestorePartitions)
+    assert yard.job().mode is UpdateMode.SYNC
+
+
+def test_workers_halt_until_there_is_a_map_and_are_given_none_of_before() -> None:
+    yard = Yard()
+    restore = yard.go_over(7)
+    assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(1, True, 7)
+    with pytest.raises(errors.NotReady, match="goes over to async"):
+        yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
+    yard.restored(restore)
+    assert yard.told_to_halt(yard.workers[0]) is None
+    placed = yard.handle(events.VariablesRegistered(yard.workers[0], VARIABLES, SGD))
+    assert isinstance(placed, effects.VariablesPlaced)
+    assert (placed.map, placed.consistency) == (restore.map, Consistency(1, ASYNC))
+    yard.tick()
+    assert yard.wanted(effects.TakeCheckpoint), "the newest one is synchronous"
+
+
+def test_who_speaks_of_steps_afterwards_is_told_nothing_wrong() -> None:
+    yard = Yard()
+    yard.restored(yard.go_over(7))
+    caller = yard.workers[0]
+    assert yard.handle(events.LeaseReturned(caller, 0, None, Token(0))) == effects.LeaseClosed(done=False)
+    generation = yard.machine.jobs[-1].deployment.generation
+    late = events.LedgerRead(events.LeaseReturned(caller, 0, None, Token(0)), 20, generation)
+    assert yard.handle(late) == effects.LeaseClosed(done=False)
+    with pytest.raises(errors.StaleToken, match="has gone over to async"):
+        yard.handle(events.BatchBegun(caller, RankSource(Rank(0)), Token(1), 6, 0))
+
+
+def test_server_that_dies_before_the_next_checkpoint_is_given_what_was_counted_as_steps_again() -> None:
+    yard = Yard()
+    begun = yard.go_over(7)
+    yard.restored(begun)
+    lease = yard.lease(yard.workers[0])
+    assert isinstance(lease, DataLease)
+    assert lease.source == begun.begun[0][0]
+    yard.register(MemberRole.SERVER, "s:1")
+    yard.handle(events.MemberLeft(yard.server, ""))
+    yard.tick()
+    assert (yard.restoring.begun, yard.restoring.subject.mode) == (begun.begun, UpdateMode.ASYNC)
+
+
+def test_next_checkpoint_has_what_was_begun_in_its_own_ledgers() -> None:
+    yard = Yard()
+    yard.restored(yard.go_over(7))
+    assert yard.write(9)
+    yard.register(MemberRole.SERVER, "s:1")
+    yard.handle(events.MemberLeft(yard.server, ""))
+    yard.tick()
+    assert yard.restoring.begun == ()
+
+
+def test_job_whose_data_is_done_goes_over_with_nothing_left() -> None:
+    yard = Yard()
+    restore = yard.go_over(2 * STEPS_OF_EPOCH)
+    assert restore.begun == ()
+    yard.restored(restore)
+    assert isinstance(yard.lease(yard.workers[0]), FeedDone | effects.LeaseWait)
+
+
+# ---- restarts
+
+
+def moments() -> list[str]:
+    return ["asked", "settled", "gone over", "restored", "given up"]
+
+
+@pytest.mark.parametrize("moment", moments())
+def test_restart_at_any_moment_goes_on_in_one_mode(moment: str, short: bool) -> None:
+    yard = Yard()
+    yard.write(0)
+    yard.switch()
+    if moment == "given up":
+        yard.switch(SYNC)
+    if moment in ("settled", "gone over", "restored"):
+        yard.settle(reached=7)
+    if moment in ("gone over", "restored"):
+        yard.told_to_halt(yard.workers[0], 7)
+        yard.write(7)
+        yard.tick()
+        if moment == "restored":
+            yard.restored(yard.restoring)
+    halt, mode = yard.told_to_halt(yard.workers[0]), yard.job().mode
+    yard.restart(from_snapshot=short)
+    assert (yard.told_to_halt(yard.workers[0]), yard.job().mode) == (halt, mode)
+    assert yard.machine.snapshot() == yard.machine.snapshot()
+    if moment == "asked":
+        yard.settle(reached=7)
+    if moment in ("asked", "settled"):
+        yard.told_to_halt(yard.workers[0], 7)
+        assert yard.write(7)
+    if moment in ("asked", "settled", "gone over"):
+        yard.tick()
+        yard.restored(yard.restoring)
+    if moment == "given up":
+        assert yard.switch().first
+        assert yard.told_to_halt(yard.workers[0]) == SwitchPoint(2)
+        return
+    lease = yard.lease(yard.workers[1])
+    assert isinstance(lease, DataLease)
+    assert lease.source == DataShardSource(0, 0, 4)
+
+
+def test_records_of_a_halt_that_do_not_fit_are_refused() -> None:
+    yard = Yard()
+    yard.go_over(7)
+    records = yard.persisted
+    kinds = [each.kind for each in records]
+    asked, over = kinds.index("halt_asked"), kinds.index("job_went_over")
+    odd = {"mode": "sync"}, {"left": 5}, {"step": -1}
+    changed = [effects.Persist(records[over].kind, {**records[over].body, **each}) for each in odd]
+    settled = records[kinds.index("halt_settled")]
+    for again in (
+        [*records[: asked + 1], records[asked]],
+        [*records[:asked], settled],
+        [*records[:asked], effects.Persist("halt_given_up", {"job": records[asked].body["job"]})],
+        [*records[: over + 1], records[over]],
+        *([*records[:over], each] for each in changed),
+    ):
+        yard.persisted = again
+        with pytest.raises(errors.ConfigurationError, match="cannot be taken"):
+            yard.restart()
+
+
+def test_halts_of_before_are_remembered_by_their_count_alone() -> None:
+    halting = Drain()
+    assert halting.entries() == []
+    halting.ask(Consistency(1, ASYNC))
+    halting.give_up()
+    assert halting.entries() == [("halts_before", {"halt": 1})]
+
+
+# ---- whose data is what
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "size", "accumulate", "shard"), [(1, 4, 1, 3), (2, 3, 1, 4), (3, 2, 2, 3), (4, 1, 3, 7)]
+)
+def test_steps_and_data_shards_together_have_each_sample_of_an_epoch_once(
+    ranks: int, size: int, accumulate: int, shard: int, drop_last: bool
+) -> None:
+    spec = FeedSpec(53, "f", size, 2, shuffle=True, drop_last=drop_last, accumulate=accumulate)
+    units = spec.cut(ranks, 1)
+    for step in range(2 * units.per_epoch + 1):
+        steps = StepLedger(logical_ranks=ranks)
+        steps.open(0, spec)
+        counted: list[list[int]] = [[], []]
+        for before in range(step):
+            epoch, index = divmod(before, units.per_epoch)
+            for rank in range(ranks):
+                counted[epoch] += range(*units.span(index, rank))
+        tokens = itertools.count(1)
+        leases = DataLedger(batches_per_data_shard=shard, workers_expected=1, next_token=lambda: Token(next(tokens)))  # noqa: B023 - called here
+        begun = dict(ledger_conversion.take_over_steps(leases, steps, step))
+        assert all(next_ % accumulate == 0 for next_ in begun.values())
+        while isinstance(lease := leases.lease(0, Incarnation(9)), DataLease):
+            assert begun.get(lease.source, 0) * size < lease.end - lease.begin
+            counted[lease.source.epoch] += range(lease.begin + begun.get(lease.source, 0) * size, lease.end)
+            leases.close(lease.source, Incarnation(9), lease.token, next_sequence=shard + accumulate)
+        whole = [units.samples_per_epoch, 53 - 53 % size] if drop_last else [53]
+        for each in counted:
+            assert sorted(each) in [list(range(samples)) for samples in whole], (step, each)
+
+
+def test_what_is_in_quarantine_stays_there_batch_by_batch() -> None:
+    spec = FeedSpec(60, "f", 3, 2, shuffle=True, drop_last=False, accumulate=2)
+    steps = StepLedger(logical_ranks=2)
+    steps.open(0, spec)
+    steps.quarantine.add(QuarantinedWork(RankSource(Rank(1)), 6, deaths=3))
+    steps.quarantine.add(QuarantinedWork(RankSource(Rank(0)), 7, parameter="w", worker=Incarnation(5)))
+    samples = [(each.epoch, at) for each in steps.quarantined() for at in range(each.begin, each.end)]
+    leases = DataLedger(batches_per_data_shard=8, workers_expected=1, next_token=lambda: Token(1))
+    ledger_conversion.take_over_steps(leases, steps, 7)
+    listed = list(leases.quarantined())
+    assert [(each.epoch, at) for each in listed for at in range(each.begin, each.end)] == samples
+    assert [(each.condemned.deaths, each.condemned.parameter) for each in listed] == [(3, "")] * 2 + [(0, "w")] * 2
+
+
+# ---- at the door
+
+
+def test_halt_travels_as_it_is_and_is_bounded() -> None:
+    for given in (SwitchPoint(3), SwitchPoint(1, True, 7)):
+        assert lease_messages.halt_from_wire(lease_messages.halt_to_wire(given)) == given
+    with pytest.raises(errors.TooLarge):
+        lease_messages.halt_from_wire(wire.Halt(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
+    heard = wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=5))
+    assert door.heartbeat(heard).report.halted == (2, 5)
+    with pytest.raises(errors.TooLarge):
+        door.heartbeat(wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=limits.SEQUENCE_MAX + 1)))

@@ -1,0 +1,333 @@
+"""The budget of restarts: how soon, how often, and when a process is given up."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardyard.config.configuration import load
+from shardyard.domain import errors, limits
+from shardyard.transport.grpc_client import GrpcNetwork
+from shardyard_launcher.commands import status
+from shardyard_launcher.yard.local_cluster import LocalCluster
+from shardyard_launcher.yard.restart_policy import BACKOFF_MS, BACKOFF_MS_MAX, GivenUp, RestartAt, RestartPolicy
+from shardyard_launcher.yard.role_process import RoleProcess, RunningRole
+from shardyard_launcher.yard.running_yard import RunningYard
+from shardyard_launcher.yard.state_file import RoleRestart, YardState, read_state
+
+WINDOW_MS = 60_000
+
+
+def test_pause_doubles_up_to_its_limit_and_then_the_process_is_given_up() -> None:
+    core, now_ms, pauses = RestartPolicy(restarts_max=7, window_ms=WINDOW_MS), 1_000, []
+    for number in range(1, 8):
+        decided = core.died("server-0", now_ms)
+        assert isinstance(decided, RestartAt)
+        assert decided.number == number
+        pauses.append(decided.at_ms - now_ms)
+        now_ms = decided.at_ms + 1
+    assert pauses == [200, 400, 800, 1_600, 3_200, 5_000, 5_000]
+    given_up = core.died("server-0", now_ms)
+    assert given_up == GivenUp("it was started again 7 times within 60 s (yard.role_restarts_max)")
+
+
+def test_who_was_given_up_stays_given_up() -> None:
+    core = RestartPolicy(restarts_max=1, window_ms=WINDOW_MS)
+    assert isinstance(core.died("agent", 0), RestartAt)
+    assert isinstance(core.died("agent", 1), GivenUp)
+    assert core.died("agent", 10 * WINDOW_MS) == GivenUp(
+        "it was started again once within 60 s (yard.role_restarts_max)"
+    )
+
+
+def test_each_process_has_a_budget_of_its_own() -> None:
+    core = RestartPolicy(restarts_max=1, window_ms=WINDOW_MS)
+    assert core.died("server-0", 0) == RestartAt(BACKOFF_MS, 1)
+    assert core.died("server-1", 0) == RestartAt(BACKOFF_MS, 1)
+    assert isinstance(core.died("server-0", 1_000), GivenUp)
+
+
+def test_window_that_has_passed_gives_the_budget_back() -> None:
+    core = RestartPolicy(restarts_max=2, window_ms=WINDOW_MS)
+    assert core.died("server-0", 0) == RestartAt(BACKOFF_MS, 1)
+    # counted from the restart, not from the death
+    assert core.died("server-0", WINDOW_MS + BACKOFF_MS - 1) == RestartAt(WINDOW_MS + 3 * BACKOFF_MS - 1, 2)
+    assert core.died("server-0", 2 * WINDOW_MS + 3 * BACKOFF_MS) == RestartAt(2 * WINDOW_MS + 4 * BACKOFF_MS, 1)
+
+
+def test_budget_of_none_gives_up_at_the_first_death() -> None:
+    decided = RestartPolicy(restarts_max=0, window_ms=WINDOW_MS).died("coordinator", 5)
+    assert decided == GivenUp("it is not to be started again (yard.role_restarts_max is 0)")
+
+
+@given(
+    st.integers(0, 6),
+    st.integers(1_000, 60_000),
+    st.lists(st.integers(0, 40_000), max_size=40),
+)
+def test_no_window_holds_more_restarts_than_allowed(restarts_max: int, window_ms: int, lives_ms: list[int]) -> None:
+    core, now_ms, restarts = RestartPolicy(restarts_max=restarts_max, window_ms=window_ms), 0, []
+    for life_ms in lives_ms:
+        now_ms += life_ms
+        decided = core.died("server-0", now_ms)
+        if isinstance(decided, GivenUp):
+            break
+        assert now_ms + BACKOFF_MS <= decided.at_ms <= now_ms + BACKOFF_MS_MAX
+        now_ms = decided.at_ms
+        restarts.append(now_ms)
+    for at_ms in restarts:
+        assert sum(at_ms <= other < at_ms + window_ms for other in restarts) <= restarts_max
+
+
+# ---- the shell around it
+
+
+def finished(tmp_path: Path, code: str) -> RunningRole:
+    """A child of this process that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", code])
+    child.wait(60)
+    return RunningRole(RoleProcess("server-0", "server", child.pid, 0.0, tmp_path / "x.log"), child)
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [
+        ("raise SystemExit(3)", "ended with exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 3)", "was killed by signal 37"),
+    ],
+)
+def test_ending_of_a_process_is_told_in_words(tmp_path: Path, code: str, ending: str) -> None:
+    assert finished(tmp_path, code).ending == ending
+
+
+def test_ending_of_a_process_that_another_started_is_not_known(tmp_path: Path) -> None:
+    assert RunningRole(RoleProcess("server-0", "server", os.getpid(), 0.0, tmp_path / "x.log")).ending == "has ended"
+
+
+def dead_yard(tmp_path: Path, *names: str) -> YardState:
+    """A yard of this machine none of whose processes lives."""
+    gone = finished(tmp_path, "").process.pid
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    roles = [RoleProcess(name, name.split("-")[0], gone, 0.0, tmp_path / "logs" / f"{name}.log") for name in names]
+    for process in roles:
+        process.log.write_text("the last words\n")
+    return YardState(tuple(roles))
+
+
+def test_given_up_process_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
+    settings = load(None, {}, {"yard.role_restarts_max": 0}).settings
+    states: list[YardState] = []
+    cluster = LocalCluster(settings, tmp_path, tied=True, on_change=states.append)
+    cluster.adopt(dead_yard(tmp_path, "server-0"))
+    cluster.check()
+    (news,) = cluster.tend()
+    assert "the last words" in news
+    assert states[-1].given_up == {
+        "server-0": "has ended and is not started again: it is not to be started again (yard.role_restarts_max is 0)"
+    }
+    with pytest.raises(Exception, match="the last words"):
+        cluster.check()
+    assert cluster.tend() == []
+
+
+def test_process_that_cannot_be_started_uses_up_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load(None, {}, {"yard.role_restarts_max": 1}).settings
+    cluster = LocalCluster(settings, tmp_path, tied=True)
+    cluster.adopt(dead_yard(tmp_path, "server-0"))
+
+    def refuse(*_: object, **__: object) -> RunningRole:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", refuse)
+    monkeypatch.setattr("shardyard_launcher.yard.restart_policy.BACKOFF_MS", 0)
+    (first,) = cluster.tend()
+    assert "restart 1 of 1 within 60 s" in first
+    (second,) = cluster.tend()
+    assert "could not be started again ([Errno 28] No space left on device) and is not started again" in second
+
+
+def test_state_that_cannot_be_written_lets_no_process_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[RunningRole] = []
+
+    def start(name: str, role: str, *_: object, **__: object) -> RunningRole:
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        started.append(RunningRole(RoleProcess(name, role, child.pid, 0.0, tmp_path / "x.log"), child))
+        return started[-1]
+
+    def full(_: YardState) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start)
+    monkeypatch.setattr("shardyard_launcher.yard.restart_policy.BACKOFF_MS", 0)
+    cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True)
+    cluster.adopt(dead_yard(tmp_path, "server-0"))
+    cluster._on_change = full
+    cluster.tend()
+    (news,) = cluster.tend()
+    assert "could not be started again ([Errno 28] No space left on device)" in news
+    assert [role.exit_code for role in started] == [-9]
+    for role in started:
+        role.release()
+
+
+def test_yard_is_taken_over_with_what_was_under_way(tmp_path: Path) -> None:
+    """A supervisor that died while a process was being started leaves it to the next one to see it ready."""
+    log = tmp_path / "server-0.log"
+    log.write_text("")
+    living = RoleProcess("server-0", "server", os.getpid(), psutil.Process().create_time(), log, "127.0.0.1:5")
+    states: list[YardState] = []
+    cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True, on_change=states.append)
+    cluster.adopt(YardState((living,)))
+    assert cluster.tend() == []
+    assert not states[-1].processes[0].ready
+    log.write_text("ready 127.0.0.1:5\n")
+    (news,) = cluster.tend()
+    assert "is ready at 127.0.0.1:5" in news
+    assert states[-1].processes[0].ready
+
+
+def test_wait_for_a_process_that_was_started_again_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 0)
+    log = tmp_path / "server-0.log"
+    log.write_text("")
+    living = RoleProcess("server-0", "server", os.getpid(), psutil.Process().create_time(), log, "127.0.0.1:5")
+    restart = RoleRestart("server-0", 7, "was killed by SIGKILL", 1.5, 2, 5, WINDOW_MS)
+    cluster = LocalCluster(load(None, {}, {}).settings, tmp_path, tied=True)
+    cluster.adopt(YardState((living,), (restart,)))
+    cluster.tend()
+    assert f"waiting for server-0 (pid {os.getpid()}) to be ready after restart 2; its log is {log}" in caplog.text
+    log.write_text("ready 127.0.0.1:5\n")
+    cluster.tend()
+    caplog.clear()
+    cluster.tend()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_yard_may_take_long_to_start_where_a_process_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tells: bool
+) -> None:
+    """A server on a new machine compiles loops, for half a minute and more."""
+
+    def start(name: str, role: str, *_: object, log: Path, **__: object) -> RunningRole:
+        says = "print('ready 127.0.0.1:5', flush=True); input()"
+        if role == "server":
+            why = "print('preparing: compiles loops', flush=True); " if tells else ""
+            says = f"import time; {why}time.sleep(1.5); {says}"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("w") as said:
+            child = subprocess.Popen([sys.executable, "-c", says], stdin=subprocess.PIPE, stdout=said)
+        return RunningRole(RoleProcess(name, role, child.pid, 0.0, log), child)
+
+    monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 200)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.READY_MS_MAX", 1_000)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.start_role", start)
+    monkeypatch.setattr("shardyard_launcher.yard.local_cluster.unregistered", lambda *_: [])
+    monkeypatch.setattr(RunningRole, "release", lambda _: None)
+    states: list[YardState] = []
+    settings = load(None, {}, {"yard.servers": 1, "yard.coordinator_port": 0}).settings
+    cluster = LocalCluster(settings, tmp_path, tied=True, on_change=states.append)
+    try:
+        if not tells:
+            with pytest.raises(errors.DeadlineExceeded, match=r"server-0 \(pid \d+\) did not become ready"):
+                cluster.start(stop=threading.Event())
+            return
+        cluster.start(stop=threading.Event())
+    finally:
+        cluster.stop()
+    assert re.search(r"waiting for server-0 \(pid \d+; it compiles loops\)", caplog.text)
+    before = next(state for state in states if any(each.preparing for each in state.roles))
+    assert [each.ready for each in before.roles if each.role == "server"] == [False]
+    before.write(tmp_path)
+    assert read_state(tmp_path) == before
+    assert re.search(r"server-0 \(pid \d+; it compiles loops\)", RunningYard(tmp_path, before).waited_for)
+    assert cluster.state.address_of("server") == "127.0.0.1:5"
+
+
+def test_end_of_a_process_is_waited_for_with_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(limits, "EXPLAIN_WAIT_MS", 0)
+    me = RunningRole(RoleProcess("server-0", "server", os.getpid(), psutil.Process().create_time(), tmp_path / "x.log"))
+    assert not me.wait(50)
+    assert f"waiting for server-0 (pid {os.getpid()}) to end" in caplog.text
+
+
+def test_status_of_a_coordinator_that_is_gone_says_what_became_of_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        restart = RoleRestart("coordinator", 7, "was killed by SIGKILL", 1.5, 2, 5, WINDOW_MS)
+
+        def refusal(local: status.LocalReport) -> errors.ShardyardError:
+            with pytest.raises(errors.CoordinatorUnavailable) as raised:
+                status.ask(GrpcNetwork(), address, local)
+            return raised.value
+
+        mending = refusal(status.LocalReport(1, (restart,), {}))
+        assert "coordinator (pid 7) was killed by SIGKILL; restart 2 of 5 within 60 s" in mending.what
+        assert "ask again" in mending.todo_text
+        given_up = refusal(status.LocalReport(1, (restart,), {"coordinator": "has ended and is not started again"}))
+        assert "it has ended and is not started again" in given_up.what
+        assert "shardyard down" in given_up.todo_text
+        unwatched = refusal(status.LocalReport(0, (restart,), {}))
+        assert "restart" not in unwatched.what
+
+
+def test_compose_starts_each_role_again() -> None:
+    compose = yaml.safe_load((Path(__file__).parents[3] / "docker" / "compose.yaml").read_text())
+    policies = {name: service["restart"] for name, service in compose["services"].items()}
+    assert policies == {"coordinator": "unless-stopped", "server": "unless-stopped", "worker": "on-failure:3"}
+    # what is started first, and is healthy, before what needs it
+    waits = {name: set(service.get("depends_on", ())) for name, service in compose["services"].items()}
+    assert waits == {"coordinator": set(), "server": {"coordinator"}, "worker": {"coordinator", "server"}}
+
+
+def test_what_compose_keeps_is_in_volumes_that_those_share_who_need_it() -> None:
+    root = Path(__file__).parents[3]
+    compose = yaml.safe_load((root / "docker" / "compose.yaml").read_text())
+    settings = yaml.safe_load((root / "configs" / "compose.yaml").read_text())
+    mounts = {
+        name: dict(reversed(volume.split(":")) for volume in service.get("volumes", ()))
+        for name, service in compose["services"].items()
+    }
+    checkpoints = settings["job"]["checkpoint"]["url"]
+    assert mounts["coordinator"][checkpoints] == mounts["server"][checkpoints]
+    assert settings["yard"]["state"] in mounts["coordinator"]
+    assert settings["yard"]["wal"] in mounts["server"]
+    assert {volume for each in mounts.values() for volume in each.values()} == set(compose["volumes"])
+    images = (root / "docker" / "Dockerfile").read_text()
+    for folder in {folder for each in mounts.values() for folder in each}:
+        assert re.search(rf"RUN install -d -o 10001 -g 10001[^\n]* {folder}(\s|$)", images), folder
+
+
+def test_restarts_come_back_as_they_were_written(tmp_path: Path) -> None:
+    restart = RoleRestart("server-0", 7, "was killed by SIGKILL", 1.5, 2, 5, WINDOW_MS)
+    process = RoleProcess("server-0", "server", 8, 1.5, tmp_path / "x.log", "127.0.0.1:5", ready=False)
+    state = YardState((process,), (restart,), {"agent": "has ended"})
+    state.write(tmp_path)
+    assert read_state(tmp_path) == state
+    assert str(restart) == "server-0 (pid 7) was killed by SIGKILL; restart 2 of 5 within 60 s"
+
+
+def test_yard_of_another_coordinator_is_not_shown(tmp_path: Path) -> None:
+    process = RoleProcess("coordinator", "coordinator", 8, 1.5, tmp_path / "x.log", "127.0.0.1:5", ready=True)
+    YardState((process,)).write(tmp_path)
+    assert status.look_here(tmp_path, "127.0.0.1:6") is None
+    local = status.look_here(tmp_path, "127.0.0.1:5")
+    assert local is not None
+    assert local.supervisor == 0

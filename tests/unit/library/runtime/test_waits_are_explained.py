@@ -1,0 +1,313 @@
+"""No wait of the shipped code is a mystery: each stands under a wait that is explained, or in the list below with the
+reason why it need not (docs/waits.md). A new one that does neither fails here.
+
+What counts as a wait is seen from the source: calls that block, by name. A call under `with ExplainedWait(...)` or
+`with ....over(...)` (WaitRegistry) is explained by that, in nested functions too.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[4]
+PACKAGES: Final = (
+    "shardyard",
+    "coordinator/shardyard_coordinator",
+    "ps_server/shardyard_ps_server",
+    "worker/shardyard_worker",
+    "launcher/shardyard_launcher",
+)
+BLOCKING: Final = frozenset(
+    {
+        "acquire", "check_output", "communicate", "fdatasync", "flock", "fsync", "lockf", "result", "run", "select",
+        "shutdown", "sleep", "wait", "wait_for",
+    }
+)  # fmt: skip
+"""Methods and functions that may block, whatever they are called on."""
+PEERS: Final = frozenset({"call", "send", "receive", "exchange"})
+"""Methods of a Peer or a Stream: they block where they are given a `timeout_ms`."""
+EXPLAINED: Final = frozenset({"ExplainedWait", "over"})
+
+IDLE = "idle: it waits for work, and whoever gives it work waits for the result"
+SHORT = "it lasts 5 s at most"
+SLICE = "one slice of a wait that its callers explain"
+COUNTED = "arithmetic and copies of this process; nobody else is waited for"
+OUTSIDE = "the caller explains it"
+PROBE = "under the probe's own wait (findings.carry_out), or a doctor's deadline of 3 s"
+
+ENDS_WITH_IT = "until this process is told to stop: that is its work"
+NO_WAIT = "a context variable is read"
+
+ALLOWED: Final[dict[str, str]] = {
+    "storage/storage.py:_sync_folder:fsync": OUTSIDE,
+    "storage/storage.py:_write_through:fsync": OUTSIDE,
+    "coordinator/service/checkpoint_io.py:CheckpointIO._everywhere:ThreadPoolExecutor": OUTSIDE,
+    "coordinator/service/checkpoint_io.py:CheckpointIO._everywhere:result": OUTSIDE,
+    "coordinator/service/process.py:_serve:wait": ENDS_WITH_IT,
+    "coordinator/service/service.py:Coordinator._tick:wait": IDLE,
+    "domain/failpoints.py:_sleep:sleep": "a test has asked for it",
+    "launcher/commands/audit.py:_opened:fsync": "a command at work on a file of its own",
+    "launcher/commands/checkpoint.py:_write_torch:fsync": "a command at work on a file of its own",
+    "launcher/yard/local_cluster.py:LocalCluster._pause:wait": SLICE,
+    "launcher/yard/local_cluster.py:LocalCluster._written_down:wait": "RunningRole.wait explains itself",
+    "launcher/yard/local_cluster.py:stop_roles:wait": "RunningRole.wait explains itself",
+    "launcher/yard/local_cluster.py:unregistered:call": SHORT,
+    "launcher/commands/evaluate.py:_follow:wait": "BACKOFF_MS_MAX at most, and it is said",
+    "launcher/commands/evaluate.py:_run:wait": "the script runs, which says itself what it waits for; or it was killed",
+    "launcher/probes/machine.py:disk:fsync": PROBE,
+    "launcher/probes/machine.py:torch:run": PROBE,
+    "launcher/probes/network.py:_reach_all:join": PROBE,
+    "launcher/probes/network.py:_status:call": PROBE,
+    "launcher/terminal/options.py:StopSignals.__exit__:join": "its pipe is closed: it ends at once",
+    "launcher/yard/temp_folder.py:run_folder:flock": "nobody else knows the file yet",
+    "launcher/scripts/script.py:ScriptRun._launch_again:wait": SLICE,
+    "launcher/scripts/script.py:ScriptRun._put:put": "the display takes events, and shows them",
+    "launcher/scripts/script.py:ScriptRun._show_last:call": SHORT,
+    "launcher/scripts/script.py:ScriptRun._show_next:get": "the script runs, and its output and progress are shown",
+    "launcher/scripts/script.py:ScriptRun._stop:call": SHORT,
+    "launcher/scripts/script.py:ScriptRun._watch:receive": "the script runs, and its output and progress are shown",
+    "launcher/scripts/script.py:ScriptRun._watch:wait": SLICE,
+    "launcher/scripts/script.py:ScriptRun.close:join": SHORT,
+    "launcher/scripts/script.py:_StatusPoller._run:call": SHORT,
+    "launcher/scripts/script.py:_StatusPoller._run:wait": IDLE,
+    "launcher/scripts/script.py:_StatusPoller.close:join": SHORT,
+    "launcher/commands/status.py:_describe:call": OUTSIDE,
+    "launcher/commands/status.py:ask:call": SHORT,
+    "launcher/commands/supervisor.py:_serve:wait": ENDS_WITH_IT,
+    "ps_server/jit/cache.py:once:wait": OUTSIDE,
+    "ps_server/hosting/thread_pool.py:BatchPool._serve:wait_for": IDLE,
+    "ps_server/hosting/thread_pool.py:BatchPool.close:join": COUNTED,
+    "ps_server/hosting/thread_pool.py:_Batch.finish:wait": COUNTED,
+    "ps_server/hosting/pacing.py:SspPacing.await_others:wait": (
+        "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers"
+    ),
+    "ps_server/partition/partition.py:Partition._await:wait": (
+        "PULL_WAIT_MS_MAX at most; then NotYet, explained by workers"
+    ),
+    "ps_server/partition/partition.py:Partition._await_push:wait": "PULL_WAIT_MS_MAX at most; then NotReady",
+    "ps_server/partition/partition.py:Partition.await_wanted:wait": (
+        "PULL_WAIT_MS_MAX at most; then NotYet, explained by readers"
+    ),
+    "ps_server/partition/partition.py:Partition.named_cut:wait": OUTSIDE,
+    "ps_server/service/process.py:serve:wait": ENDS_WITH_IT,
+    "ps_server/hosting/store.py:Store.hold:sleep": "50 ms",
+    "ps_server/jit/table_warmup.py:TableLoops._compile:communicate": OUTSIDE,
+    "ps_server/tables/memory/shared_exclusive.py:SharedExclusiveLock.alone:wait": COUNTED,
+    "ps_server/tables/memory/shared_exclusive.py:SharedExclusiveLock.together:wait": COUNTED,
+    "ps_server/wal/wal.py:Wal._begin:fsync": OUTSIDE,
+    "ps_server/wal/wal.py:Wal._write:acquire": COUNTED,
+    "ps_server/wal/wal.py:Wal._write:fdatasync": OUTSIDE,
+    "ps_server/wal/segments.py:LogFiles._find_end:fsync": OUTSIDE,
+    "ps_server/wal/segments.py:sync_folder:fsync": OUTSIDE,
+    "ps_server/wal/segments.py:write_durably:fsync": OUTSIDE,
+    "runtime/log.py:bind:get": NO_WAIT,
+    "runtime/log.py:context:get": NO_WAIT,
+    "runtime/log.py:current_fields:get": NO_WAIT,
+    "runtime/waits.py:WaitRegistry._run:wait": IDLE,
+    "runtime/waits.py:WaitRegistry.close:join": SHORT,
+    "transport/grpc_client.py:Deadlines._run:wait": IDLE,
+    "transport/grpc_client.py:ThreadedCall._requests:get": IDLE,
+    "transport/grpc_private.py:ServedCall._run:get": IDLE,
+    "transport/membership_client.py:MembershipClient._pause:wait": IDLE,
+    "transport/membership_client.py:MembershipClient._beat_now:call": SHORT,
+    "transport/membership_client.py:MembershipClient.stop:join": SHORT,
+    "transport/interfaces.py:next_request_id:get": NO_WAIT,
+    "worker/agent/event_log.py:EventLog.after:wait_for": SLICE,
+    "worker/agent/launch.py:RunningLaunch._wait:select": IDLE,
+    "worker/agent/process.py:ExitReporter._run:get": IDLE,
+    "worker/agent/process.py:ExitReporter.close:join": SHORT,
+    "worker/agent/process.py:ExitReporter.close:put": SHORT,
+    "worker/agent/process.py:AgentMembership.report_exit:call": SHORT,
+    "worker/agent/process.py:serve:wait": ENDS_WITH_IT,
+    "worker/agent/service.py:AgentService.close:join": "RunningLaunch.join explains itself",
+    "worker/exchange/overlap.py:Overlap._run:get": IDLE,
+    "worker/exchange/overlap.py:Overlap.ready.send:wait": "Ahead.drain waits for it, and says so",
+    "worker/exchange/partial_reply.py:PartialReply.settle:wait_for": OUTSIDE,
+    "worker/exchange/partial_reply.py:PartialReply.wait:wait_for": OUTSIDE,
+    "worker/exchange/flat_buffers.py:FlatBuffers._copy:result": COUNTED,
+    "worker/exchange/flat_buffers.py:FlatBuffers.close:shutdown": COUNTED,
+    "worker/reader/reader_session.py:ReaderSession._run:wait": IDLE,
+    "worker/reader/reader_session.py:ReaderSession._tell_last:sleep": SHORT,
+    "worker/reader/reader_session.py:ReaderSession.close:join": SHORT,
+    "worker/reader/reader_session.py:ReaderSession.wait:wait": OUTSIDE,
+    "worker/reader/evaluator.py:Run._try_again:sleep": OUTSIDE,
+    "worker/reader/evaluator.py:Run._try_again:wait": OUTSIDE,
+    "worker/reader/evaluator.py:Run.snapshots:wait": "the pause that the script has asked for",
+    "worker/reader/pinned_version.py:PinnedVersion._read_rows:receive": OUTSIDE,
+    "worker/reader/pinned_version.py:PinnedVersion.look_up.ask:call": OUTSIDE,
+    "worker/reader/pinned_version.py:Leases._run:wait": IDLE,
+    "worker/reader/pinned_version.py:Leases.close:join": SHORT,
+    "worker/reader/pinned_version.py:release.let_go:call": OUTSIDE,
+    "worker/job/job.py:connect:join": "no thread: a job is joined, by calls that are explained",
+    "worker/exchange/server_stream.py:ServerStream._assemble:receive": OUTSIDE,
+    "worker/exchange/server_stream.py:ServerStream._receive:receive": (
+        "who reads a value that has not come waits for it, and says so"
+    ),
+    "worker/exchange/server_stream.py:ServerStream._take:receive": OUTSIDE,
+    "worker/session/retry.py:RetryPolicy.call:sleep": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup._ask_all:result": (
+        "all have ended: the wait for them, before, is explained"
+    ),
+    "worker/exchange/server_group.py:ServerGroup._ask_for_rows:result": (
+        "all have ended: the wait for them, before, is explained"
+    ),
+    "worker/exchange/server_group.py:ServerGroup._read_rows:receive": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup.count_rows.ask:call": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup.initialize.send:send": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup.initialize_rows.send:send": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup.look_up.ask:call": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup.open_sources.ask:call": OUTSIDE,
+    "worker/exchange/server_group.py:ServerGroup.pause:wait": SLICE,
+    "worker/reader/serving.py:ServedModel._run:wait": IDLE,
+    "worker/reader/serving.py:ServedModel.close:join": SHORT,
+    "worker/reader/serving.py:ServedModel.close:wait_for": SHORT,
+    "worker/reader/snapshots.py:Snapshots._everywhere:result": OUTSIDE,
+    "worker/reader/snapshots.py:Snapshots._pull:receive": OUTSIDE,
+    "worker/reader/snapshots.py:Snapshots.close:shutdown": "nobody reads a snapshot: its threads idle",
+    "worker/consistency/strategies.py:AsyncStrategy._await_flight:result": "the flight's own exchange is explained",
+    "worker/consistency/strategies.py:AsyncStrategy.close:shutdown": "the flight's own exchange is explained",
+}
+"""`FILE:FUNCTION:CALL`, and why nobody can be left wondering there."""
+
+
+def waits_in(tree: ast.Module) -> Iterator[tuple[str, str, int]]:
+    """Each unexplained wait: the qualified name of the function, what is called, the line."""
+    yield from _walk(tree, "", explained=False)
+
+
+def _walk(node: ast.AST, scope: str, *, explained: bool) -> Iterator[tuple[str, str, int]]:
+    for child in ast.iter_child_nodes(node):
+        inner, covered = scope, explained
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = f"{scope}.{child.name}".lstrip(".")
+        elif isinstance(child, ast.With):
+            for item in child.items:
+                yield from _walk(ast.Expression(item.context_expr), scope, explained=explained)
+                if _opens_pool(item.context_expr) and not explained:
+                    yield scope, "ThreadPoolExecutor", child.lineno
+            covered = explained or any(_explains(item.context_expr) for item in child.items)
+            for statement in child.body:
+                yield from _walk(ast.Module([statement], []), scope, explained=covered)
+            continue
+        elif isinstance(child, ast.Call) and not explained:
+            name = _blocks(child)
+            if name:
+                yield scope, name, child.lineno
+        yield from _walk(child, inner, explained=covered)
+
+
+def _explains(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Call) and _name(expression.func) in EXPLAINED
+
+
+def _opens_pool(expression: ast.expr) -> bool:
+    return isinstance(expression, ast.Call) and _name(expression.func) == "ThreadPoolExecutor"
+
+
+def _name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _blocks(call: ast.Call) -> str:
+    """The name of a call that may block, else nothing."""
+    name = _name(call.func)
+    keywords = {keyword.arg for keyword in call.keywords}
+    at_once = {("wait", False), ("blocking", False)}
+    if any(isinstance(each.value, ast.Constant) and (each.arg, each.value.value) in at_once for each in call.keywords):
+        return ""
+    if any(isinstance(each, ast.Attribute) and each.attr == "LOCK_NB" for each in ast.walk(call)):
+        return ""
+    if name in PEERS:
+        return name if "timeout_ms" in keywords else ""
+    if name == "join":
+        return name if _joins_thread(call) else ""
+    if name in ("get", "put"):  # of a queue; those of a dictionary are given something to look for
+        return name if "timeout" in keywords or (name == "get" and not call.args) else ""
+    if name == "run":
+        return name if isinstance(call.func, ast.Attribute) and _name(call.func.value) == "subprocess" else ""
+    if name == "wait" and isinstance(call.func, ast.Name):
+        return name
+    return name if name in BLOCKING else ""
+
+
+def _joins_thread(call: ast.Call) -> bool:
+    """A thread is joined without anything, or for a time; texts and paths are given what to join."""
+    if not isinstance(call.func, ast.Attribute) or isinstance(call.func.value, ast.Constant | ast.JoinedStr):
+        return False
+    if any(keyword.arg == "timeout" for keyword in call.keywords):
+        return True
+    if not call.args:
+        return True
+    (first, *rest) = call.args
+    is_time = isinstance(first, ast.BinOp | ast.Constant) or (
+        isinstance(first, ast.Call) and _name(first.func) == "max"
+    )
+    return not rest and is_time
+
+
+def unexplained() -> dict[str, list[str]]:
+    """All unexplained waits of the shipped code: `file:function:call`, and where."""
+    found: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name.endswith("_pb2.py"):
+                continue
+            where = path.relative_to(ROOT).as_posix()
+            for scope, name, line in waits_in(ast.parse(path.read_text(encoding="utf-8"))):
+                key = f"{where.partition('/')[2].removeprefix('shardyard_')}:{scope}:{name}"
+                found.setdefault(key, []).append(f"{where}:{line}")
+    return found
+
+
+def test_every_wait_is_explained_or_has_a_reason() -> None:
+    new = {key: places for key, places in unexplained().items() if key not in ALLOWED}
+    assert not new, (
+        f"waits that say nothing: {new}; put them under `with wait_registry.over(...)` or ExplainedWait, so that log "
+        "and status say what is waited for, or into ALLOWED with the reason"
+    )
+
+
+def test_reasons_are_for_waits_that_are_there() -> None:
+    assert ALLOWED.keys() <= unexplained().keys(), sorted(ALLOWED.keys() - unexplained().keys())
+
+
+SOURCE = """
+class Line:
+    def take(self, stream, pool, wait_registry):
+        stream.receive(timeout_ms=5)
+        with wait_registry.over(lambda: "it"):
+            stream.receive(timeout_ms=5)
+            with self.lock:
+                self.done.wait()
+                def inner():
+                    self.thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(print)
+        self.thread.join(2 * seconds)
+        ", ".join(names)
+        os.path.join(a, b)
+        self.names.get(key)
+        self.queue.get()
+        self.queue.get(timeout=1)
+        pool.shutdown(wait=False)
+        with ExplainedWait(lambda: "x") as wait:
+            time.sleep(1)
+        return future.result()
+"""
+
+
+def test_waits_are_found_where_they_are_and_nowhere_else() -> None:
+    found = [(scope, name, line) for scope, name, line in waits_in(ast.parse(SOURCE))]
+    assert found == [
+        ("Line.take", "receive", 4),
+        ("Line.take", "ThreadPoolExecutor", 11),
+        ("Line.take", "join", 13),
+        ("Line.take", "get", 17),
+        ("Line.take", "get", 18),
+        ("Line.take", "result", 22),
+    ]

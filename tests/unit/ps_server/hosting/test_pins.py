@@ -1,0 +1,351 @@
+"""Versions that readers hold on a server: what they read, what they cost, how they end (docs/ledger.md, rule C7)."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.checkpoints.partition_file import BlockState, PartitionState
+from shardyard.domain import limits
+from shardyard.domain.consistency import UpdateMode
+from shardyard.domain.errors import (
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    ShardyardError,
+    StaleGeneration,
+    StaleIncarnation,
+    TooLarge,
+)
+from shardyard.domain.ids import Caller, Generation, Incarnation, JobId, PartitionId, Rank, Term, Token, Version
+from shardyard.domain.pulls import NotReadyPart, PinRequest, PullHeader
+from shardyard.domain.push_names import RankSource
+from shardyard_ps_server.hosting import pins, store
+from shardyard_ps_server.hosting.pins import Pins
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.partition.partition import Partition
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.values.versions import KEPT, VersionPin, Versions
+from tests.unit.ps_server.hosting.test_store import GENERATION, HERE, JOB, LAYOUT, OWNED, order, payload, server
+
+READER = Caller(JOB, Incarnation(0), Term(0))
+PIN = bytes(range(16))
+DEADLINE_S = 30.0
+
+
+def wish(pin: bytes = PIN, number: int | None = None, **changed: object) -> PinRequest:
+    found = PinRequest(READER, HERE, GENERATION, pin, number, lease_ms=1_000)
+    return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
+
+
+def pull(found: Store, pin: bytes = PIN, owned: list[PartitionId] = OWNED) -> dict[int, tuple[Version, set[float]]]:
+    """Version and values of each partition."""
+    asked = PullHeader(READER, HERE, GENERATION, tuple(owned), 0, exactly=False, pin=pin)
+    result, held = found.hold(found.admit_pull(asked), asked)
+    try:
+        return {
+            part.partition: (part.version, set(buffer.view(np.float64).tolist()))
+            for part, (_, buffer) in zip(result.parts, held.buffers, strict=True)
+        }
+    finally:
+        held.release()
+
+
+def push(found: Store, sequence: int, source: object = None) -> None:
+    made = order(sequence=sequence) if source is None else order(source, sequence)  # type: ignore[arg-type]
+    found.push(found.admit_push(made), made, payload(made))
+
+
+def step(found: Store, number: int, ranks: int = 2) -> None:
+    """A synchronous step."""
+    for rank in range(ranks):
+        push(found, number, RankSource(Rank(rank)))
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ms = 5_000
+        monkeypatch.setattr(store, "_now_ms", lambda: self.now_ms)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def pins_of(found: Store) -> Pins:
+    return found.hosted()[0].pins
+
+
+# ---- what is read
+
+
+def test_pinned_values_stay_whatever_is_pushed() -> None:
+    found = server()
+    push(found, 0)
+    parts, missing = found.pin(wish())
+    assert [part.partition for part in parts] == OWNED
+    assert not missing
+    for sequence in range(1, 9):
+        push(found, sequence)
+    assert pull(found) == {number: (Version(1, 1), {-1.0}) for number in OWNED}
+
+
+def test_named_step_is_held_when_it_comes_though_many_follow() -> None:
+    found = server(UpdateMode.SYNC)
+    parts, missing = found.pin(wish(number=3))
+    assert not parts
+    assert [(each.partition, each.have.number, each.want) for each in missing] == [(0, 0, 3), (2, 0, 3)]
+    with pytest.raises(NotReady):
+        pull(found)
+    for number in range(9):
+        step(found, number)
+    parts, missing = found.pin(wish(number=3))
+    assert [part.version for part in parts] == [Version(1, 3)] * 2
+    assert pull(found) == {number: (Version(1, 3), {-3.0}) for number in OWNED}
+
+
+def test_step_that_has_passed_is_refused_and_says_where_servers_stand() -> None:
+    found = server(UpdateMode.SYNC)
+    for number in range(4):
+        step(found, number)
+    with pytest.raises(InvalidRequest) as refused:
+        found.pin(wish(number=2))
+    assert refused.value.facts == {"newest": "4"}
+    with pytest.raises(InvalidRequest) as refused:
+        found.pin(wish())
+    assert refused.value.facts == {"newest": "4"}
+    assert len(pins_of(found)) == 0
+    found.pin(wish(number=3))  # the one before the newest is kept, for partitions of others may be there
+    assert pull(found)[0] == (Version(1, 3), {-3.0})
+
+
+def test_version_of_an_asynchronous_job_cannot_be_named() -> None:
+    with pytest.raises(InvalidRequest, match="async, at a version"):
+        server().pin(wish(number=1))
+
+
+# ---- leases
+
+
+def test_pin_ends_with_its_lease_and_its_memory_is_used_again(clock: Clock) -> None:
+    found = server()
+    found.pin(wish())
+    clock.now_ms += 999
+    found.expire_pins()
+    assert len(pins_of(found)) == 1
+    clock.now_ms += 1
+    found.expire_pins()
+    assert len(pins_of(found)) == 0
+    with pytest.raises(NotFound, match="pin that is not here"):
+        pull(found)
+
+
+def test_same_pin_again_renews_its_lease(clock: Clock) -> None:
+    found = server()
+    found.pin(wish())
+    clock.now_ms += 900
+    found.pin(wish())
+    clock.now_ms += 900
+    found.expire_pins()
+    assert pull(found)
+    with pytest.raises(InvalidRequest, match="asked for as one of version 3"):
+        pins_of(found).take(PIN, [], 3, now_ms=clock.now_ms, lease_ms=1)
+
+
+def test_lease_is_renewed_while_another_reader_waits_for_memory_or_a_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = server()
+    found.pin(wish())
+    asked, given = threading.Event(), threading.Event()
+    real = Partition.want
+
+    def slow(self: Partition, *wanted: Any, **more: Any) -> VersionPin:
+        asked.set()
+        assert given.wait(DEADLINE_S)
+        return real(self, *wanted, **more)
+
+    monkeypatch.setattr(Partition, "want", slow)
+    with ThreadPoolExecutor(2) as readers:
+        try:
+            other = readers.submit(found.pin, wish(bytes(16)))
+            assert asked.wait(DEADLINE_S)
+            parts, _ = readers.submit(found.pin, wish()).result(5)
+            assert [part.partition for part in parts] == OWNED
+            assert not other.done()
+        finally:
+            given.set()
+    assert len(pins_of(found)) == 2
+
+
+def test_lease_that_runs_out_takes_nothing_from_a_pull_under_way(clock: Clock) -> None:
+    found = server()
+    push(found, 0)
+    found.pin(wish())
+    asked = PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False, pin=PIN)
+    _, held = found.hold(found.admit_pull(asked), asked)
+    clock.now_ms += 2_000
+    found.expire_pins()
+    for sequence in range(1, 9):
+        push(found, sequence)
+    assert {float(each) for _, buffer in held.buffers for each in buffer.view(np.float64)} == {-1.0}
+    held.release()
+
+
+def test_pin_that_is_let_go_is_gone_and_once_more_does_nothing() -> None:
+    found = server()
+    found.pin(wish())
+    found.unpin(JOB, PIN)
+    found.unpin(JOB, PIN)
+    found.unpin(JobId(99), PIN)
+    with pytest.raises(NotFound):
+        pull(found)
+
+
+# ---- what it costs
+
+
+def buffers(partition: Partition) -> int:
+    made = partition._versions
+    return len(made._kept) + len(made._idle) + len(made._retired)
+
+
+def test_memory_that_updates_need_beside_a_pin_was_there_before() -> None:
+    found = server()
+    partition = found.hosted()[0].partitions[PartitionId(0)]
+    found.pin(wish())
+    before = buffers(partition)
+    assert before == KEPT + 2
+    for sequence in range(6):
+        push(found, sequence)
+    assert buffers(partition) == before
+
+
+def test_pins_one_after_the_other_take_the_same_memory() -> None:
+    found = server()
+    partition = found.hosted()[0].partitions[PartitionId(0)]
+    for sequence in range(20):
+        name = sequence.to_bytes(16, "big")
+        found.pin(wish(name))
+        push(found, sequence)
+        found.unpin(JOB, name)
+    assert buffers(partition) == KEPT + 2
+    assert not partition._versions._readers
+    assert not partition._versions._wanted
+
+
+def test_no_more_than_so_many_versions_are_held() -> None:
+    found = server()
+    for number in range(limits.PINS_MAX):
+        found.pin(wish(number.to_bytes(16, "big")))
+    with pytest.raises(TooLarge, match="are pinned"):
+        found.pin(wish(bytes(15) + b"\xff"))
+    found.unpin(JOB, bytes(16))
+    found.pin(wish(bytes(15) + b"\xff"))
+
+
+def test_pin_without_memory_is_refused_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = server()
+    hosted = found.hosted()[0]
+
+    def no_memory(self: Versions) -> object:
+        raise TooLarge("no memory")
+
+    last = hosted.partitions[OWNED[-1]]
+    monkeypatch.setattr(last._versions, "another", no_memory.__get__(last._versions))
+    with pytest.raises(TooLarge, match="no memory"):
+        found.pin(wish())
+    assert len(hosted.pins) == 0
+    assert not hosted.partitions[OWNED[0]]._versions._wanted
+    monkeypatch.undo()
+    push(found, 0)
+
+
+# ---- who may, and what ends it
+
+
+@pytest.mark.parametrize(
+    ("changed", "refused"),
+    [
+        ({"server": Incarnation(9)}, StaleIncarnation),
+        ({"generation": Generation(3)}, StaleGeneration),
+        ({"caller": Caller(JobId(9), Incarnation(0), Term(0))}, NotFound),
+    ],
+)
+def test_pin_at_the_wrong_door_is_refused(changed: dict[str, object], refused: type[ShardyardError]) -> None:
+    with pytest.raises(refused):
+        server().pin(wish(**changed))
+
+
+def test_pin_before_there_are_values_is_to_come_again() -> None:
+    with pytest.raises(NotReady):
+        server(opened=False).pin(wish())
+
+
+def test_reader_without_an_incarnation_reads_its_pin_and_nothing_else() -> None:
+    found = server()
+    with pytest.raises(InvalidRequest, match="without an incarnation"):
+        found.admit_pull(PullHeader(READER, HERE, GENERATION, tuple(OWNED), 0, exactly=False))
+
+
+def test_partitions_that_move_end_their_pins() -> None:
+    found = server()
+    found.pin(wish())
+    found.create(JOB, Generation(5), LAYOUT, OWNED, UpdateRules(UpdateMode.ASYNC, 2))
+    assert len(pins_of(found)) == 0
+    with pytest.raises(StaleGeneration):
+        pull(found)
+    again = PullHeader(READER, HERE, Generation(5), tuple(OWNED), 0, exactly=False, pin=PIN)
+    with pytest.raises(NotFound):
+        found.hold(found.admit_pull(again), again)
+
+
+def test_job_that_is_dropped_ends_its_pins() -> None:
+    found = server()
+    found.pin(wish())
+    held = pins_of(found)
+    found.drop(JOB)
+    assert len(held) == 0
+
+
+def test_version_that_was_named_does_not_come_where_the_partition_goes_back() -> None:
+    found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
+    found.open()
+    wanted = found.want(2)
+    cut = found.cut()
+    cut.complete()
+    arrays = [found.arrays(index, cut) for index in range(found.blocks)]
+    cut.release()
+    blocks = tuple(BlockState(index, each["values"].copy(), {}, 0) for index, each in enumerate(arrays))
+    found.restore(PartitionState(PartitionId(0), Version(2, 0), blocks, (), Token(0)))
+    with pytest.raises(NotFound, match="gone back"):
+        pins.await_pin(pins.Pin(2, ((found, wanted),), 0), 0.0)
+    found.unwant(wanted)
+
+
+def test_waiting_for_a_version_ends_in_time() -> None:
+    found = Partition(LAYOUT, PartitionId(0), UpdateRules(UpdateMode.SYNC, 1))
+    found.open()
+    wanted = found.want(1)
+    assert isinstance(found.await_wanted(wanted, 0.0), NotReadyPart)
+
+
+def test_version_that_is_wanted_is_never_written() -> None:
+    versions = Versions(64)
+    versions.give_back(versions.another())
+    held = versions.want(1)
+    assert held is not None
+    for number in range(1, 6):
+        buffer = versions.idle()
+        buffer = versions.another() if buffer is None else buffer
+        buffer[:] = number
+        versions.publish(buffer)
+    assert held.buffer is not None
+    assert set(held.buffer) == {1}
+    versions.unwant(held)
+    versions.unwant(held)
+    assert not versions._readers

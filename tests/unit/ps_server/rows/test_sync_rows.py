@@ -1,0 +1,766 @@
+"""PushedTableRows of tables in synchronous steps (docs/ledger.md, rules B1 to B3, B6): summed over the ranks that
+count, once an id, and readable as of two versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardyard.checkpoints.manifest import PartitionEntry
+from shardyard.config import configuration
+from shardyard.domain.consistency import Clipping, UpdateMode
+from shardyard.domain.errors import (
+    ConfigurationError,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    NotReady,
+    RateMismatch,
+    TableFull,
+    TooLarge,
+)
+from shardyard.domain.failpoints import armed
+from shardyard.domain.ids import Caller, Generation, Rank, Term, Token, Version
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import make_group
+from shardyard.domain.pulls import LookupRequest
+from shardyard.domain.push_names import PushName, RankSource, SourceKey
+from shardyard.domain.pushes import Outcome, PushHeader, PushKind, StepVerdict
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.wire import table_messages as wire_tables
+from shardyard_coordinator.placement.table_specs import check_settings
+from shardyard_ps_server.checkpoint.restore import Restore
+from shardyard_ps_server.checkpoint.saver import SaveRequest
+from shardyard_ps_server.partition.partition import Partition, RowsToRead
+from shardyard_ps_server.partition.update_rules import UpdateRules
+from shardyard_ps_server.rows import partition_tables, row_sums
+from shardyard_ps_server.rows.partition_tables import PartitionTables, PushedTableRows
+from shardyard_ps_server.rows.previous_rows import PreviousRows
+from shardyard_ps_server.rows.row_sums import Given, Mean
+from shardyard_ps_server.tables import expiry, table
+from tests.support.rows_in_pushes import GENERATION, HERE, JOB, RATE, WORKER, closed, made
+from tests.support.rows_in_steps import (
+    EMPTY,
+    EXPIRING,
+    HALF,
+    IDS,
+    IN_SECONDS,
+    INITIAL,
+    LAYOUT,
+    NARROW,
+    PARTITION,
+    WIDE,
+    asked,
+    current,
+    full,
+    moved,
+    only,
+    partition_of,
+    push,
+    read,
+    server,
+    work,
+)
+
+__all__ = ["closed"]
+
+# ---- sums
+
+
+@pytest.mark.parametrize("arrival", list(itertools.permutations(range(3))))
+def test_rule_b1_rows_are_the_mean_over_ranks_in_rank_order_whoever_came_first(arrival: tuple[int, ...]) -> None:
+    draw = np.random.default_rng(3)
+    given = [
+        (float(weight), np.sort(draw.choice(16, n, replace=False)), draw.standard_normal((n, 2)).astype(np.float32))
+        for weight, n in ((3, 9), (1, 12), (2, 7))
+    ]
+    partition = partition_of(3)
+    for rank in arrival:
+        weight, places, values = given[rank]
+        contribution = work(weight=weight)._replace(
+            rows=(PushedTableRows(0, IDS[places], values),), table_groups=(RATE, RATE)
+        )
+        outcome = push(partition, rank, 0, contribution)
+    assert outcome is Outcome.APPLIED
+    means: dict[int, np.ndarray] = {}
+    for weight, places, values in given:
+        for place, value in zip(places.tolist(), values, strict=True):
+            part = value * np.float32(weight / 6.0)
+            means[place] = means[place] + part if place in means else part
+    expected = INITIAL.copy()
+    for place, mean in means.items():
+        expected[place] -= np.float32(1.0) * mean
+    assert read(partition).tobytes() == expected.tobytes()
+
+
+def test_an_id_of_several_ranks_is_updated_once() -> None:
+    layout = dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, optimizer="adagrad", group=ADAGRAD), NARROW))
+    partition = partition_of(2, layout)
+    for rank in range(2):
+        push(partition, rank, 0, work({1: 4.0}, groups=(ADAGRAD, RATE)))
+    # one update by the mean: of two each would move by less
+    np.testing.assert_allclose(read(partition)[1] - INITIAL[1], -1.0, rtol=1e-5)
+    (chunk,) = partition.items(0)
+    assert chunk.frequencies.tolist() == [2]
+    assert chunk.steps.tolist() == [1]
+
+
+ADAGRAD = make_group("adagrad", {"lr": 1.0})
+
+
+def test_ranks_without_rows_or_without_samples_lower_the_mean_as_they_do_of_variables() -> None:
+    partition = partition_of(3)
+    push(partition, 0, 0, work({2: 8.0}, weight=1.0))
+    push(partition, 1, 0, work(weight=3.0))
+    push(partition, 2, 0, EMPTY)
+    assert moved(partition) == pytest.approx({2: -2.0})
+
+
+def test_a_step_in_which_nothing_counts_changes_no_row() -> None:
+    partition = partition_of(2)
+    for step in range(2):
+        for rank in range(2):
+            push(partition, rank, step, EMPTY)
+    assert partition.describe()[0].number == 2
+    assert moved(partition) == {}
+    assert not list(partition.items(0))
+
+
+def test_a_recorded_contribution_that_comes_again_changes_nothing() -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work({1: 2.0}))
+    assert push(partition, 0, 0, work({1: 50.0, 2: 1.0})) is Outcome.DUPLICATE
+    assert moved(partition) == {}
+    push(partition, 1, 0, work({1: 4.0}))
+    assert moved(partition) == pytest.approx({1: -3.0})
+
+
+def test_several_tables_are_one_step() -> None:
+    partition = partition_of(1)
+    both = work({0: 1.0})
+    both = both._replace(rows=(*both.rows, *work({0: 4.0, 3: 8.0}, table=1).rows))
+    push(partition, 0, 0, both)
+    assert moved(partition) == pytest.approx({0: -1.0})
+    assert read(partition, table=1)[[0, 3], 0].tolist() == [-4.0, -8.0]
+
+
+def test_ranks_that_disagree_on_a_tables_rate_are_refused() -> None:
+    partition = partition_of(3)
+    push(partition, 0, 0, work({1: 1.0}))
+    push(partition, 1, 0, work())
+    with pytest.raises(RateMismatch, match=r"in table 1, not .* of logical rank 0"):
+        push(partition, 2, 0, work({2: 1.0}, groups=(RATE, HALF)))
+    assert push(partition, 2, 0, work({2: 3.0})) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({1: -1 / 3, 2: -1.0})
+
+
+def test_rates_of_a_step_are_those_that_came_with_its_rows() -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work())
+    push(partition, 1, 0, work({1: 4.0}, groups=(HALF, RATE)))
+    assert moved(partition) == pytest.approx({1: -1.0})
+
+
+def test_rows_of_a_step_may_be_more_than_one_push_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition_tables, "ROWS_PER_PART_MAX", 3)
+    partition = partition_of(2)
+    push(partition, 0, 0, work({0: 2.0, 1: 2.0, 2: 2.0}))
+    push(partition, 1, 0, work({2: 2.0, 3: 2.0, 4: 4.0}))
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -1.0, 2: -2.0, 3: -1.0, 4: -2.0})
+    assert moved(partition, 0) == {}
+
+
+# ---- room
+
+
+def test_room_is_made_sure_of_when_rows_are_recorded_not_when_the_step_is_taken() -> None:
+    partition = partition_of(3, full(5))
+    push(partition, 0, 0, work({0: 3.0, 1: 3.0}))
+    push(partition, 1, 0, work({1: 3.0, 2: 3.0, 3: 3.0}))
+    for refused in ({4: 3.0, 5: 3.0}, {0: 1.0, 5: 1.0, 6: 1.0}):
+        with pytest.raises(TableFull, match="at most 5 are kept"):
+            push(partition, 2, 0, work(refused))
+        assert partition.describe()[0].number == 0
+        assert moved(partition) == {}
+    assert push(partition, 2, 0, work({0: 3.0, 4: 3.0})) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({0: -2.0, 1: -2.0, 2: -1.0, 3: -1.0, 4: -1.0})
+    with pytest.raises(TableFull):
+        push(partition, 0, 1, work({7: 1.0}))
+    assert push(partition, 0, 1, work({0: 1.0, 4: 1.0})) is Outcome.RECORDED
+
+
+def test_a_rank_alone_that_is_too_large_is_not_recorded() -> None:
+    partition = partition_of(2, full(2))
+    with pytest.raises(TableFull):
+        push(partition, 0, 0, work({0: 1.0, 1: 1.0, 2: 1.0}))
+    assert push(partition, 0, 0, work({0: 1.0, 1: 1.0})) is Outcome.RECORDED
+
+
+@pytest.mark.parametrize("place", ["mean_of", "set_aside"])
+def test_a_step_for_which_memory_is_refused_has_changed_nothing(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work({0: 1.0}, dense=1.0))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        if place == "mean_of":
+            patch.setattr(row_sums.np, "empty_like", refuse)
+            patch.setattr(row_sums.np, "unique", refuse)
+        else:
+            patch.setattr(partition_tables.np, "empty", refuse)
+        with pytest.raises(TooLarge):
+            push(partition, 1, 0, work({1: 1.0}, dense=1.0))
+    assert partition.describe()[0].number == 0
+    assert partition.torn is None
+    assert push(partition, 1, 0, work({1: 1.0}, dense=1.0)) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({0: -0.5, 1: -0.5})
+
+
+# ---- two versions
+
+
+def test_rule_b3_rows_are_read_as_the_last_two_versions_have_them() -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    push(partition, 0, 1, work({1: 2.0, 2: 4.0}))
+    assert moved(partition, 1) == pytest.approx({0: -1.0, 1: -1.0})
+    assert moved(partition, 2) == moved(partition) == pytest.approx({0: -1.0, 1: -3.0, 2: -4.0})
+    with pytest.raises(NotFound, match="version 0 of partition 0, whose newest is 2") as passed:
+        read(partition, 0)
+    assert passed.value.facts["newest"] == "2"
+
+
+def test_rows_of_which_nothing_was_pushed_are_the_same_in_both_versions() -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0}))
+    push(partition, 0, 1, work())
+    assert moved(partition, 1) == moved(partition, 2) == pytest.approx({0: -1.0})
+    with pytest.raises(NotFound):
+        read(partition, 0)
+    push(partition, 0, 2, work({0: 1.0}))
+    assert moved(partition, 2) == pytest.approx({0: -1.0})
+
+
+def test_what_is_kept_of_the_version_before_is_one_steps_rows() -> None:
+    partition = partition_of(2)
+    for step in range(20):
+        push(partition, 0, step, work({0: 1.0, 1: 1.0, step % 10 + 2: 1.0}))
+        push(partition, 1, step, work({0: 1.0, 1: 1.0}))
+        assert partition._former is not None
+        assert partition._former.number == step
+        assert sum(ids.size for ids, _ in partition._former.rows.values()) == 3
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1.0)])
+def test_a_look_up_sees_one_version_however_far_an_update_is(
+    monkeypatch: pytest.MonkeyPatch, clipping: Clipping
+) -> None:
+    partition = partition_of(1, clipping=clipping)
+    push(partition, 0, 0, work({0: 0.5}))
+    judge(partition, 0)
+    seen: list[tuple[dict[int, float], dict[int, float]]] = []
+    real = PartitionTables.push
+
+    def look() -> None:
+        seen.append((moved(partition), moved(partition, 1)))
+        with pytest.raises(NotReady):
+            read(partition, 2)
+
+    def and_after(self: PartitionTables, *given: Any) -> None:
+        real(self, *given)
+        look()  # rows are changed, the version is not there
+
+    monkeypatch.setattr(PartitionTables, "push", and_after)
+    with armed("rows.before_update", lambda _: look()):
+        push(partition, 0, 1, work({0: 0.5, 1: 0.5}))
+        judge(partition, 1)
+    before = {0: pytest.approx(seen[0][0][0])}
+    assert seen == [(before, before)] * 2
+    assert moved(partition).keys() == {0, 1}
+    assert moved(partition, 1) == before
+
+
+def judge(partition: Partition, step: int) -> None:
+    """Takes the step, if it waits for a verdict."""
+    told = partition.gathered(step)
+    if told is not None:
+        partition.take_verdict(StepVerdict(step, told.square_norm), current)
+
+
+def test_a_look_up_waits_for_a_version_as_a_pull_does() -> None:
+    partition = partition_of(2)
+    push(partition, 0, 0, work({0: 2.0}))
+    with pytest.raises(NotReady, match="version 1 of partition 0, which is at version 0 and waits for logical rank 1"):
+        read(partition, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(read, partition, 1, wait_s=30)
+        push(partition, 1, 0, work({1: 2.0}))
+        found = waiting.result(30)
+    assert (found - INITIAL)[[0, 1], 0].tolist() == pytest.approx([-1.0, -1.0])
+
+
+def test_a_look_up_of_what_waits_for_a_verdict_is_answered_at_once() -> None:
+    partition = partition_of(1, clipping=Clipping(norm=1.0))
+    push(partition, 0, 0, work({0: 2.0}))
+    begin = threading.Event()
+    with pytest.raises(NotReady, match="the verdict on step 0"):
+        read(partition, 1, wait_s=600)
+    assert not begin.is_set()
+
+
+def test_a_reader_that_is_overtaken_by_two_steps_is_told_or_reads_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0}))
+    real = PartitionTables.look_up
+    steps = iter(range(1, 100))
+
+    def overtaken(self: PartitionTables, *given: Any) -> None:
+        real(self, *given)
+        if len(overtakes) < 2:
+            overtakes.append(1)
+            push(partition, 0, next(steps), work({0: 1.0}))
+            push(partition, 0, next(steps), work({1: 1.0}))
+
+    overtakes: list[int] = []
+    monkeypatch.setattr(PartitionTables, "look_up", overtaken)
+    with pytest.raises(NotFound, match="version 1 of partition 0, whose newest is"):
+        read(partition, 1)
+    overtakes.clear()
+    found = read(partition)
+    assert len(overtakes) == 2
+    assert (found - INITIAL)[[0, 1], 0].tolist() == pytest.approx([-4.0, -3.0])
+
+
+def test_an_asynchronous_partition_has_no_versions_of_rows() -> None:
+    partition = Partition(LAYOUT, PARTITION, UpdateRules(UpdateMode.ASYNC, 0))
+    partition.open()
+    read(partition)
+    with pytest.raises(InvalidRequest, match="whose rows are updated as they come"):
+        read(partition, 0)
+    assert partition._former is None
+
+
+def test_all_rows_are_read_between_two_updates() -> None:
+    partition = partition_of(1)
+    push(partition, 0, 0, work({0: 1.0}))
+    asked: list[Future[Any]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def ask(_: str) -> None:  # while the update has the turn
+            asked.append(pool.submit(lambda: list(partition.items(0))))
+            with pytest.raises(TimeoutError):
+                asked[0].result(0.3)
+
+        with armed("rows.before_update", ask):
+            push(partition, 0, 1, work({0: 1.0, 1: 1.0}))
+        (chunk,) = asked[0].result(30)
+    assert sorted(chunk.ids.tolist()) == IDS[:2].tolist()
+
+
+# ---- verdicts
+
+
+def test_squares_of_rows_belong_to_the_norm_and_rows_are_scaled() -> None:
+    partition = partition_of(2, clipping=Clipping(norm=1.0))
+    push(partition, 0, 0, work({0: 4.0}, dense=1.0))
+    push(partition, 1, 0, work({1: 8.0}, dense=1.0))
+    told = partition.gathered(0)
+    assert told is not None
+    assert told.square_norm == 16 * 1.0 + 2 * (2.0**2 + 4.0**2)
+    assert moved(partition) == {}
+    partition.take_verdict(StepVerdict(0, told.square_norm), current)
+    scale = np.float32(1.0 / (told.square_norm**0.5 + 1e-6))
+    assert moved(partition) == pytest.approx({0: -2.0 * scale, 1: -4.0 * scale})
+    assert moved(partition, 0) == {}
+    values = partition._versions.values.view(np.float32)
+    assert values.tolist() == pytest.approx([-float(scale)] * 16)
+
+
+def test_a_norm_below_the_limit_leaves_rows_as_they_are() -> None:
+    partition = partition_of(1, clipping=Clipping(norm=100.0))
+    push(partition, 0, 0, work({0: 4.0}))
+    judge(partition, 0)
+    assert moved(partition) == pytest.approx({0: -4.0})
+
+
+@pytest.mark.parametrize("norm", [0.0, 1_000.0])
+def test_elements_of_the_mean_of_rows_are_clipped_by_value(norm: float) -> None:
+    partition = partition_of(2, clipping=Clipping(value=1.5, norm=norm))
+    push(partition, 0, 0, work({0: 4.0, 1: -4.0, 2: 2.0}))
+    push(partition, 1, 0, work({0: 4.0}))
+    judge(partition, 0)
+    assert moved(partition) == pytest.approx({0: -1.5, 1: 1.5, 2: -1.0})
+
+
+def test_rows_of_a_rank_that_came_late_change_nothing() -> None:
+    partition = partition_of(3, backup_workers=1)
+    push(partition, 0, 0, work({0: 2.0}))
+    push(partition, 2, 0, work({1: 2.0}))
+    partition.take_verdict(StepVerdict(0, None, (Rank(0), Rank(1))), current)
+    assert moved(partition) == {}
+    assert push(partition, 2, 0, work({2: 2.0})) is Outcome.DROPPED
+    assert push(partition, 1, 0, work({3: 4.0})) is Outcome.APPLIED
+    assert moved(partition) == pytest.approx({0: -1.0, 3: -2.0})
+    assert push(partition, 2, 0, work({2: 2.0})) is Outcome.DROPPED
+    assert moved(partition) == pytest.approx({0: -1.0, 3: -2.0})
+
+
+def test_a_torn_step_is_never_half_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of(1)
+
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(PartitionTables, "push", refuse)
+    with pytest.raises(MemoryError):
+        push(partition, 0, 0, work({0: 1.0}, dense=1.0))
+    assert partition.describe()[0].number == 0
+    assert isinstance(partition.torn, Internal)
+    for ask in (lambda: read(partition), lambda: push(partition, 0, 0, work({0: 1.0}))):
+        with pytest.raises(Internal, match="rows of update 1 of partition 0"):
+            ask()
+
+
+def test_a_step_that_a_verdict_tears_stops_the_server() -> None:
+    told: list[Any] = []
+    store = server(on_failure=told.append, clipping=Clipping(norm=1.0))
+    partition = only(store)
+    for rank in range(2):
+        push(partition, rank, 0, work({0: 1.0}))
+    gathered = partition.gathered(0)
+    assert gathered is not None
+
+    def fail(name: str) -> None:
+        raise MemoryError(name)
+
+    name = PushName(SourceKey(RankSource(Rank(0))), Token(1), 0, 0)
+    order = PushHeader(Caller(JOB, WORKER), HERE, GENERATION, name, PushKind.NOTHING, (), 0.0, ())
+    with armed("rows.before_update", fail, at=1), pytest.raises(MemoryError):
+        store.take_verdict(store.hosted()[0], order, StepVerdict(0, gathered.square_norm))
+    assert [type(each) for each in told] == [Internal]
+
+
+# ---- checkpoints
+
+
+def steps(partition: Partition, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        for rank in range(2):
+            push(partition, rank, step, work({step: 2.0, step + rank: 4.0}))
+
+
+def test_rule_b7_a_checkpoint_of_a_step_has_its_rows_and_comes_back_to_the_bit(tmp_path: Path) -> None:
+    store = server()
+    partition = only(store)
+    steps(partition, 0, 3)
+    with ThreadPoolExecutor(1) as pool:
+        order = SaveRequest(1, 5, 0, 30_000)
+        saving = pool.submit(store.save, Caller(JOB, term=Term(1)), HERE, GENERATION, order, str(tmp_path))
+        until = time.monotonic() + 30
+        while partition._named is None:
+            assert time.monotonic() < until
+        steps(partition, 3, 5)
+        then = read(partition)
+        push(partition, 0, 5, work({0: 64.0}))
+        push(partition, 1, 5, work({15: 64.0}))
+        (saved,) = saving.result(30)
+    assert saved.version.number == 5
+    assert read(partition).tobytes() != then.tobytes()
+    version = Version(2, 5)
+    entry = PartitionEntry(saved.partition, version, (saved.file,), saved.tables)
+    other = only(server(Restore(str(tmp_path), (entry,))))
+    assert other.describe()[0] == version
+    assert read(other).tobytes() == read(other, 5).tobytes() == then.tobytes()
+    with pytest.raises(NotFound):
+        read(other, 4)
+    for rank, place in ((0, 0), (1, 15)):
+        push(other, rank, 5, work({place: 64.0}))
+    assert read(other).tobytes() == read(partition).tobytes()
+    assert read(other, 5).tobytes() == then.tobytes()
+
+
+def test_what_was_set_aside_is_nobodys_after_a_restore(tmp_path: Path) -> None:
+    store = server()
+    partition = only(store)
+    steps(partition, 0, 2)
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 2, 0, 0), str(tmp_path))
+    then = read(partition)
+    steps(partition, 2, 4)
+    assert partition._former is not None
+    entry = PartitionEntry(saved.partition, Version(2, 2), (saved.file,), saved.tables)
+    store.create(
+        JOB,
+        Generation(5),
+        LAYOUT,
+        [PARTITION],
+        UpdateRules(UpdateMode.SYNC, 2),
+        Restore(str(tmp_path), (entry,), job=JOB),
+    )
+    assert only(store)._former is None
+    assert read(only(store)).tobytes() == then.tobytes()
+    with pytest.raises(NotFound):
+        read(only(store), 1)
+
+
+# ---- what expires
+
+
+def expiring(**reasons: Any) -> JobLayout:
+    return dataclasses.replace(LAYOUT, tables=(dataclasses.replace(WIDE, expiry=ExpirySettings(**reasons)), NARROW))
+
+
+def rows_of(partition: Partition) -> dict[int, tuple[bytes, int, int]]:
+    return {
+        number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
+        for chunk in partition.items(0)
+        for i, number in enumerate(chunk.ids.tolist())
+    }
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1_000.0)])
+def test_rule_b3_a_row_expires_with_its_step_and_is_there_in_the_version_before(clipping: Clipping) -> None:
+    partition = partition_of(1, expiring(age_steps=5), clipping=clipping)
+    for step in range(6):
+        push(partition, 0, step, work({0 if step == 0 else 1: 1.0}))
+        judge(partition, step)
+    assert partition.tables["wide"].rows == 2
+    push(partition, 0, 6, work({1: 1.0}))
+    judge(partition, 6)
+    assert partition.tables["wide"].rows == 1
+    assert moved(partition, 6) == pytest.approx({0: -1.0, 1: -5.0})
+    assert moved(partition, 7) == moved(partition) == pytest.approx({1: -6.0})
+    push(partition, 0, 7, work({0: 1.0}))
+    judge(partition, 7)
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -6.0})
+
+
+def test_rows_expire_with_steps_that_change_none() -> None:
+    """Else it would depend on the number of partitions which rows have gone."""
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    for step in range(1, 6):
+        push(partition, 0, step, EMPTY if step % 2 else work())
+    assert partition.tables["wide"].rows == 2
+    push(partition, 0, 6, EMPTY)
+    assert (partition.tables["wide"].rows, moved(partition)) == (0, {})
+    assert moved(partition, 6) == pytest.approx({0: -1.0, 1: -1.0})
+
+
+def test_a_row_that_is_pushed_with_the_step_stays() -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    for step in range(1, 6):
+        push(partition, 0, step, work())
+    push(partition, 0, 6, work({0: 1.0}))
+    assert moved(partition) == pytest.approx({0: -2.0})
+
+
+def test_a_sweep_comes_sixteen_times_in_an_age_and_else_every_64_steps() -> None:
+    assert [ExpirySettings(age_steps=age).sweep_steps for age in (1, 16, 31, 32, 1_600)] == [1, 1, 1, 2, 100]
+    assert ExpirySettings(frequency_min=2, grace_steps=320).sweep_steps == 20
+    assert ExpirySettings(rows_kept=9).sweep_steps == 64
+    partition = partition_of(1, expiring(age_steps=64))
+    push(partition, 0, 0, work({0: 1.0}))
+    for step in range(1, 67):
+        push(partition, 0, step, work({1: 1.0}))
+        assert moved(partition).keys() == {0, 1}, step
+    assert partition.describe()[0].number == 67
+    push(partition, 0, 67, work({1: 1.0}))  # makes version 68, a multiple of 4; the row has been due since 66
+    assert moved(partition).keys() == {1}
+
+
+@pytest.mark.parametrize("reasons", [{"age_steps": 4}, {"rows_kept": 5}, {"frequency_min": 30, "grace_steps": 8}])
+def test_rule_b7_the_same_rows_expire_after_a_restore_and_whoever_comes_first(
+    tmp_path: Path, reasons: dict[str, int]
+) -> None:
+    layout = expiring(**reasons)
+    work_of = np.random.default_rng(5).zipf(1.5, (150, 2, 3)) % IDS.size
+
+    def train(partition: Partition, begin: int, end: int, order: tuple[int, int]) -> None:
+        for step in range(begin, end):
+            for rank in order:
+                push(partition, rank, step, work({int(place): 1.0 + rank for place in work_of[step, rank]}))
+
+    straight = partition_of(2, layout)
+    train(straight, 0, 150, (0, 1))
+    assert straight.tables["wide"].expired > 0
+    store = server(layout=layout)
+    train(only(store), 0, 61, (1, 0))
+    (saved,) = store.save(Caller(JOB, term=Term(1)), HERE, GENERATION, SaveRequest(1, 61, 0, 0), str(tmp_path))
+    entry = PartitionEntry(saved.partition, Version(2, 61), (saved.file,), saved.tables)
+    again = only(server(Restore(str(tmp_path), (entry,)), layout=layout))
+    train(again, 61, 150, (1, 0))
+    assert rows_of(again) == rows_of(straight)
+
+
+@pytest.mark.parametrize("clipping", [Clipping(), Clipping(norm=1_000.0)])
+def test_a_sweep_for_which_memory_is_refused_has_changed_nothing(
+    monkeypatch: pytest.MonkeyPatch, clipping: Clipping
+) -> None:
+    partition = partition_of(1, expiring(age_steps=5), clipping=clipping)
+    push(partition, 0, 0, work({0: 1.0}))
+    judge(partition, 0)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    def take_step() -> None:
+        push(partition, 0, 1, work({1: 1.0}))
+        judge(partition, 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(expiry.np, "unique", refuse)
+        with pytest.raises(TooLarge, match="a sweep of 'wide'"):
+            take_step()
+    assert (partition.describe()[0].number, partition.torn) == (1, None)
+    take_step()
+    assert moved(partition) == pytest.approx({0: -1.0, 1: -1.0})
+
+
+def test_more_rows_expire_than_a_table_takes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work(dict.fromkeys(range(7), 1.0)))
+    monkeypatch.setattr(partition_tables, "ROWS_PER_PART_MAX", 2)
+    monkeypatch.setattr(table, "BATCH_IDS_MAX", 2)
+    for step in range(1, 7):
+        push(partition, 0, step, work({7: 1.0}))
+    assert partition.tables["wide"].rows == 1
+    for place in range(0, 16, 2):
+        out = np.empty((2, 2), np.float32)
+        partition.look_up([RowsToRead(0, IDS[place : place + 2], out)], 6)
+        moved_by = (out - INITIAL[place : place + 2])[:, 0]
+        assert moved_by.tolist() == pytest.approx([-5.0 if at == 7 else -1.0 * (at < 7) for at in (place, place + 1)])
+
+
+def test_ids_without_a_row_are_not_set_aside() -> None:
+    layout = dataclasses.replace(
+        LAYOUT,
+        tables=(
+            dataclasses.replace(
+                WIDE, admission=AdmissionSettings(Admission.COUNT, 2), expiry=ExpirySettings(age_steps=5)
+            ),
+            NARROW,
+        ),
+    )
+    partition = partition_of(1, layout)
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    push(partition, 0, 1, work({0: 1.0}))
+    for step in range(2, 8):
+        push(partition, 0, step, work({2: 1.0}))
+    assert partition.tables["wide"].expired == 2
+    assert partition._former is not None
+    assert partition._former.rows[0][0].tolist() == IDS[[0, 2]].tolist()
+
+
+def test_a_reader_that_holds_a_version_has_the_rows_that_expired_since() -> None:
+    partition = partition_of(1, expiring(age_steps=5))
+    push(partition, 0, 0, work({0: 1.0, 1: 1.0}))
+    wanted = partition.want(None, rows=True)
+    for step in range(1, 9):
+        push(partition, 0, step, work({1: 1.0}))
+    assert moved(partition) == pytest.approx({1: -9.0})
+    out = np.empty((IDS.size, 2), np.float32)
+    partition.look_up_held([RowsToRead(0, IDS, out)], wanted)
+    assert (out - INITIAL)[:3, 0].tolist() == pytest.approx([-1.0, -1.0, 0.0])
+
+
+# ---- asked over the wire
+
+
+@pytest.mark.parametrize("given", [asked(), asked(number=0), asked(number=7, wait_ms=1_000)])
+def test_a_look_up_says_its_version_on_the_wire(given: LookupRequest) -> None:
+    assert wire_tables.look_up_from_header(wire_tables.look_up_to_header(given)) == given
+
+
+def test_a_look_up_that_waits_too_long_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="a look-up that waits 1001 ms; at most 1000"):
+        wire_tables.look_up_from_header(wire_tables.look_up_to_header(asked(number=1, wait_ms=1_001)))
+
+
+def test_rows_that_expire_by_seconds_are_refused_in_a_synchronous_job() -> None:
+    store = made()
+    layout = dataclasses.replace(LAYOUT, tables=(WIDE, IN_SECONDS))
+    with pytest.raises(InvalidRequest, match="which is synchronous, with rows that expire by seconds"):
+        store.create(JOB, GENERATION, layout, [PARTITION], UpdateRules(UpdateMode.SYNC, 2))
+    assert not store.hosted()
+
+
+@pytest.mark.parametrize(
+    ("mode", "tables", "text"),
+    [
+        ("sync", (WIDE, NARROW), ""),
+        ("async", (WIDE, EXPIRING), ""),
+        ("async", (WIDE, IN_SECONDS), ""),
+        ("sync", (WIDE, EXPIRING), ""),
+        ("sync", (WIDE, IN_SECONDS), "whose rows expire by seconds, in a job with job.consistency.mode sync"),
+        ("local", (WIDE,), "in a job with job.consistency.mode local"),
+        ("local", (), ""),
+    ],
+)
+def test_the_coordinator_refuses_tables_that_a_job_cannot_have(
+    mode: str, tables: tuple[TableSettings, ...], text: str
+) -> None:
+    given = configuration.load(None, {}, {"job.consistency.mode": mode}).settings.job
+    if not text:
+        check_settings(tables, given)
+        return
+    with pytest.raises(ConfigurationError, match=text):
+        check_settings(tables, given)
+
+
+# ---- the parts
+
+
+def test_a_lone_rank_is_taken_as_it_is_and_shares_are_rounded_to_the_rows_dtype() -> None:
+    ids, values = np.array([3, 9]), np.array([[1.0], [3.0]], np.float32)
+    alone = row_sums.mean_of([Given(ids, values, None, 1.0)])
+    assert alone.values is values
+    third = row_sums.mean_of([Given(ids, values, None, 1 / 3)])
+    assert third.values.tobytes() == (values * np.float32(1 / 3)).tobytes()
+    assert third.counts is None
+
+
+def test_counts_of_ranks_are_added() -> None:
+    values = np.ones((2, 1), np.float32)
+    counts = np.array([5, 7])
+    found = row_sums.mean_of([Given(np.array([1, 2]), values, counts, 0.5), Given(np.array([2, 4]), values, None, 0.5)])
+    assert found.ids.tolist() == [1, 2, 4]
+    assert found.counts is not None
+    assert found.counts.tolist() == [5, 8, 1]
+
+
+def test_a_scale_of_one_changes_nothing_and_another_all() -> None:
+    mean = Mean(np.array([1]), np.array([[3.0, -4.0]], np.float32), None)
+    assert row_sums.scaled(mean, 1.0) is mean
+    assert row_sums.scaled(mean, 0.5).values.tolist() == [[1.5, -2.0]]
+    assert row_sums.square_norm(mean) == 25.0
+
+
+FORMER: dict[str, tuple[list[int], Callable[[], list[float]]]] = {
+    "none of them": ([1, 2], lambda: [10.0, 20.0]),
+    "all": ([4, 6], lambda: [-4.0, -6.0]),
+    "some, and beyond the last": ([3, 4, 5, 6, 7], lambda: [10.0, -4.0, 30.0, -6.0, 50.0]),
+}
+
+
+@pytest.mark.parametrize("case", FORMER.values(), ids=FORMER.keys())
+def test_former_rows_are_put_back_where_they_are_known(case: tuple[list[int], Callable[[], list[float]]]) -> None:
+    ids, expected = case
+    former = PreviousRows(3, {0: (np.array([4, 6]), np.array([[-4.0], [-6.0]], np.float32))})
+    out = np.array([[10.0 * (at + 1)] for at in range(len(ids))], np.float32)
+    other = out.copy()
+    former.put_back(0, np.array(ids, np.int64), out)
+    former.put_back(1, np.array(ids, np.int64), other)
+    assert out[:, 0].tolist() == expected()
+    assert other[:, 0].tolist() == [10.0 * (at + 1) for at in range(len(ids))]

@@ -1,0 +1,711 @@
+"""Rows that memory has no room for: they lie in a file, come back when they are pushed, and nobody can tell, not when
+the disk is full either; a disk that is waited for keeps nobody else waiting; nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardyard as sy
+from shardyard.domain.errors import StorageUnavailable, TableFull
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import ExpirySettings, TableSettings
+from shardyard.runtime.clock import SystemClock
+from shardyard_ps_server.rows.partition_tables import PartitionTables, warm
+from shardyard_ps_server.tables import cold_file, disk_tier, stripes
+from shardyard_ps_server.tables import table as table_module
+from shardyard_ps_server.tables.loops import moves, walks
+from shardyard_ps_server.tables.memory import budget as budgets
+from shardyard_ps_server.tables.memory import heap, layout
+from shardyard_ps_server.tables.memory.budget import UNLIMITED, Budget, budget_in, open_unnamed
+from shardyard_ps_server.tables.table import Table
+from tests.support import rows_in_steps as steps_of
+
+DIM = 4
+ROW_BYTES = 2 * 4 * DIM
+ROWS = 20_000
+LEAST = 64
+_SEAL_FUTURE_WRITE = 0x10
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", LEAST)
+
+
+def in_memory() -> int:
+    return os.memfd_create("rows")
+
+
+def make(budget: Budget | None, **more: object) -> Table:
+    group = make_group("adagrad", {"lr": 0.1})
+    settings = TableSettings("t", DIM, "adagrad", group, 1, rows_max=1 << 20, **more)  # type: ignore[arg-type]
+    return Table(settings, budget)
+
+
+def many(n: int, seed: int = 0) -> np.ndarray:
+    return np.unique(np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, n))
+
+
+def gradients(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, DIM)).astype(np.float32)
+
+
+def look(table: Table, ids: np.ndarray) -> np.ndarray:
+    out = np.full((ids.size, DIM), np.nan, np.float32)
+    table.look_up(ids, out)
+    return out
+
+
+def test_rows_are_counted_right_while_the_limit_of_memory_moves() -> None:
+    """A checkpoint has the number, and is damaged where it has other rows."""
+    table, ids = make(Budget(UNLIMITED, in_memory)), many(ROWS)
+    table.push(ids, gradients(ids.size), 1)
+    table.remove(ids[::2])
+    stop = threading.Event()
+
+    def move() -> None:
+        for limit in itertools.cycle((ROWS, ROWS // 4)):
+            heap.set_limit(table._memory, limit)
+            if stop.is_set():
+                return
+
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        seen = {table.rows for _ in range(20_000)}
+        stop.set()
+        moving.result(30)
+    assert seen == {ids.size - ids[::2].size}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_stays_at_its_bound_while_the_index_grows_and_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Rows leave before the index needs their room, and its stripes, all of a size, do not grow with the same push:
+    not by luck, whatever the seed by which ids are hashed."""
+    seeds = np.random.default_rng(seed)
+    monkeypatch.setattr(table_module.os, "urandom", seeds.bytes)
+    monkeypatch.setattr(stripes, "PARALLEL_STRIPES", 4)
+    bound, piece, ids = 32 << 20, 1 << 14, np.random.default_rng(0).permutation(1 << 20)
+    table = make(budget_in(tmp_path, bound))
+    taken, counts = [], set()
+    for begin in range(0, ids.size, piece):
+        table.load(ids[begin : begin + piece], np.zeros((piece, DIM), np.float32))
+        taken.append(table.nbytes)
+        counts.add(table.stripes)
+    assert max(counts) >= 6
+    assert table.rows == ids.size
+    assert 0.9 * bound < taken[-1]
+    assert max(taken) < 1.05 * bound
+    assert table._stripes.nbytes < 27 * ids.size
+    assert table._stripes.nbytes == sum(room.nbytes for room in table._stripes._rooms)
+
+
+def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:
+    return {
+        number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
+        for chunk in table.items()
+        for i, number in enumerate(chunk.ids.tolist())
+    }
+
+
+def train(table: Table, ids: np.ndarray, steps: int = 30, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    for step in range(1, steps + 1):
+        batch = np.unique(rng.choice(ids, 2_000))
+        table.push(batch, gradients(batch.size, step), table.updates + 1)
+
+
+def slots_in_use(table: Table) -> int:
+    shared = table._memory.shared
+    return int(shared[layout.NEXT_SLOT] - shared[layout.SLOTS_FREE])
+
+
+def settled(*tables: Table) -> None:
+    """A little of what is too much leaves with each push."""
+    for table in tables * 200:
+        table.count(np.empty(0, np.int64), None, table.updates + 1)
+
+
+# ---- where rows are
+
+
+def test_rows_beyond_the_bound_lie_in_a_file_and_are_the_rows_that_they_were(tmp_path: Path) -> None:
+    bounded, plain = make(budget_in(tmp_path, 400_000)), make(None)
+    ids = many(ROWS)
+    for table in (bounded, plain):
+        table.push(ids, gradients(ids.size), 1)
+        train(table, ids)
+    settled(bounded, plain)
+    assert bounded.rows == plain.rows == ids.size
+    assert bounded.cold_rows > 0.8 * ids.size
+    assert bounded.disk_bytes >= bounded.cold_rows * ROW_BYTES
+    assert (plain.cold_rows, plain.disk_bytes) == (0, 0)
+    assert look(bounded, ids).tobytes() == look(plain, ids).tobytes()
+    assert contents(bounded) == contents(plain)
+
+
+def test_a_table_that_fits_has_no_file(tmp_path: Path) -> None:
+    budget = budget_in(tmp_path, 100 << 20)
+    assert budget is not None
+    opened: list[int] = []
+    table = make(Budget(budget.bytes_max, lambda: opened.append(0) or in_memory()))  # type: ignore[func-returns-value]
+    ids = many(ROWS)
+    table.push(ids, gradients(ids.size), 1)
+    assert (table.cold_rows, table.disk_bytes, opened) == (0, 0, [])
+
+
+def test_memory_stays_within_the_bound_while_the_index_grows() -> None:
+    bytes_max, dim = 6 << 20, 32
+    group = make_group("adagrad", {"lr": 0.1})
+    table = Table(TableSettings("t", dim, "adagrad", group, 1, rows_max=1 << 20), Budget(bytes_max, in_memory))
+    ids = np.random.default_rng(1).permutation(many(60_000))
+    for step, begin in enumerate(range(0, ids.size, 500), 1):
+        batch = ids[begin : begin + 500]
+        table.push(batch, np.zeros((batch.size, dim), np.float32), step)
+        # a limit falls in steps, and the rows behind it leave over some pushes
+        assert table.nbytes < 1.2 * bytes_max
+    settled(table)
+    assert table.nbytes <= bytes_max
+    assert table.rows == ids.size
+    index = table._stripes.nbytes
+    assert table.nbytes - index > 0.8 * (bytes_max - index)
+
+
+def is_cold(table: Table, ids: np.ndarray) -> np.ndarray:
+    return np.array([moves.bring(table._memory, np.array([each])) > 0 for each in ids.tolist()])
+
+
+def test_what_is_pushed_comes_into_memory_and_what_was_pushed_longest_ago_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 2_000)
+    table = make(Budget(1, in_memory))
+    ids = np.random.default_rng(2).permutation(many(ROWS))
+    table.push(ids, gradients(ids.size), 1)
+    hot, others = ids[:1_000], ids[1_000:15_000]
+    for step, part in enumerate(np.array_split(others, 70), 2):
+        batch = np.concatenate([hot, part])
+        table.push(batch, gradients(batch.size), step)
+    settled(table)
+    assert table.rows - table.cold_rows <= 2_000
+    assert is_cold(table, hot).mean() < 0.02
+    assert is_cold(table, others[:10_000]).mean() > 0.98
+    assert is_cold(table, ids[15_000:]).all()
+
+
+def test_a_bound_that_is_raised_lets_rows_come_back_and_one_that_falls_gives_memory_back() -> None:
+    budget = Budget(1 << 30, in_memory)
+    table, plain = make(budget), make(None)
+    ids = many(ROWS)
+    for each in (table, plain):
+        each.push(ids, gradients(ids.size), 1)
+    whole = table.nbytes
+    budget.bytes_max = table._stripes.nbytes + 100_000
+    settled(table)
+    assert table.nbytes <= budget.bytes_max < whole
+    budget.bytes_max = 1 << 30
+    for each in (table, plain):
+        each.push(ids, gradients(ids.size, 1), 2)
+    assert table.cold_rows == 0
+    assert contents(table) == contents(plain)
+
+
+def expire(table: Table, step: int) -> np.ndarray:
+    gone = table.expiring(step, 1 << 20).ids
+    table.remove_expired(gone)
+    return gone
+
+
+def test_rows_in_the_file_expire_are_removed_and_loaded_as_others_are() -> None:
+    expiry = ExpirySettings(norm_min=1.0, age_steps=50)
+    tables = [make(Budget(1, in_memory), expiry=expiry), make(None, expiry=expiry)]
+    ids = many(5_000)
+    for table in tables:
+        table.push(ids, gradients(ids.size), 1)
+        table.remove(ids[::3])
+        table.load(ids[::5], gradients(ids[::5].size, 3))
+        gone = [expire(table, 2)]
+        table.push(ids[::7], gradients(ids[::7].size, 4), 60)
+        gone.append(expire(table, 61))
+        assert all(each.size for each in gone)
+    assert contents(tables[0]) == contents(tables[1])
+    tables[0].remove(ids)
+    assert (tables[0].rows, tables[0].cold_rows) == (0, 0)
+
+
+def test_a_cut_is_of_its_moment_while_rows_go_to_the_file_and_come_back() -> None:
+    table = make(Budget(1, in_memory))
+    ids = many(5_000)
+    table.push(ids, gradients(ids.size), 1)
+    for since in (None, "all"):
+        then = contents(table)
+        with table.cut(None if since is None else table.generation) as cut:
+            found = []
+            for step, chunk in enumerate(cut, table.updates + 1):
+                found.append(chunk)
+                table.push(ids[step % 7 :: 7], gradients(ids[step % 7 :: 7].size, step), step)
+                table.remove(ids[step : step + 3])
+        got = {
+            number: (chunk.records[i].tobytes(), int(chunk.frequencies[i]), int(chunk.steps[i]))
+            for chunk in found
+            for i, number in enumerate(chunk.ids.tolist())
+        }
+        assert got == then if since is None else got.items() <= then.items()
+        table.push(ids, gradients(ids.size, 8), table.updates + 1)
+
+
+def test_a_table_that_may_lie_in_a_file_is_full_at_its_bound_too() -> None:
+    group = make_group("sgd", {"lr": 1.0})
+    table = Table(TableSettings("t", DIM, "sgd", group, rows_max=1_000), Budget(1, in_memory))
+    ids = many(1_200)[:1_001]
+    table.push(ids[:1_000], gradients(1_000), 1)
+    settled(table)
+    before = contents(table)
+    with pytest.raises(TableFull):
+        table.push(ids, gradients(1_001), 300)
+    assert contents(table) == before
+    table.remove(ids[:1])
+    table.push(ids[1:], gradients(1_000), 301)
+    assert table.rows == 1_000
+
+
+def test_a_step_that_has_room_by_its_settings_alone_is_refused_before_it_changes_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table that may lie in a file has fewer row numbers."""
+    monkeypatch.setattr(table_module, "COLD_ROWS_MAX", 5)
+    partition = steps_of.partition_of(2, budget=Budget(1, in_memory))
+    steps_of.push(partition, 0, 0, steps_of.work(dict.fromkeys(range(4), 1.0)))
+    with pytest.raises(TableFull, match="at most 5 are kept"):
+        steps_of.push(partition, 1, 0, steps_of.work(dict.fromkeys(range(3, 7), 1.0)))
+    assert partition.torn is None
+    steps_of.push(partition, 1, 0, steps_of.work({4: 1.0}))
+    assert partition.tables["wide"].rows == 5
+
+
+def test_rows_that_await_their_turn_behind_a_log_are_many_where_row_numbers_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table_module, "COLD_ROWS_MAX", 5)
+    tables = PartitionTables(steps_of.LAYOUT, SystemClock(), recorded=True, budget=Budget(1, in_memory))
+    few = steps_of.work(dict.fromkeys(range(3), 1.0)).rows
+    assert not tables.is_close(few)
+    tables.await_push(few, 1)
+    assert tables.is_close(few)
+
+
+# ---- who waits
+
+
+@pytest.mark.parametrize("slow", ["bring", "write"])
+def test_who_waits_for_the_disk_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    table = make(Budget(300_000, in_memory))
+    ids = many(ROWS)
+    table.push(ids, gradients(ids.size), 1)
+    settled(table)
+    hot = ids[~is_cold(table, ids)][:50]
+    frozen = ids[is_cold(table, ids)]
+    begun, free = threading.Event(), threading.Event()
+    quick = getattr(moves, slow)
+
+    def waits(*given: Any) -> Any:
+        if threading.current_thread() is waiter:
+            begun.set()
+            assert free.wait(60)
+        return quick(*given)
+
+    monkeypatch.setattr(moves, slow, waits)
+    waiter = threading.Thread(target=lambda: table.push(frozen, gradients(frozen.size), 300))
+    waiter.start()
+    assert begun.wait(60)
+    done, seen = threading.Event(), list[np.ndarray]()
+
+    def others() -> None:
+        before = look(table, hot)
+        table.push(hot, gradients(hot.size), 301)
+        after = look(table, hot)
+        assert (after != before).any()
+        seen.append(after)
+        assert sum(chunk.ids.size for chunk in table.items()) == ids.size
+        table.remove(hot[:1])
+        expire(table, 302)
+        done.set()
+
+    beside = threading.Thread(target=others)
+    beside.start()
+    beside.join(60)
+    went_on = done.is_set()
+    free.set()
+    waiter.join(60)
+    assert went_on
+    assert table.rows == ids.size - 1
+    assert (look(table, hot[1:]) == seen[0][1:]).all()
+    assert slots_in_use(table) == table.cold_rows
+
+
+def test_a_walk_reads_pages_of_the_file_before_it_takes_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make(Budget(1, in_memory), expiry=ExpirySettings(norm_min=1e-3))
+    ids = many(5_000)
+    table.push(ids, gradients(ids.size), 1)
+    settled(table)
+    done: list[tuple[str, int]] = []
+
+    def noting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(memory: Any, cursor: np.uint64, *given: Any, **named: Any) -> Any:
+            done.append((what, int(cursor)))
+            return function(memory, cursor, *given, **named)
+
+        return note
+
+    monkeypatch.setattr(moves, "bring_window", noting("bring", moves.bring_window))
+    for name in ("copy_some", "expire_some"):
+        monkeypatch.setattr(walks, name, noting("walk", getattr(walks, name)))
+    for steps in (lambda: list(table.items()), lambda: table.expiring(300, 1 << 20)):
+        done.clear()
+        steps()
+        assert len(done) > 8
+        assert done[::2] == [("bring", cursor) for _, cursor in done[1::2]]
+        assert done[1::2] == [("walk", cursor) for _, cursor in done[::2]]
+
+
+def test_two_threads_push_while_a_third_reads_rows_that_move() -> None:
+    group = make_group("sgd", {"lr": 1.0})
+    initial = InitialValues(InitialKind.ZEROS)
+    table = Table(TableSettings("t", 16, "sgd", group, 1, initial, 1 << 16), Budget(1, in_memory))
+    halves = np.array_split(np.random.default_rng(3).permutation(many(4_000)), 2)
+    stop = threading.Event()
+    torn: list[np.ndarray] = []
+    pushes = 40
+
+    def push(ids: np.ndarray) -> None:
+        for step in range(1, pushes + 1):
+            for part in np.array_split(ids, 5):
+                table.push(part, np.full((part.size, 16), -1, np.float32), step)
+
+    def read() -> None:
+        rng = np.random.default_rng(4)
+        ids = np.concatenate(halves)
+        while not stop.is_set():
+            asked = rng.choice(ids, 700)
+            out = np.full((asked.size, 16), np.nan, np.float32)
+            table.look_up(asked, out)
+            wrong = (out != out[:, :1]).any(axis=1) | (out[:, 0] < 0) | (out[:, 0] > pushes)
+            if wrong.any():
+                torn.append(out[wrong])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    writers = [threading.Thread(target=push, args=(half,)) for half in halves]
+    for each in writers:
+        each.start()
+    for each in writers:
+        each.join(120)
+    stop.set()
+    reader.join(60)
+    assert not torn
+    assert slots_in_use(table) == table.cold_rows
+    assert table.cold_rows > 0
+    for half in halves:
+        out = np.empty((half.size, 16), np.float32)
+        table.look_up(half, out)
+        assert (out == pushes).all()
+
+
+# ---- a disk that refuses
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cold_file.os, "posix_fallocate", full)
+
+
+def test_a_full_disk_is_told_and_rows_stay_in_memory_until_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bounded, plain = make(budget_in(tmp_path, 400_000)), make(None)
+    ids = many(ROWS)
+    monkeypatch.setattr(cold_file, "PIECE_BYTES_LEAST", 0)
+    first, second = ids[:10_000], ids[10_000:]
+    for table in (bounded, plain):
+        table.push(first, gradients(first.size), 1)
+    settled(bounded, plain)
+    assert bounded.cold_rows > 0
+    assert bounded.disk_refused == ""
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, "shardyard.server"):
+        refusing(patch)
+        patch.setattr(cold_file, "REFUSED_TURNS_MAX", 3)
+        for table in (bounded, plain):
+            for step in range(2, 8):
+                table.push(second, gradients(second.size, step), step)
+                train(table, ids, 5, step)
+        assert bounded.disk_refused == os.strerror(errno.ENOSPC)
+        assert bounded.nbytes > 400_000
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "the disk refuses them (No space left on device)" in caplog.text
+        assert contents(bounded) == contents(plain)
+    settled(bounded, plain)
+    assert bounded.disk_refused == ""
+    assert bounded.rows - bounded.cold_rows < 2_000
+    assert contents(bounded) == contents(plain)
+
+
+def test_a_file_that_cannot_be_opened_is_told_and_rows_stay_in_memory() -> None:
+    def none_left() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    bounded, plain = make(Budget(1, none_left)), make(None)
+    ids = many(ROWS)
+    for table in (bounded, plain):
+        table.push(ids, gradients(ids.size), 1)
+        train(table, ids)
+    assert bounded.disk_refused == os.strerror(errno.EMFILE)
+    assert bounded.cold_rows == 0
+    assert contents(bounded) == contents(plain)
+
+
+def test_a_disk_that_refuses_is_asked_once_with_a_push() -> None:
+    asked = 0
+
+    def none_left() -> int:
+        nonlocal asked
+        asked += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    bounded = make(Budget(1, none_left))
+    ids = many(2_000)
+    turns = []
+    for step in range(1, 20):
+        before = asked
+        bounded.push(ids, gradients(ids.size), step)
+        turns.append(asked - before)
+    # twice as many turns, and one more, pass without a question after each
+    assert turns == [0, 1, 0, 1, *[0] * 3, 1, *[0] * 7, 1, *[0] * 3]
+
+
+def test_a_write_that_is_refused_leaves_rows_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[int] = []
+
+    def sealable() -> int:
+        files.append(os.memfd_create("rows", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC))
+        return files[-1]
+
+    bounded, plain = make(Budget(1, sealable)), make(None)
+    ids = many(5_000)
+    for table in (bounded, plain):
+        table.push(ids, gradients(ids.size), 1)
+    settled(bounded, plain)
+    assert bounded.cold_rows > 4_000
+    fcntl.fcntl(files[0], fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)  # the kernel refuses pwrite from here on
+    for table in (bounded, plain):
+        train(table, ids)
+    assert bounded.disk_refused == os.strerror(errno.EPERM)
+    assert contents(bounded) == contents(plain)
+
+
+def test_a_folder_that_takes_no_file_is_refused_before_a_server_serves(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageUnavailable, match="no file for rows of tables in") as caught:
+        budget_in(tmp_path / "file", 1 << 20)
+    assert "yard.cold" in str(caught.value)
+    assert budget_in(tmp_path / "file", 0) is None
+
+
+# ---- nothing is left
+
+
+def open_files() -> set[str]:
+    found = set()
+    for each in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{each}"))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("unnamed", [True, False])
+def test_the_file_has_no_name_and_goes_with_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unnamed: bool
+) -> None:
+    opened = os.open
+
+    def without(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return opened(path, flags, *more, **named)
+
+    if not unnamed:
+        monkeypatch.setattr(budgets.os, "open", without)
+    table = make(budget_in(tmp_path, 1))
+    ids = many(ROWS)
+    table.push(ids, gradients(ids.size), 1)
+    settled(table)
+    assert table.cold_rows > 0
+    assert any(str(tmp_path) in each for each in open_files())
+    assert list(tmp_path.iterdir()) == []
+    del table
+    gc.collect()
+    assert not any(str(tmp_path) in each for each in open_files())
+
+
+def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    script = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from shardyard.domain.tables.table_settings import TableSettings
+from shardyard_ps_server.tables.memory.budget import budget_in
+from shardyard_ps_server.tables.table import Table
+table = Table(TableSettings("t", 4, rows_max=1 << 20), budget_in(Path(sys.argv[1]), 1))
+table.push(np.arange(20_000), np.ones((20_000, 4), np.float32), 1)
+for step in range(2, 20):
+    table.push(np.arange(10), np.ones((10, 4), np.float32), step)
+print(table.cold_rows, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+    assert int(found) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_without_memory_to_move_rows_leaves_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = steps_of.partition_of(1, budget=Budget(1, in_memory))
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 2)
+    everything = steps_of.work(dict.fromkeys(range(steps_of.IDS.size), 1.0))
+    steps_of.push(partition, 0, 0, everything)
+    table = partition.tables["wide"]
+
+    def none_left(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(cold_file.ColdFile, "write", none_left)
+        for step in range(1, 5):
+            steps_of.push(partition, 0, step, everything)
+    assert partition.torn is None
+    assert (table.cold_rows, slots_in_use(table)) == (0, 0)
+    steps_of.push(partition, 0, 5, steps_of.work({0: 1.0}))
+    assert table.cold_rows == slots_in_use(table) > 0
+    assert partition.describe()[0].number == 6
+
+
+# ---- the budget
+
+
+class Someone:
+    def tend(self) -> None:
+        raise AssertionError("not asked")
+
+
+def limit(budget: Budget, member: Someone, rows: int, index_bytes: int = 0) -> int:
+    return budget.limit_of(member, index_bytes=index_bytes, rows=rows, record_bytes=10)
+
+
+def test_tables_share_by_their_rows_what_the_indexes_leave() -> None:
+    budget = Budget(1_000, in_memory)
+    one, two = Someone(), Someone()
+    budget.join(one)
+    budget.join(two)
+    assert limit(budget, one, 60) == UNLIMITED
+    assert limit(budget, two, 40) == UNLIMITED
+    assert limit(budget, two, 140) == 70
+    assert limit(budget, one, 60) == 30
+    assert limit(budget, one, 60, index_bytes=500) == 15
+    assert limit(budget, one, 60, index_bytes=1_500) == 0
+    del two
+    gc.collect()
+    assert limit(budget, one, 60) == UNLIMITED
+    assert budget.next_to_tend(one) is None
+
+
+def test_a_table_that_nobody_pushes_makes_room_for_others() -> None:
+    budget = Budget(2 << 20, in_memory)
+    idle, busy = make(budget), make(budget)
+    ids = many(60_000)
+    idle.push(ids[:20_000], gradients(20_000), 1)
+    whole = idle.nbytes
+    assert idle.cold_rows == 0
+    for step, begin in enumerate(range(20_000, ids.size, 500), 1):
+        batch = ids[begin : begin + 500]
+        busy.push(batch, gradients(batch.size), step)
+    assert idle.cold_rows > 0
+    assert idle.nbytes < whole
+    assert idle.nbytes + busy.nbytes < 1.1 * (2 << 20)
+
+
+def test_an_unnamed_file_is_private(tmp_path: Path) -> None:
+    file = open_unnamed(tmp_path)
+    try:
+        assert os.fstat(file).st_mode & 0o777 == 0o600
+        assert not os.get_inheritable(file)
+    finally:
+        os.close(file)
+
+
+# ---- in a job
+
+
+def trained(settings: dict[str, object]) -> tuple[dict[str, torch.Tensor], int]:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    with sy.connect(settings={"log.level": "error", "job.consistency.mode": "sync", **settings}) as job:
+        model = torch.nn.ModuleDict({"words": sy.Embedding(8), "top": torch.nn.Linear(8, 1)})
+        model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters()))
+        for _ in range(40):
+            ids = torch.randint(3_000, (300,), generator=generator)
+            optimizer.zero_grad()
+            model["top"](model["words"](ids)).square().mean().backward()
+            optimizer.step()
+        return model.state_dict(), len(model["words"].table)
+
+
+@pytest.fixture
+def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """How many rows have gone to files."""
+    warm()  # which writes rows too
+    written = [0]
+    write = cold_file.ColdFile.write
+
+    def counting(self: cold_file.ColdFile, slots: np.ndarray, records: np.ndarray) -> int:
+        done = write(self, slots, records)
+        written[0] += done
+        return done
+
+    monkeypatch.setattr(cold_file.ColdFile, "write", counting)
+    return lambda: written[0]
+
+
+def test_a_job_trains_to_the_same_bits_with_rows_in_files(tmp_path: Path, spilled: Callable[[], int]) -> None:
+    plain, rows = trained({})
+    assert spilled() == 0
+    bounded, rows_bounded = trained({"yard.memory_bytes_max": 1, "yard.cold": str(tmp_path)})
+    assert spilled() > 1_000
+    assert rows == rows_bounded > 2_000
+    assert plain.keys() == bounded.keys()
+    assert all(torch.equal(plain[name], bounded[name]) for name in plain)
+    assert list(tmp_path.iterdir()) == []

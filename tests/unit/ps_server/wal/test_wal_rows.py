@@ -1,0 +1,720 @@
+"""Rows of tables in a server's log: what is acknowledged comes back to the bit, what expired stays expired, what is
+damaged is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardyard.codecs.rows.row_ids import encode_ids
+from shardyard.codecs.rows.row_values import RowCode, encode_rows
+from shardyard.domain import failpoints
+from shardyard.domain.consistency import StaleRule
+from shardyard.domain.errors import (
+    Internal,
+    InvalidRequest,
+    LogDamaged,
+    MalformedPayload,
+    ShardyardError,
+    TableFull,
+    TooLarge,
+)
+from shardyard.domain.ids import Incarnation, PartitionId, Token, Version
+from shardyard.domain.pulls import RequestedRows
+from shardyard.domain.push_names import DataShardSource, Source, SourceKey
+from shardyard.domain.pushes import Outcome, PushedRows, PushHeader, PushKind
+from shardyard.domain.tables.initial_values import InitialKind, InitialValues
+from shardyard.domain.tables.row_ids import partition_of
+from shardyard.domain.tables.row_optimizers import make_group
+from shardyard.domain.tables.table_settings import Admission, AdmissionSettings, ExpirySettings, TableSettings
+from shardyard.runtime.clock import SystemClock
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.shared_memory import SharedMemory
+from shardyard.wire import push_messages
+from shardyard_ps_server.hosting.store import Store
+from shardyard_ps_server.tables import disk_tier
+from shardyard_ps_server.tables.memory.budget import Budget
+from shardyard_ps_server.tables.table import Table
+from shardyard_ps_server.values.versions import aligned_empty
+from shardyard_ps_server.wal.records import RecordKind
+from shardyard_ps_server.wal.replay import begin_head, push_head
+from shardyard_ps_server.wal.wal import Wal
+from tests.unit.ps_server.wal.test_wal import (
+    FIRST,
+    GENERATION,
+    JOB,
+    LAYOUT,
+    NEXT,
+    OWNED,
+    SECOND,
+    SGD,
+    SHARD,
+    THIRD,
+    Generation,
+    Yard,
+    log_of,
+    order_of,
+    payload_of,
+    push,
+    state,
+    yard_of,
+)
+
+NORMAL = InitialValues(InitialKind.NORMAL, 0.5)
+TABLES = (
+    TableSettings("all", 3, "adagrad", seed=3, rows_max=1 << 12),
+    TableSettings("drawn", 2, "ftrl", make_group("ftrl", {"lr": 0.3}), 4, NORMAL, 1 << 12,
+                  AdmissionSettings(Admission.CHANCE, chance=0.5)),
+    TableSettings("counted", 2, "sgd", SGD[0], 5, NORMAL, 1 << 12, AdmissionSettings(Admission.COUNT, 3)),
+    TableSettings("estimated", 1, "adam", seed=6, rows_max=1 << 12,
+                  admission=AdmissionSettings(Admission.ESTIMATE, 2, cells=64)),
+    TableSettings("aging", 2, "adamw", seed=7, initial=NORMAL, rows_max=1 << 12, expiry=ExpirySettings(age_steps=2)),
+    TableSettings("few", 2, "rowwise_adagrad", seed=8, rows_max=1 << 12,
+                  admission=AdmissionSettings(Admission.COUNT, 2), expiry=ExpirySettings(rows_kept=5)),
+    TableSettings("timed", 2, "sgd", SGD[0], 9, NORMAL, 1 << 12, expiry=ExpirySettings(age_ms=200)),
+)  # fmt: skip
+ROWS = dataclasses.replace(LAYOUT, tables=TABLES)
+AGING, TIMED = 4, 6
+
+
+class Ticks:
+    """A clock that goes on whenever it is asked: what is not recorded of it is another time in a replay."""
+
+    def __init__(self) -> None:
+        self.ms = 5_000_000
+        self._lock = threading.Lock()
+
+    def now_ms(self, _: object = None) -> int:
+        with self._lock:
+            self.ms += 3
+            return self.ms
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    made = Ticks()
+    monkeypatch.setattr(SystemClock, "now_ms", made.now_ms)
+    return made
+
+
+@pytest.fixture(params=[False, True], ids=["in memory", "on disk"])
+def yard(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Yard]:
+    monkeypatch.setattr(disk_tier, "ROWS_LEAST", 4)
+    with yard_of(tmp_path, layout=ROWS) as made:
+        made.budget = Budget(1, lambda: os.memfd_create("rows")) if request.param else None
+        yield made
+
+
+Entry = tuple[int, PartitionId, np.ndarray]
+"""Table, partition, ids."""
+
+
+def order_with(
+    store: Store, order: PushHeader, entries: Sequence[Entry], *, seed: int = 0, counted: bool = False
+) -> tuple[PushHeader, np.ndarray]:
+    """The order with rows, in a code of its own for each seed, and their bytes."""
+    rng = np.random.default_rng([order.name.first, seed])
+    tables = store.hosted()[0].layout.tables
+    said, data = [], b""
+    code = list(RowCode)[(order.name.first + seed) % 3]
+    for table in sorted({entry[0] for entry in entries}):
+        mine = [entry for entry in entries if entry[0] == table]
+        lengths = []
+        for _, _, ids in mine:
+            values = rng.standard_normal((ids.size, tables[table].dim)).astype(np.float32)
+            pieces = bytes(encode_ids(ids)), bytes(encode_rows(values, code))
+            counts = rng.integers(1, 3, ids.size).astype("<u2").tobytes() if counted else b""
+            data += pieces[0] + counts + pieces[1]
+            lengths.append(tuple(map(len, pieces)))
+        said.append(
+            PushedRows(
+                table,
+                tuple(entry[1] for entry in mine),
+                tuple(entry[2].size for entry in mine),
+                tuple(ids for ids, _ in lengths),
+                tuple(rows for _, rows in lengths),
+                counted,
+            )
+        )
+    groups = tuple(table.group for table in tables)
+    if order.name.first % 2:  # a schedule moves rates
+        groups = tuple((group[0] * 0.5, *group[1:]) for group in groups)
+    return dataclasses.replace(order, rows=tuple(said), table_groups=groups), np.frombuffer(data, np.uint8)
+
+
+def some(store: Store, sequence: int, seed: int = 0, tables: int = len(TABLES)) -> list[Entry]:
+    """Ids for all tables, fewer ones again and again."""
+    rng = np.random.default_rng([sequence, seed, 1])
+    found = []
+    for table in range(tables):
+        ids = np.unique(rng.zipf(1.3, 12).clip(max=40) * 1_000_003 - 7)
+        owners = partition_of(ids, len(OWNED))
+        found += [(table, p, ids[owners == p]) for p in sorted(store.hosted()[0].partitions) if (owners == p).any()]
+    return found
+
+
+def send(store: Store, order: PushHeader, rows: np.ndarray) -> set[Outcome]:
+    hosted = store.admit_push(order)
+    return {result.outcome for result in store.push(hosted, order, payload_of(order), rows)}
+
+
+def push_rows(
+    store: Store, sequence: int, entries: Sequence[Entry] | None = None, *, seed: int = 0, source: Source = SHARD
+) -> set[Outcome]:
+    order = order_of(store, sequence, source=source)
+    entries = some(store, sequence, seed) if entries is None else entries
+    return send(store, *order_with(store, order, entries, seed=seed, counted=bool(sequence % 3)))
+
+
+def contents(table: Table) -> dict[int, tuple[bytes, int, int]]:
+    found = {}
+    for chunk in table.items():
+        for i, number in enumerate(chunk.ids.tolist()):
+            row = chunk.records[i].tobytes() if i < len(chunk.records) else b""
+            found[number] = row, int(chunk.frequencies[i]), int(chunk.steps[i])
+    return found
+
+
+def everything(store: Store) -> object:
+    """All that partitions are, rows with their optimizer state, counts, filters and ages."""
+    tables = [
+        (number, name, table.updates, table.rows, table.entries, contents(table), filter_of(table))
+        for number, each in sorted(store.hosted()[0].partitions.items())
+        for name, table in each.tables.items()
+    ]
+    return state(store), tables
+
+
+def filter_of(table: Table) -> bytes:
+    return b"" if table._estimates is None else table._estimates._cells.tobytes()
+
+
+def table_of(store: Store, table: int, partition: int = 0) -> Table:
+    return store.hosted()[0].partitions[OWNED[partition]].tables[ROWS.tables[table].name]
+
+
+def ids_of(partition: int, count: int, begin: int = 0) -> np.ndarray:
+    ids = np.arange(1_000, dtype=np.int64)
+    return ids[partition_of(ids, len(OWNED)) == partition][begin : begin + count]
+
+
+def expired(yard: Yard, base: int = 1) -> int:
+    """Ids that a log says have expired. The server's end."""
+    log = log_of(yard)
+    records = log.records(base, log.take_over(NEXT))
+    orders = [push_messages.push_from_header(r.head, recorded=True) for r in records if r.kind is RecordKind.PUSH]
+    return sum(sum(each.rows) for order in orders for each in order.expired)
+
+
+# ---- what was acknowledged comes back
+
+
+@pytest.mark.parametrize("before", [0, 7])
+def test_promise_3_rows_that_were_acknowledged_come_back_to_the_bit(yard: Yard, before: int) -> None:
+    """From a checkpoint without rows, and from one with rows; initial values, admission by number, chance and estimate,
+    optimizer state, what expired, and rates that a schedule moves."""
+    first = yard.first()
+    for sequence in range(before):
+        push_rows(first, sequence)
+    saved = yard.save(first, 2)
+    for sequence in range(before, before + 15):
+        assert push_rows(first, sequence) == {Outcome.APPLIED}
+    assert push_rows(first, before + 14) == {Outcome.DUPLICATE}
+    assert push(first, before + 15, kind=PushKind.EMPTY) == {Outcome.APPLIED}
+    then = everything(first)
+    assert all(sum(table_of(first, t, p).rows for p in OWNED) for t in range(len(TABLES)))
+    second = yard.successor(saved, 2, FIRST)
+    assert everything(second) == then
+    assert expired(yard, 2) > 20
+    assert push_rows(second, before + 14) == {Outcome.DUPLICATE}
+    assert push_rows(second, before + 16) == {Outcome.APPLIED}
+    undisturbed = everything(second)
+    third = yard.successor(saved, 2, FIRST, SECOND, incarnation=THIRD, life=3, generation=Generation(6))
+    assert everything(third) == undisturbed
+
+
+def test_rows_come_back_wherever_their_partitions_go(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    for sequence in range(6):
+        push_rows(first, sequence)
+    before = [contents(table_of(first, t, p)) for t in range(len(TABLES)) for p in OWNED]
+    stores = [
+        yard.successor(saved, 2, FIRST, incarnation=server, owned=[OWNED[p]]) for p, server in ((0, SECOND), (1, THIRD))
+    ]
+    assert [contents(table_of(stores[p], t, p)) for t in range(len(TABLES)) for p in OWNED] == before
+
+
+def test_rows_that_a_checkpoint_has_are_not_pushed_again(yard: Yard) -> None:
+    """The cut is taken after the new segment has begun: what comes in between is in both, and so is what expired then;
+    a row that was made again meanwhile stays."""
+    first = yard.first()
+    ids = ids_of(0, 3)
+    push_rows(first, 0, [(AGING, OWNED[0], ids[:1])])
+    hosted = first.hosted()[0]
+    cut = hosted.saver.save
+
+    def late(*given: object, **more: object) -> object:
+        for sequence in range(1, 4):
+            push_rows(first, sequence, [(AGING, OWNED[0], ids[1:2])])
+        assert int(ids[0]) not in contents(table_of(first, AGING))
+        push_rows(first, 4, [(AGING, OWNED[0], ids[:1])])
+        return cut(*given, **more)  # type: ignore[arg-type]
+
+    hosted.saver.save = late  # type: ignore[assignment]
+    saved = yard.save(first, 2)
+    push_rows(first, 5, [(AGING, OWNED[0], ids[2:])])
+    then = everything(first)
+    second = yard.successor(saved, 2, FIRST)
+    assert everything(second) == then
+    assert int(ids[0]) in contents(table_of(second, AGING))
+    assert expired(yard, 2) > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_prefix_of_a_log_has_the_rows_that_were_acknowledged(tmp_path: Path, seed: int) -> None:
+    """Several workers push at once; the log's order is the order of all."""
+    with yard_of(tmp_path, layout=ROWS) as yard:
+        first = yard.first()
+        saved = yard.save(first, 2)
+        sources = [DataShardSource(0, 0, index) for index in range(4)]
+        first.open_sources(first.hosted()[0], [(SourceKey(source), Token(1)) for source in sources])
+        errors = run(
+            [lambda s=s, i=i: [push_rows(first, n, seed=10 * seed + i, source=s) for n in range(6)]
+             for i, s in enumerate(sources)]
+        )  # fmt: skip
+        assert not errors
+        then = everything(first)
+        assert everything(yard.successor(saved, 2, FIRST)) == then
+
+
+def run(works: Sequence[Callable[[], object]]) -> list[BaseException]:
+    """All at once; what they raise."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(works))
+
+    def work(each: Callable[[], object]) -> None:
+        try:
+            barrier.wait(30)
+            each()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_rows_beside_a_payload_in_shared_memory_are_recorded(yard: Yard) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    shared = SharedMemory(4096, read_only=False)
+    order, rows = order_with(first, dataclasses.replace(order_of(first, 0), shared_at=0), some(first, 0))
+    payload = shared.bytes[: order.payload_bytes]
+    payload[:] = payload_of(order)
+    first.push(first.admit_push(order), order, payload, rows)
+    shared.close()
+    then = everything(first)
+    assert table_of(first, 0).rows
+    assert everything(yard.successor(saved, 2, FIRST)) == then
+
+
+def test_places_in_shared_memory_are_not_recorded(yard: Yard) -> None:
+    first = yard.first()
+    placed = dataclasses.replace(order_of(first, 0), shared_at=0, rows_at=64, wanted_at=128)
+    order, _ = order_with(first, placed, some(first, 0))
+    said = push_messages.push_from_header(push_head(order), recorded=True)
+    assert (said.shared_at, said.rows_at, said.wanted_at) == (None, None, None)
+    assert (said.name, said.rows) == (order.name, order.rows)
+
+
+def test_rates_of_late_rows_come_back_to_the_bit(tmp_path: Path) -> None:
+    rule = StaleRule(divides_rate=True)
+    layout = dataclasses.replace(ROWS, tables=tuple(each for each in TABLES if each.optimizer != "ftrl"))
+    with yard_of(tmp_path, stale=rule, layout=layout) as yard:
+        first = yard.first()
+        saved = yard.save(first, 2)
+        for sequence in range(8):
+            order, rows = order_with(first, order_of(first, sequence), some(first, sequence, tables=5))
+            bases = tuple(Version(1, max(0, sequence - late)) for late in (4, 1))
+            send(first, dataclasses.replace(order, bases=bases), rows)
+        then = everything(first)
+        assert [each.tally.most for _, each in sorted(first.hosted()[0].partitions.items()) if each.tally] == [4, 1]
+        assert everything(yard.successor(saved, 2, FIRST)) == then
+    with yard_of(tmp_path / "other", layout=layout) as plain:
+        reference = plain.first()
+        for sequence in range(8):
+            order = order_of(reference, sequence)
+            send(reference, *order_with(reference, order, some(reference, sequence, tables=5)))
+        mine, others = then[1], everything(reference)[1]  # type: ignore[index]
+        assert [each for each in mine if each[0] == 1] == [each for each in others if each[0] == 1]
+        assert [each for each in mine if each[0] == 0] != [each for each in others if each[0] == 0]
+
+
+# ---- what expires
+
+
+def hold(first: Store, name: str, work: Callable[[], object], meanwhile: Callable[[], object]) -> None:
+    """Does `meanwhile` while `work` is at that failpoint."""
+    there, go = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        there.set()
+        assert go.wait(30)
+
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    with failpoints.armed(name, wait):
+        thread = threading.Thread(target=guarded)
+        thread.start()
+        assert there.wait(30)
+    try:
+        meanwhile()
+    finally:
+        go.set()
+        thread.join()
+    assert not errors, errors
+
+
+def test_a_row_of_a_push_that_is_recorded_and_has_not_taken_effect_does_not_expire(yard: Yard) -> None:
+    """It was decided that others expire while this one was on its way to the disk."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    other = DataShardSource(0, 0, 1)
+    first.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
+    old, fresh = ids_of(0, 2), ids_of(0, 4, begin=2)
+    push_rows(first, 0, [(AGING, OWNED[0], old)])
+    for sequence in range(1, 3):
+        push_rows(first, sequence, [(AGING, OWNED[0], fresh[sequence : sequence + 1])])
+    wal = first.hosted()[0].wal
+    assert wal is not None
+    with wal.admission:  # the next one is about to say that both are old
+        assert sorted(table_of(first, AGING).expiring(4, 512).ids) == old.tolist()
+    outcomes: list[object] = []
+    thread = threading.Thread(
+        target=lambda: outcomes.append(push_rows(first, 0, [(AGING, OWNED[0], fresh[3:])], source=other))
+    )
+
+    def meanwhile() -> None:
+        appended = wal._appended
+        thread.start()
+        for _ in range(3_000):
+            if wal._appended > appended:
+                break
+            threading.Event().wait(0.01)
+        assert wal._appended > appended
+
+    hold(first, "wal.before_sync", lambda: push_rows(first, 3, [(AGING, OWNED[0], old[:1])]), meanwhile)
+    thread.join()
+    assert outcomes == [{Outcome.APPLIED}]
+    found = contents(table_of(first, AGING))
+    assert int(old[0]) in found
+    assert int(old[1]) not in found
+    then = everything(first)
+    assert everything(yard.successor(saved, 2, FIRST)) == then
+
+
+def test_what_expires_with_a_push_that_is_there_twice_expires_once(yard: Yard) -> None:
+    """The second one is a duplicate only when it takes effect: what was decided with it is nobody's."""
+    first = yard.first()
+    saved = yard.save(first, 2)
+    ids = ids_of(0, 2)
+    push_rows(first, 0, [(AGING, OWNED[0], ids[:1])])
+    for sequence in range(1, 3):
+        push_rows(first, sequence, [(AGING, OWNED[0], ids[1:])])
+    outcomes: list[object] = []
+    again = threading.Thread(target=lambda: outcomes.append(push_rows(first, 3, [(AGING, OWNED[0], ids[1:])])))
+    wal = first.hosted()[0].wal
+    assert wal is not None
+
+    def meanwhile() -> None:
+        appended = wal._appended
+        again.start()
+        for _ in range(3_000):
+            if wal._appended > appended:
+                break
+            threading.Event().wait(0.01)
+        assert wal._appended > appended
+
+    hold(first, "wal.before_sync", lambda: push_rows(first, 3, [(AGING, OWNED[0], ids[1:])]), meanwhile)
+    again.join()
+    assert outcomes == [{Outcome.DUPLICATE}]
+    then = everything(first)
+    assert contents(table_of(first, AGING)).keys() == {int(ids[1])}
+    assert everything(yard.successor(saved, 2, FIRST)) == then
+    assert expired(yard, 2) == 1
+
+
+def test_a_sender_does_not_say_what_expires(yard: Yard) -> None:
+    first = yard.first()
+    order, _ = order_with(first, order_of(first, 0), some(first, 0))
+    said = dataclasses.replace(order, expired=(RequestedRows(0, (OWNED[0],), (1,), (10,)),))
+    header = push_messages.push_to_wire(said).SerializeToString()
+    assert push_messages.push_from_header(header, recorded=True) == said
+    with pytest.raises(InvalidRequest, match="which rows expire"):
+        push_messages.push_from_header(header)
+
+
+def test_a_sender_does_not_say_when_a_push_came(yard: Yard) -> None:
+    first = yard.first()
+    order, _ = order_with(first, order_of(first, 0), some(first, 0))
+    said = dataclasses.replace(order, rows=timed(order.rows))
+    header = push_messages.push_to_wire(said).SerializeToString()
+    assert push_messages.push_from_header(header, recorded=True) == said
+    with pytest.raises(InvalidRequest, match="says when it came"):
+        push_messages.push_from_header(header)
+
+
+@pytest.mark.parametrize(("times", "text"), [((1,), "with 1 times"), ((1, 1 << 47), "at most 140737488355327")])
+def test_times_of_a_record_that_cannot_be_are_refused(yard: Yard, times: tuple[int, ...], text: str) -> None:
+    first = yard.first()
+    order, _ = order_with(first, order_of(first, 0), [(TIMED, p, ids_of(i, 2)) for i, p in enumerate(OWNED)])
+    said = dataclasses.replace(order, rows=(dataclasses.replace(order.rows[0], now_ms=times),))
+    with pytest.raises(MalformedPayload, match=text):
+        push_messages.push_from_header(push_messages.push_to_wire(said).SerializeToString(), recorded=True)
+
+
+def timed(rows: Sequence[PushedRows]) -> tuple[PushedRows, ...]:
+    """As a record has them."""
+    return tuple(
+        dataclasses.replace(each, now_ms=(7,) * len(each.partitions)) if each.table == TIMED else each for each in rows
+    )
+
+
+# ---- ages in time
+
+
+def test_a_replay_goes_on_from_the_time_of_the_last_push(yard: Yard, clock: Ticks) -> None:
+    """However long the server was gone: a row that was pushed 100 ms before the end is as old at the beginning."""
+    first, ids = yard.first(), ids_of(0, 3)
+    saved = yard.save(first, 2)
+    push_rows(first, 0, [(TIMED, OWNED[0], ids[:2])])
+    clock.ms += 1_000
+    push_rows(first, 1, [(TIMED, OWNED[0], ids[2:])])
+    push_rows(first, 2, [(TIMED, OWNED[0], ids[2:])])
+    assert contents(table_of(first, TIMED)).keys() == {int(ids[2])}
+    push_rows(first, 3, [(TIMED, OWNED[0], ids[:1])])
+    then = table_of(first, TIMED).now_ms
+    clock.ms += 10**9
+    second = yard.successor(saved, 2, FIRST)
+    assert table_of(second, TIMED).now_ms == then
+    clock.ms += 50
+    push_rows(second, 4, [(TIMED, OWNED[0], ids[1:2])])
+    assert 50 <= table_of(second, TIMED).now_ms - then < 150
+    assert contents(table_of(second, TIMED)).keys() == set(ids.tolist())
+    clock.ms += 180
+    for sequence in range(5, 8):
+        push_rows(second, sequence, [(TIMED, OWNED[0], ids[1:2])])
+    assert contents(table_of(second, TIMED)).keys() == {int(ids[1])}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.one_of(st.just("push"), st.just("die"), st.just("save"), st.integers(1, 300)), min_size=4, max_size=24),
+    st.integers(0, 1 << 20),
+)
+def test_whenever_a_server_dies_the_same_rows_have_expired_by_time(
+    clock: Ticks, does: list[str | int], seed: int
+) -> None:
+    with TemporaryDirectory() as folder, yard_of(Path(folder), layout=ROWS) as yard:
+        present = yard.first()
+        saved, number, trail, sequence = yard.save(present, 2), 2, [present.incarnation], 0
+        for what in does:
+            if what == "push":
+                entries = [entry for entry in some(present, sequence, seed) if entry[0] in (0, TIMED)]
+                push_rows(present, sequence, entries, seed=seed)
+                sequence += 1
+            elif what == "save":
+                number += 1
+                saved, trail = yard.save(present, number), [present.incarnation]
+            elif what == "die":
+                then = everything(present)
+                times = [table_of(present, TIMED, p).now_ms for p in range(len(OWNED))]
+                clock.ms += 1_000_000
+                incarnation, life = Incarnation(present.incarnation + 1), yard_life(present) + 1
+                present = yard.successor(
+                    saved, number, *trail, incarnation=incarnation, life=life, generation=Generation(10 + life)
+                )
+                trail.append(incarnation)
+                assert everything(present) == then
+                assert [table_of(present, TIMED, p).now_ms for p in range(len(OWNED))] == times
+            else:
+                clock.ms += int(what)
+
+
+def yard_life(store: Store) -> int:
+    return store.hosted()[0].partitions[OWNED[0]].describe()[0].life
+
+
+# ---- rows for which there is no room
+
+
+def test_a_table_that_pushes_on_their_way_fill_refuses_the_next_before_it_is_recorded(tmp_path: Path) -> None:
+    """Else one of its partitions might refuse what the others, and the log, have taken."""
+    small = dataclasses.replace(ROWS, tables=(dataclasses.replace(TABLES[0], rows_max=8),))
+    with yard_of(tmp_path, layout=small) as yard:
+        first = yard.first()
+        saved = yard.save(first, 2)
+        other = DataShardSource(0, 0, 1)
+        first.open_sources(first.hosted()[0], [(SourceKey(other), Token(1))])
+        errors: list[BaseException] = []
+
+        def fill() -> None:
+            try:
+                entries = [(0, OWNED[0], ids_of(0, 2, begin=9)), (0, OWNED[1], ids_of(1, 6, begin=9))]
+                push_rows(first, 0, entries, source=other)
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        thread = threading.Thread(target=fill)
+        waiting = threading.Event()
+        wal = first.hosted()[0].wal
+        assert wal is not None
+        drain = wal.drain
+
+        def seen() -> None:
+            waiting.set()
+            drain()
+
+        def meanwhile() -> None:
+            wal.drain = seen  # type: ignore[method-assign]
+            thread.start()
+            assert waiting.wait(30)
+
+        entries = [(0, OWNED[0], ids_of(0, 5)), (0, OWNED[1], ids_of(1, 5))]
+        hold(first, "wal.before_sync", lambda: push_rows(first, 0, entries), meanwhile)
+        thread.join()
+        assert [type(each) for each in errors] == [TableFull]
+        assert [table_of(first, 0, p).rows for p in OWNED] == [5, 5]
+        then = everything(first)
+        assert everything(yard.successor(saved, 2, FIRST)) == then
+
+
+def no_memory(_: str) -> None:
+    raise MemoryError
+
+
+def test_rows_that_are_applied_in_part_stop_the_server_and_come_back_whole(yard: Yard, tmp_path: Path) -> None:
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push_rows(first, 0, untimed(first, 0))
+    with failpoints.armed("rows.before_update", no_memory), pytest.raises(Internal, match="applied in part"):
+        push_rows(first, 1, untimed(first, 1))
+    assert [type(each) for each in yard.failures] == [Internal]
+    with pytest.raises(ShardyardError):
+        push_rows(first, 2)
+    with failpoints.armed("rows.before_update", no_memory), pytest.raises(TooLarge, match="no memory now"):
+        yard.successor(saved, 2, FIRST)
+    second = yard.successor(saved, 2, FIRST, incarnation=THIRD)
+    assert push_rows(second, 1, untimed(second, 1)) == {Outcome.DUPLICATE}
+    with yard_of(tmp_path / "other", layout=ROWS) as undisturbed:
+        reference = undisturbed.first()
+        for sequence in range(2):
+            push_rows(reference, sequence, untimed(reference, sequence))
+        assert everything(reference) == everything(second)
+
+
+def untimed(store: Store, sequence: int) -> list[Entry]:
+    """What is the same whenever it comes."""
+    return some(store, sequence, tables=TIMED)
+
+
+# ---- what is damaged
+
+
+Made = tuple[PushHeader, np.ndarray]
+
+
+def with_ids(store: Store, ids: np.ndarray, value: float = 1.0) -> Made:
+    """Rows for partition 0 of table "all", whatever the ids."""
+    values = np.full((ids.size, 3), value, np.float32)
+    code = bytes(encode_ids(ids)), bytes(encode_rows(values, RowCode.FLOAT32))
+    said = PushedRows(0, (OWNED[0],), (ids.size,), (len(code[0]),), (len(code[1]),))
+    order = dataclasses.replace(order_of(store, 1), rows=(said,), table_groups=tuple(each.group for each in TABLES))
+    return order, np.frombuffer(b"".join(code), np.uint8)
+
+
+def with_groups(store: Store, *groups: tuple[float, ...]) -> Made:
+    order, rows = with_ids(store, ids_of(0, 1))
+    return dataclasses.replace(order, table_groups=groups), rows
+
+
+def of_table(store: Store, table: int) -> Made:
+    order, rows = with_ids(store, ids_of(0, 1))
+    return dataclasses.replace(order, rows=(dataclasses.replace(order.rows[0], table=table),)), rows
+
+
+def in_bytes(store: Store, rows: bytes) -> Made:
+    return with_ids(store, ids_of(0, 1))[0], np.frombuffer(rows, np.uint8)
+
+
+def with_gone(store: Store, table: int, ids: np.ndarray, announced: int | None = None) -> Made:
+    order, rows = with_ids(store, ids_of(0, 1))
+    code = np.frombuffer(bytes(encode_ids(ids)), np.uint8)
+    said = RequestedRows(table, (OWNED[0],), (announced or ids.size,), (len(code),))
+    return dataclasses.replace(order, expired=(said,)), np.concatenate([rows, code])
+
+
+def with_time(store: Store) -> Made:
+    order, rows = with_ids(store, ids_of(0, 1))
+    return dataclasses.replace(order, rows=(dataclasses.replace(order.rows[0], now_ms=(5,)),)), rows
+
+
+SPOILT: dict[str, tuple[Callable[[Store], Made], str]] = {
+    "an id of another partition": (lambda s: with_ids(s, ids_of(1, 1)), "in partition 0"),
+    "a row that is not finite": (lambda s: with_ids(s, ids_of(0, 1), np.inf), "not finite"),
+    "bytes cut short": (lambda s: in_bytes(s, bytes(9)), "its header says"),
+    "no code of ids": (lambda s: in_bytes(s, b"M" * with_ids(s, ids_of(0, 1))[1].size), "ids"),
+    "a table that is not there": (lambda s: of_table(s, 9), "the job has 7 tables"),
+    "a table of another dim": (lambda s: of_table(s, 3), "for a block of 1"),
+    "settings of another optimizer": (lambda s: with_groups(s, *[(1.0,)] * 7), "has 1 values"),
+    "settings for other tables": (lambda s: with_groups(s, TABLES[0].group), "settings for 1 tables"),
+    "what expires in a table that is not there": (lambda s: with_gone(s, 9, ids_of(0, 1)), "the job has 7 tables"),
+    "what expires in another partition": (lambda s: with_gone(s, AGING, ids_of(1, 1)), "in partition 0"),
+    "no time where ages are told in time": (
+        lambda s: order_with(s, order_of(s, 1), [(TIMED, OWNED[0], ids_of(0, 1))]),
+        "with 0 times; expected 1",
+    ),
+    "a time where ages are told in steps": (lambda s: with_time(s), "with 1 times; expected 0"),
+    "another number of what expires": (lambda s: with_gone(s, AGING, ids_of(0, 3), 2), "expected at most 2"),
+}
+
+
+@pytest.mark.parametrize("what", list(SPOILT))
+def test_rows_of_a_record_are_checked_as_a_peers(yard: Yard, what: str) -> None:
+    """In a record whose checksums are right."""
+    make, told = SPOILT[what]
+    first = yard.first()
+    saved = yard.save(first, 2)
+    push_rows(first, 0)
+    wal = Wal(yard.logs.log(JOB, THIRD), segment=2, on_failure=yard.failures.append, wait_registry=WaitRegistry())
+    good, rows = order_with(first, order_of(first, 0), some(first, 0))
+    good = dataclasses.replace(good, rows=timed(good.rows))
+    with wal.admission:
+        wal.append(RecordKind.BEGIN, begin_head(GENERATION, OWNED), aligned_empty(0))
+        wal.append(RecordKind.PUSH, push_head(good), payload_of(good), rows)
+        order, spoilt_rows = make(first)
+        ticket = wal.append(RecordKind.PUSH, push_head(order), payload_of(order), spoilt_rows)
+    wal.sync(ticket)
+    wal.close()
+    with pytest.raises(LogDamaged, match=told) as damaged:
+        yard.successor(saved, 2, THIRD)
+    assert damaged.value.facts["path"].endswith("000000000002.log")
