@@ -1,4 +1,4 @@
-"""Tables and their rows: messages to domain values and back, checked at the door.
+"""Converts tables and their rows between messages and domain types. Every value that a peer sent is checked.
 
 Owns: the messages of tables alone; whether names are unique is for shardyard.domain.layout.checks, what fits a job for
 its server. Invariants: as in shardyard.wire.push_messages; a header's numbers are held against the limits, and against

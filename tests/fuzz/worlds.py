@@ -374,9 +374,9 @@ class CoordinatorWorld:
 
     def __post_init__(self) -> None:
         self.yard = begin(Journal(None))
-        shell: Any = self.yard.coordinator
+        calls: Any = self.yard.coordinator._calls
         # calls to servers are made between two inputs, by `settle`
-        shell._later = lambda do, *given: self.later.append((do, given))
+        calls._later = lambda do, *given: self.later.append((do, given))
         settings = (
             sync_settings(2) if self.mode is UpdateMode.SYNC else ASYNC.model_copy(update={"workers_expected": 2})
         )
@@ -391,9 +391,9 @@ class CoordinatorWorld:
         return self.yard.coordinator.service
 
     def state(self) -> object:
-        shell: Any = self.yard.coordinator
-        with shell._lock:
-            return repr(state_of(shell._machine)), shell._journal._latest()
+        mailbox: Any = self.yard.coordinator._mailbox
+        with mailbox.machine() as machine:
+            return repr(state_of(machine)), mailbox._journal._latest()
 
     def settle(self) -> bool:
         due = bool(self.later)

@@ -1,6 +1,6 @@
 """What happens to the machine: one frozen value per event, past tense.
 
-Invariant: an event is well-formed in itself (shardyard_coordinator.service.door saw to it); whether it fits is the
+Invariant: an event is well-formed in itself (shardyard_coordinator.service.rpcs checked it); whether it fits is the
 machine's business. Must not know: messages, threads.
 """
 

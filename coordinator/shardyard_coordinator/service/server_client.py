@@ -26,7 +26,7 @@ from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.core import effects
 from shardyard_coordinator.placement.placement import Server
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service import ledger_replies
 
 CALL_MS: Final = 10_000
 """Deadline of a call that a worker waits for."""
@@ -174,12 +174,16 @@ class ServerClient:
     def lowest_next(self, effect: effects.ReadLedger) -> int:
         """The lowest next sequence of the sources over all partitions (rule A6). Raises where a server does not
         answer."""
-        return min(self._read_everywhere(effect, door.lowest_next))
+        return min(self._read_everywhere(effect, ledger_replies.lowest_next))
 
     def highest_next(self, effect: effects.ReadSteps) -> int:
         """The highest next sequence of the sources over all partitions (rule B9), or the highest version of any. Raises
         where a server does not answer."""
-        return max(self._read_everywhere(effect, door.highest_version if effect.versions else door.highest_next))
+        return max(
+            self._read_everywhere(
+                effect, ledger_replies.highest_version if effect.versions else ledger_replies.highest_next
+            )
+        )
 
     def watermarks(self, job: JobId, map_: PartitionMap, worker: Incarnation) -> tuple[tuple[PartitionId, int], ...]:
         """The next sequence of a worker's own source in each partition. Raises where a server does not answer."""
@@ -193,7 +197,7 @@ class ServerClient:
             )
             what = f"to say what it has of worker {worker}'s pushes in job {job}"
             reply = self._call(Server(server, owned[0].address), methods.READ_LEDGER, request, CALL_MS, what)
-            found += door.nexts(reply, [owner.partition for owner in owned])
+            found += ledger_replies.nexts(reply, [owner.partition for owner in owned])
         return tuple(sorted(found))
 
     def pass_over(self, effect: effects.SkipLostPushes) -> None:

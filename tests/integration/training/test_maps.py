@@ -45,7 +45,7 @@ class Yard:
 
     @property
     def _job(self):  # type: ignore[no-untyped-def]
-        (job,) = self._yard._coordinator._machine.jobs
+        (job,) = self._yard._coordinator._mailbox._machine.jobs
         return job
 
     @property

@@ -25,8 +25,8 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.placement.placement import plan
-from shardyard_coordinator.service import door
 from shardyard_coordinator.service.residual_collection import ResidualReport, ResidualRequest, Stage
+from shardyard_coordinator.service.rpcs import checkpoints, members
 from shardyard_coordinator.storage.restored_residuals import RestoredResidual
 from tests.unit.coordinator.machine import test_restore_on_command as orders
 from tests.unit.coordinator.machine.test_restore_on_command import Yard, perhaps, restarts
@@ -315,30 +315,30 @@ def test_record_that_cannot_be_is_refused(kind: str, change: dict[str, object]) 
 def test_what_a_worker_says_is_checked() -> None:
     caller = {"job": 1, "incarnation": 2}
     said = wire.ReportFeedbackRequest(caller=caller, number=3, stage=3, length=9, sha256=b"\xab" * 32)
-    assert door.feedback_reported(said)[1] == ResidualReport(Stage.ENDED, written=Written(9, "ab" * 32))
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=1, length=9))[1] == ResidualReport(Stage.READY)
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=2, length=9))[1] == ResidualReport(Stage.COPIED)
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3, failure="full"))[1].failure == "full"
-    assert door.feedback_reported(wire.ReportFeedbackRequest(stage=3))[1] == ResidualReport(Stage.ENDED)
+    assert checkpoints.residual_report(said)[1] == ResidualReport(Stage.ENDED, written=Written(9, "ab" * 32))
+    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=1, length=9))[1] == ResidualReport(Stage.READY)
+    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=2, length=9))[1] == ResidualReport(Stage.COPIED)
+    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3, failure="full"))[1].failure == "full"
+    assert checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3))[1] == ResidualReport(Stage.ENDED)
     for stage in (0, 4):
         with pytest.raises(MalformedPayload, match=f"at stage {stage}"):
-            door.feedback_reported(wire.ReportFeedbackRequest(stage=stage))
+            checkpoints.residual_report(wire.ReportFeedbackRequest(stage=stage))
     with pytest.raises(MalformedPayload, match="digest of 3 bytes"):
-        door.feedback_reported(wire.ReportFeedbackRequest(stage=3, length=9, sha256=b"abc"))
+        checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3, length=9, sha256=b"abc"))
     with pytest.raises(TooLarge):
-        door.feedback_reported(wire.ReportFeedbackRequest(stage=3, length=JOB_BYTES_MAX + 1, sha256=b"a" * 32))
+        checkpoints.residual_report(wire.ReportFeedbackRequest(stage=3, length=JOB_BYTES_MAX + 1, sha256=b"a" * 32))
     for request in (wire.TakeUpFeedbackRequest(worker="7" * 600), wire.TakeUpFeedbackRequest(failure="x" * 10**6)):
         with pytest.raises(TooLarge):
-            door.feedback_read(request)
+            checkpoints.take_up_feedback_event(request)
 
 
 def test_heartbeat_brings_what_to_save_and_what_to_take_up() -> None:
     handed = RestoredResidual(Generation(4), True, "here", file_of("7"))
     standing = effects.HeartbeatReply(feedback=(handed,), gone_back=Generation(4))
-    reply = door.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
+    reply = members.heartbeat_reply(standing, Term(1), ResidualRequest(12, "there"))
     assert (reply.save_feedback.number, reply.save_feedback.url, reply.gone_back) == (12, "there", 4)
     (found,) = reply.feedback
     assert (found.generation, found.worker, found.own, found.url) == (4, "7", True, "here")
     assert (found.path, found.length, found.sha256) == (feedback_path(1, "7"), 1_000, b"\xab" * 32)
-    plain = door.heartbeat_reply(effects.HeartbeatReply(), Term(1))
+    plain = members.heartbeat_reply(effects.HeartbeatReply(), Term(1))
     assert plain.SerializeToString() == wire.HeartbeatReply(term=1).SerializeToString()

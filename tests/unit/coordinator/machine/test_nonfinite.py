@@ -28,7 +28,8 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.effects import JobState, NotFiniteVerdict
 from shardyard_coordinator.machine.job import Job
-from shardyard_coordinator.service import door, status
+from shardyard_coordinator.service import status
+from shardyard_coordinator.service.rpcs import data
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
 
@@ -350,7 +351,7 @@ def request(**changes: object) -> wire.ReportNotFiniteRequest:
 
 
 def test_report_is_what_was_sent() -> None:
-    found = door.not_finite_reported(request())
+    found = data.report_not_finite_event(request())
     assert (found.source, found.token, found.first, found.last) == (SHARD, 7, 2, 3)
     assert (found.parameter, found.count, found.in_a_row, found.step, found.highest) == ("w", 5, 4, 9, 1)
 
@@ -375,13 +376,13 @@ def test_report_that_makes_no_sense_is_refused(changes: dict[str, object], error
     if "source" in changes:
         made.ClearField("source")
     with pytest.raises(error):
-        door.not_finite_reported(made)
+        data.report_not_finite_event(made)
 
 
 def test_answer_says_whether_it_is_decided_and_who_is_out() -> None:
-    assert door.not_finite_reply(DECIDED) == wire.ReportNotFiniteReply()
-    assert door.not_finite_reply(NotFiniteVerdict(decided=False)).retry_ms > 0
-    said = door.not_finite_reply(NotFiniteVerdict(True, WorkerQuarantined("10 in a row"))).failure
+    assert data.report_not_finite_reply(DECIDED) == wire.ReportNotFiniteReply()
+    assert data.report_not_finite_reply(NotFiniteVerdict(decided=False)).retry_ms > 0
+    said = data.report_not_finite_reply(NotFiniteVerdict(True, WorkerQuarantined("10 in a row"))).failure
     assert isinstance(from_detail(said), WorkerQuarantined)
 
 

@@ -16,7 +16,7 @@ from shardyard_coordinator.core.effects import JobState, JobView
 from shardyard_coordinator.flows.readers import END_MS, SILENT_MS
 from shardyard_coordinator.machine.machine import JOBS_ENDED_MAX
 from shardyard_coordinator.members.evaluations import Best, Evaluation
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service.rpcs import jobs
 from shardyard_coordinator.service.status import JobStatus, describe
 from tests.support.machine_yards import MachineYard
 
@@ -281,14 +281,14 @@ def test_reports_that_cannot_be_written_down_are_refused() -> None:
         (wire.ReportEvaluationRequest(job=1, metrics=[wire.Metric()] * (limits.METRICS_MAX + 1)), errors.TooLarge),
     ):
         with pytest.raises(refused):
-            door.evaluation_reported(request, 5)
+            jobs.report_evaluation_event(request, 5)
     with pytest.raises(errors.MalformedPayload):
-        door.reader_heard(wire.FollowJobRequest(job=1, reader=b"short"))
+        jobs.follow_job_event(wire.FollowJobRequest(job=1, reader=b"short"))
 
 
 def test_time_of_a_report_is_the_coordinators() -> None:
     request = wire.ReportEvaluationRequest(job=1, step=3, best=wire.KeptBest(metric="loss", reported_s=9))
-    found = door.evaluation_reported(request, 1_700)
+    found = jobs.report_evaluation_event(request, 1_700)
     assert found.evaluation.reported_s == 1_700
     assert found.best is not None
     assert found.best.reported_s == 1_700

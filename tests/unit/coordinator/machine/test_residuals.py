@@ -15,7 +15,8 @@ from shardyard_coordinator.core import events
 from shardyard_coordinator.machine.machine import Machine
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
-from shardyard_coordinator.service import door, status
+from shardyard_coordinator.service import status
+from shardyard_coordinator.service.rpcs import members
 from shardyard_coordinator.work.losses import LostResiduals
 from tests.simulation.restoring import numbered, renew, state_of
 from tests.support.machine_yards import MachineYard
@@ -70,11 +71,11 @@ def test_records_bring_back_what_is_lost() -> None:
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -1.0])
 def test_norm_that_is_none_is_refused(norm: float) -> None:
     with pytest.raises(MalformedPayload, match="residual of 2-norm"):
-        door.heartbeat(wire.HeartbeatRequest(residual_norm=norm))
-    assert door.heartbeat(wire.HeartbeatRequest(residual_norm=2.5)).report.residual_norm == 2.5
+        members.heartbeat_event(wire.HeartbeatRequest(residual_norm=norm))
+    assert members.heartbeat_event(wire.HeartbeatRequest(residual_norm=2.5)).report.residual_norm == 2.5
     with pytest.raises(MalformedPayload, match="residual of 2-norm"):
-        door.left(wire.LeaveRequest(residual_lost=norm))
-    assert door.left(wire.LeaveRequest(residual_lost=2.5)).residual_lost == 2.5
+        members.leave_event(wire.LeaveRequest(residual_lost=norm))
+    assert members.leave_event(wire.LeaveRequest(residual_lost=2.5)).residual_lost == 2.5
 
 
 def test_sum_stays_a_number() -> None:

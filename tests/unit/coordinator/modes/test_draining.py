@@ -26,7 +26,7 @@ from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.effects import LeaseClosed, SwitchTaken
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.records import Body
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service import ledger_replies
 from shardyard_coordinator.storage.restore_point import RestorePoint
 from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
@@ -528,11 +528,11 @@ def test_highest_version_is_that_of_all_partitions_and_bounded() -> None:
         return server_wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire([(key, marks)]))
 
     asked = [SourceKey(RankSource(Rank(0)))]
-    assert door.highest_version(reply(4, 7), asked, [0, 1]) == 7
+    assert ledger_replies.highest_version(reply(4, 7), asked, [0, 1]) == 7
     with pytest.raises(errors.MalformedPayload, match=r"partitions \[0\]"):
-        door.highest_version(reply(4), asked, [0, 1])
+        ledger_replies.highest_version(reply(4), asked, [0, 1])
     with pytest.raises(errors.MalformedPayload, match="at most"):
-        door.highest_version(reply(4, limits.SEQUENCE_MAX + 1), asked, [0, 1])
+        ledger_replies.highest_version(reply(4, limits.SEQUENCE_MAX + 1), asked, [0, 1])
 
 
 def test_halt_that_drains_travels_as_it_is() -> None:

@@ -19,7 +19,8 @@ from shardyard_coordinator.core.effects import JobState, StopTaken
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.members.roster import LATE_MS
 from shardyard_coordinator.modes.stopping import Stopping
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service import ledger_replies
+from shardyard_coordinator.service.rpcs import jobs, members
 from shardyard_coordinator.storage.checkpoint_book import Committed
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
@@ -337,15 +338,15 @@ def test_records_that_do_not_fit_are_refused() -> None:
 def test_what_a_peer_says_of_a_stop_is_bounded() -> None:
     too_far = wire.StopHeard(reached=limits.SEQUENCE_MAX + 1)
     with pytest.raises(errors.TooLarge, match="has come to step"):
-        door.heartbeat(wire.HeartbeatRequest(stop_heard=too_far))
+        members.heartbeat_event(wire.HeartbeatRequest(stop_heard=too_far))
     long = "x" * (limits.TEXT_CHARACTERS_MAX + 1)
     with pytest.raises(errors.TooLarge, match="the reason of a stop"):
-        door.stop_asked(wire.StopJobRequest(reason=long))
+        jobs.stop_job_event(wire.StopJobRequest(reason=long))
     for broken in (wire.Stop(reason=long), wire.Stop(step=limits.SEQUENCE_MAX + 1)):
         with pytest.raises(errors.TooLarge):
             lease_messages.stop_from_wire(broken)
-    assert door.heartbeat(wire.HeartbeatRequest()).report.reached is None
-    assert door.heartbeat(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.reached == 0
+    assert members.heartbeat_event(wire.HeartbeatRequest()).report.reached is None
+    assert members.heartbeat_event(wire.HeartbeatRequest(stop_heard=wire.StopHeard())).report.reached == 0
 
 
 def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
@@ -355,10 +356,10 @@ def test_ledgers_of_a_job_that_stops_name_all_ranks_in_all_partitions() -> None:
         (second, [Watermark(PartitionId(0), 3, Version(0, 3)), Watermark(PartitionId(1), 3, Version(0, 3))]),
     ]
     reply = server_wire.ReadLedgerReply(sources=lease_messages.watermarks_to_wire(found))
-    assert door.highest_next(reply, [first, second], [PartitionId(0), PartitionId(1)]) == 5
+    assert ledger_replies.highest_next(reply, [first, second], [PartitionId(0), PartitionId(1)]) == 5
     for sources, partitions in (([SourceKey(RankSource(Rank(2)))], [0]), ([first], [0, 2])):
         with pytest.raises(errors.MalformedPayload, match="watermarks of"):
-            door.highest_next(reply, sources, [PartitionId(each) for each in partitions])
+            ledger_replies.highest_next(reply, sources, [PartitionId(each) for each in partitions])
 
 
 def test_what_was_said_before_the_stop_is_no_answer_to_it() -> None:

@@ -17,7 +17,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.core.effects import SwitchTaken
 from shardyard_coordinator.modes.drain import Drain
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service.rpcs import members
 from shardyard_coordinator.work import ledger_conversion
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import FeedDone, FeedSpec
@@ -375,6 +375,8 @@ def test_halt_travels_as_it_is_and_is_bounded() -> None:
     with pytest.raises(errors.TooLarge):
         lease_messages.halt_from_wire(wire.Halt(number=1, settled=True, step=limits.SEQUENCE_MAX + 1))
     heard = wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=5))
-    assert door.heartbeat(heard).report.halted == (2, 5)
+    assert members.heartbeat_event(heard).report.halted == (2, 5)
     with pytest.raises(errors.TooLarge):
-        door.heartbeat(wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=limits.SEQUENCE_MAX + 1)))
+        members.heartbeat_event(
+            wire.HeartbeatRequest(halt_heard=wire.HaltHeard(number=2, reached=limits.SEQUENCE_MAX + 1))
+        )

@@ -14,7 +14,7 @@ from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.members.progress import Report
 from shardyard_coordinator.modes.mode_setting import RETRY_MS, SWITCHES_MAX, ModeSetting, settings_of, switched
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service.rpcs import jobs
 from shardyard_coordinator.work.feeds import FeedSpec
 from tests.support.machine_yards import MachineYard
 from tests.support.switching_yards import ASYNC, BOUNDED, SGD, VARIABLES, SwitchingYard
@@ -365,7 +365,7 @@ def test_consistency_travels_as_it_is() -> None:
 def test_what_is_asked_is_bounded_and_says_what_it_leaves_out() -> None:
     long = "x" * (limits.JOB_NAME_CHARACTERS_MAX + 1)
     with pytest.raises(errors.TooLarge, match="a job's name"):
-        door.switch_asked(wire.SwitchConsistencyRequest(job_name=long))
-    assert door.switch_asked(wire.SwitchConsistencyRequest()) == events.SwitchRequested("", None, None)
+        jobs.switch_consistency_event(wire.SwitchConsistencyRequest(job_name=long))
+    assert jobs.switch_consistency_event(wire.SwitchConsistencyRequest()) == events.SwitchRequested("", None, None)
     asked = wire.SwitchConsistencyRequest(mode=wire.CONSISTENCY_MODE_BOUNDED, staleness=0)
-    assert door.switch_asked(asked) == events.SwitchRequested("", BOUNDED, 0)
+    assert jobs.switch_consistency_event(asked) == events.SwitchRequested("", BOUNDED, 0)

@@ -19,7 +19,8 @@ from shardyard.domain.push_names import DataShardSource, SourceKey
 from shardyard.wire import methods
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard.wire.v1 import parameter_server_pb2 as server_wire
-from shardyard_coordinator.service import service
+from shardyard_coordinator.core import effects
+from shardyard_coordinator.service import mailbox
 from shardyard_coordinator.service.journal import Journal
 from tests.support.coordinator_yards import ASYNC, Worker, Yard, begin, sync_settings, wait_until
 
@@ -187,7 +188,7 @@ def test_fence_that_died_with_its_coordinator_is_made_again(lives: Lives) -> Non
     for fake in yard.servers.values():
         fake.refuse["fence"] = errors.Internal("cannot")
     agent = yard.register(MemberRole.AGENT, "agent:0")
-    lives.yard.coordinator._fence = lambda effect: lives.kill()  # type: ignore[method-assign]
+    lives.yard.coordinator._calls._background[effects.FenceOnServers] = lambda effect: lives.kill()
     request = wire.ReportExitRequest(pid=1, exit_code=-9)
     request.caller.incarnation = agent
     yard.peer().call(methods.REPORT_EXIT, request, timeout_ms=1)
@@ -206,7 +207,7 @@ def test_fence_that_died_with_its_coordinator_is_made_again(lives: Lives) -> Non
 def test_job_that_failed_is_dropped_by_the_next_coordinator(lives: Lives) -> None:
     yard = lives.yard
     (worker,) = yard.run_job(ASYNC)
-    yard.coordinator._drop = lambda effect: None  # type: ignore[method-assign]
+    yard.coordinator._calls._background[effects.DropJob] = lambda effect: None
     worker.leave(error="ValueError: no")
     lives.restart()
     for fake in yard.servers.values():
@@ -237,7 +238,7 @@ def test_time_without_a_coordinator_costs_no_lease(lives: Lives) -> None:
 
 
 def test_journal_is_kept_short(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "COMPACT_RECORDS_MIN", 40)
+    monkeypatch.setattr(mailbox, "COMPACT_RECORDS_MIN", 40)
     lives.restart()
     yard = lives.yard
     (worker,) = yard.run_job(ASYNC)
@@ -264,7 +265,7 @@ def test_journal_that_cannot_be_made_shorter_grows(
     def fail(_entries: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(service, "COMPACT_RECORDS_MIN", 20)
+    monkeypatch.setattr(mailbox, "COMPACT_RECORDS_MIN", 20)
     lives.restart()
     yard = lives.yard
     monkeypatch.setattr(yard.journal, "replace", fail)

@@ -20,7 +20,8 @@ from shardyard.domain.variables import DType, VariableSpec
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_coordinator.placement.placement import plan
 from shardyard_coordinator.records import Body, DamagedRecord, Entry
-from shardyard_coordinator.service import checkpoint_io, door
+from shardyard_coordinator.service import checkpoint_io
+from shardyard_coordinator.service.rpcs import data
 from shardyard_coordinator.work.data_ledger import DataLedger
 from shardyard_coordinator.work.feeds import FeedOpening, FeedSpec
 from shardyard_coordinator.work.quarantine import QuarantinedWork
@@ -145,7 +146,7 @@ def test_how_much_is_accumulated_is_bounded(accumulate: int, error: type[errors.
 @pytest.mark.parametrize(("sent", "taken"), [(0, 1), (1, 1), (6, 6)])
 def test_who_says_nothing_does_not_accumulate(sent: int, taken: int) -> None:
     request = wire.OpenFeedRequest(samples=10, fingerprint="f", batch_size=5, epochs=1, accumulate=sent)
-    assert door.feed_opened(request).spec.accumulate == taken
+    assert data.open_feed_event(request).spec.accumulate == taken
 
 
 def test_records_have_what_is_accumulated() -> None:

@@ -72,7 +72,7 @@ from shardyard.wire.frames import Assembler, Frame
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
-from shardyard_coordinator.service import door
+from shardyard_coordinator.service.rpcs import jobs, members
 
 bounded = settings(max_examples=100, deadline=None)
 
@@ -600,9 +600,9 @@ DOORS: list[tuple[type[Any], Callable[[Any], object]]] = [
     (server.SharedMemory, pull_messages.ticket_from_wire),
     (coordinator.DataLease, lease_messages.data_lease_from_wire),
     (coordinator.HandOver, handed_from_wire),
-    (coordinator.LeaveRequest, door.left),
-    (coordinator.FollowJobRequest, door.reader_heard),
-    (coordinator.ReportEvaluationRequest, lambda message: door.evaluation_reported(message, 0)),
+    (coordinator.LeaveRequest, members.leave_event),
+    (coordinator.FollowJobRequest, jobs.follow_job_event),
+    (coordinator.ReportEvaluationRequest, lambda message: jobs.report_evaluation_event(message, 0)),
     (coordinator.Stop, lease_messages.stop_from_wire),
 ]
 

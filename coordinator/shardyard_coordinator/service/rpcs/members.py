@@ -1,0 +1,139 @@
+"""RPCs by which processes join the yard, renew their leases and leave."""
+
+from __future__ import annotations
+
+from shardyard.config.settings import MembershipSettings
+from shardyard.domain import limits
+from shardyard.domain.errors import TooLarge
+from shardyard.domain.ids import Incarnation, JobId, Term
+from shardyard.transport.error_codes import to_detail
+from shardyard.wire import common_messages, lease_messages, methods
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.members.membership import Registration
+from shardyard_coordinator.members.progress import Report
+from shardyard_coordinator.service.residual_collection import ResidualRequest
+from shardyard_coordinator.service.rpcs import parts
+from shardyard_coordinator.service.rpcs.rpc import Backend, acknowledged, served
+
+
+def register_event(request: wire.RegisterRequest) -> events.MemberRegistered:
+    return events.MemberRegistered(
+        Registration(
+            role=common_messages.role_from_wire(request.role),
+            address=common_messages.text(request.address, "an address", parts.NAME_CHARACTERS_MAX),
+            protocol=request.protocol,
+            release=common_messages.text(request.release, "a release", parts.NAME_CHARACTERS_MAX),
+            host=common_messages.text(request.host, "a host name", parts.NAME_CHARACTERS_MAX),
+            pid=request.pid,
+            agent=Incarnation(request.agent) if request.agent else None,
+            local_index=request.local_index,
+            logs=common_messages.text(request.logs, "a folder of logs", parts.NAME_CHARACTERS_MAX),
+        )
+    )
+
+
+def register_reply(incarnation: Incarnation, term: Term, membership: MembershipSettings) -> wire.RegisterReply:
+    return wire.RegisterReply(
+        incarnation=incarnation,
+        term=term,
+        heartbeat_ms=membership.heartbeat_ms,
+        lease_ms=membership.lease_ms,
+    )
+
+
+def _register(backend: Backend, request: wire.RegisterRequest) -> wire.RegisterReply:
+    answer = backend.ask(register_event(request), effects.Registered)
+    return register_reply(answer.incarnation, backend.mailbox.term, backend.membership)
+
+
+def heartbeat_event(request: wire.HeartbeatRequest) -> events.HeartbeatReceived:
+    if len(request.metrics) > limits.METRICS_MAX:
+        raise TooLarge(f"a heartbeat with {len(request.metrics)} metrics; at most {limits.METRICS_MAX} are taken")
+    report = Report(
+        step=request.step,
+        samples=request.samples,
+        metrics=tuple((parts.metric_name(metric.name), metric.value) for metric in request.metrics),
+        waiting_for=common_messages.text(request.waiting_for, "what a member waits for"),
+        residual_norm=parts.residual_norm(request.residual_norm),
+        pushed=_pushed(request.pushed),
+        reached=_reached(request.stop_heard.reached) if request.HasField("stop_heard") else None,
+        halted=_halted(request.halt_heard) if request.HasField("halt_heard") else None,
+        switches=request.switches,
+    )
+    if len(request.logs) > limits.JOBS_MAX:
+        raise TooLarge(f"a heartbeat with {len(request.logs)} logs; at most {limits.JOBS_MAX} are taken")
+    logs = tuple((JobId(each.job), each.length) for each in request.logs)
+    return events.HeartbeatReceived(Incarnation(request.caller.incarnation), report, logs, _rows(request))
+
+
+def _rows(request: wire.HeartbeatRequest) -> tuple[tuple[JobId, tuple[int, ...]], ...]:
+    if len(request.tables) > limits.JOBS_MAX or any(len(each.rows) > limits.TABLES_MAX for each in request.tables):
+        raise TooLarge(f"a heartbeat with the rows of {len(request.tables)} jobs; more than there can be")
+    return tuple((JobId(each.job), tuple(each.rows)) for each in request.tables)
+
+
+def _pushed(pushed: int) -> int:
+    if pushed > limits.SEQUENCE_MAX:
+        raise TooLarge(f"{pushed} pushes; at most {limits.SEQUENCE_MAX} have names")
+    return pushed
+
+
+def _halted(heard: wire.HaltHeard) -> tuple[int, int]:
+    return heard.number, _reached(heard.reached)
+
+
+def _reached(step: int) -> int:
+    if step > limits.SEQUENCE_MAX:
+        raise TooLarge(f"a worker that has come to step {step}; the last one is {limits.SEQUENCE_MAX}")
+    return step
+
+
+def heartbeat_reply(
+    answer: effects.HeartbeatReply, term: Term, residual: ResidualRequest | None = None
+) -> wire.HeartbeatReply:
+    """`residual`: the residual file that the worker must write for a checkpoint, if it must."""
+    return wire.HeartbeatReply(
+        term=term,
+        job_state=wire.JOB_STATE_UNSPECIFIED if answer.job_state is None else parts.STATES[answer.job_state],
+        failure=None if answer.failure is None else to_detail(answer.failure),
+        generation=answer.generation or 0,
+        ranks=lease_messages.rank_leases_to_wire(answer.ranks),
+        chief=answer.chief,
+        workers=answer.workers,
+        fenced=answer.fenced,
+        recovering=answer.recovering,
+        initializer=answer.initializer,
+        save_feedback=None if residual is None else wire.SaveFeedback(number=residual.number, url=residual.url),
+        feedback=map(parts.handover, answer.feedback),
+        gone_back=answer.gone_back,
+        stop=parts.stop(answer.stop),
+        consistency=parts.consistency(answer.consistency),
+        halt=parts.halt(answer.halt),
+        checkpoint=parts.checkpoint(answer.checkpoint),
+    )
+
+
+def _heartbeat(backend: Backend, request: wire.HeartbeatRequest) -> wire.HeartbeatReply:
+    event = heartbeat_event(request)
+    answer = backend.ask(event, effects.HeartbeatReply)
+    residual = backend.residuals.wanted(JobId(request.caller.job), event.incarnation)
+    return heartbeat_reply(answer, backend.mailbox.term, residual)
+
+
+def leave_event(request: wire.LeaveRequest) -> events.MemberLeft:
+    error = common_messages.text(request.error, "an error")
+    lost = parts.residual_norm(request.residual_lost)
+    return events.MemberLeft(Incarnation(request.caller.incarnation), error, _pushed(request.pushed), lost)
+
+
+def report_exit_event(request: wire.ReportExitRequest) -> events.ExitReported:
+    return events.ExitReported(Incarnation(request.caller.incarnation), request.pid, request.exit_code)
+
+
+RPCS = (
+    served(methods.REGISTER, _register),
+    served(methods.HEARTBEAT, _heartbeat),
+    acknowledged(methods.LEAVE, leave_event, wire.LeaveReply),
+    acknowledged(methods.REPORT_EXIT, report_exit_event, wire.ReportExitReply),
+)

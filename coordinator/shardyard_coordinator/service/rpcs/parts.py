@@ -1,0 +1,84 @@
+"""Parts of messages that several RPCs share: checked when they come in, built when they go out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from shardyard.domain import limits
+from shardyard.domain.consistency import Consistency, Stop, SwitchPoint
+from shardyard.domain.errors import MalformedPayload
+from shardyard.wire import common_messages, lease_messages
+from shardyard.wire.v1 import coordinator_pb2 as wire
+from shardyard_coordinator.core.effects import JobState
+from shardyard_coordinator.storage.checkpoint_book import Committed
+from shardyard_coordinator.storage.restored_residuals import RestoredResidual
+
+NAME_CHARACTERS_MAX: Final = 512
+"""Of addresses, host names, releases and fingerprints."""
+RETRY_MS: Final = 100
+"""After how long a worker asks again for a lease or a verdict."""
+
+STATES: Final[dict[JobState, wire.JobState]] = {
+    JobState.STARTING: wire.JOB_STATE_STARTING,
+    JobState.RUNNING: wire.JOB_STATE_RUNNING,
+    JobState.FINISHING: wire.JOB_STATE_FINISHING,
+    JobState.FINISHED: wire.JOB_STATE_FINISHED,
+    JobState.FAILED: wire.JOB_STATE_FAILED,
+}
+
+
+# ---- checked
+
+
+def job_name(name: str) -> str:
+    return common_messages.text(name, "a job's name", limits.JOB_NAME_CHARACTERS_MAX)
+
+
+def metric_name(name: str) -> str:
+    return common_messages.text(name, "a metric's name", limits.METRIC_NAME_CHARACTERS_MAX)
+
+
+def residual_norm(norm: float) -> float:
+    if not 0 <= norm < math.inf:
+        raise MalformedPayload(f"a residual of 2-norm {norm}; expected a number from 0")
+    return norm
+
+
+# ---- built
+
+
+def stop(decided: Stop | None) -> wire.Stop | None:
+    return None if decided is None else lease_messages.stop_to_wire(decided)
+
+
+def halt(decided: SwitchPoint | None) -> wire.Halt | None:
+    return None if decided is None else lease_messages.halt_to_wire(decided)
+
+
+def consistency(decided: Consistency | None) -> wire.Consistency | None:
+    return None if decided is None else lease_messages.consistency_to_wire(decided)
+
+
+def checkpoint(taken: Committed | None) -> wire.CheckpointStatus | None:
+    if taken is None:
+        return None
+    return wire.CheckpointStatus(number=taken.number, step=taken.step, created_s=taken.created_s)
+
+
+def metrics(found: Iterable[tuple[str, float]]) -> list[wire.Metric]:
+    return [wire.Metric(name=name, value=value) for name, value in found]
+
+
+def handover(handed: RestoredResidual) -> wire.HandOver:
+    file = handed.file.file
+    return wire.HandOver(
+        generation=handed.generation,
+        worker=handed.file.worker,
+        own=handed.own,
+        url=handed.url,
+        path=file.path,
+        length=file.written.nbytes,
+        sha256=bytes.fromhex(file.written.sha256),
+    )

@@ -1,0 +1,118 @@
+"""One RPC of the coordinator as a row: its method, and how a request becomes a reply.
+
+Most RPCs are decided by the machine. Their row (`decided`) names the function that turns the request into an event,
+the type of the machine's answer, and the function that turns the answer into the reply. The others (`served`) have a
+function of their own, because they read a journal or a storage, or because their reply has more than the answer.
+
+Invariant: a function that makes an event checks every value that a peer sent, so that the event is well-formed and
+bounded (shardyard.domain.limits). It raises MalformedPayload, TooLarge, InvalidRequest or ConfigurationError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from shardyard.config.settings import MembershipSettings
+from shardyard.domain.errors import Internal
+from shardyard.runtime.waits import WaitRegistry
+from shardyard.transport.interfaces import Handler
+from shardyard.wire.methods import Method
+from shardyard_coordinator.core import effects, events
+from shardyard_coordinator.service.checkpoint_io import CheckpointIO
+from shardyard_coordinator.service.mailbox import Mailbox
+from shardyard_coordinator.service.residual_collection import ResidualCollections
+from shardyard_coordinator.service.server_calls import ServerCalls
+from shardyard_coordinator.service.server_client import ServerClient
+
+ROUNDS_MAX: Final = 4
+"""How often one request is given to the machine. It is given again after its partitions were created or opened; once
+more is enough."""
+
+A = TypeVar("A")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The parts of the coordinator that answer requests. `checkpoints`: as in `Mailbox`; `release`: of shardyard."""
+
+    mailbox: Mailbox
+    calls: ServerCalls
+    servers: ServerClient
+    checkpoint_io: CheckpointIO
+    residuals: ResidualCollections
+    wait_registry: WaitRegistry
+    membership: MembershipSettings
+    checkpoints: str | None
+    release: str
+
+    def ask(self, event: events.Event, answer: type[A]) -> A:
+        """Gives a request to the machine, carries out what its answer waits for, and returns the answer. Raises what
+        the machine refuses."""
+        asked = event
+        for _ in range(ROUNDS_MAX):
+            found = self.calls.handle(asked)
+            for effect in found:
+                if isinstance(effect, effects.Reply):
+                    assert isinstance(effect.answer, answer), effect
+                    return effect.answer
+            asked = self._carry_out(event, found)
+        raise Internal(f"{type(event).__name__} was given to the machine {ROUNDS_MAX} times and has no answer")
+
+    def _carry_out(self, event: events.Event, found: Sequence[effects.Effect]) -> events.Event:
+        """Carries out the effects that the answer waits for. Returns the event that brings the answer."""
+        for effect in found:
+            match effect:
+                case effects.CreatePartitions():
+                    self.calls.create([each for each in found if isinstance(each, effects.CreatePartitions)])
+                    return event
+                case effects.OpenPartitions():
+                    self.calls.open([each for each in found if isinstance(each, effects.OpenPartitions)])
+                    return event
+                case effects.ReadLedger():
+                    assert isinstance(event, events.LeaseReturned), event
+                    return events.LedgerRead(event, self.servers.lowest_next(effect), effect.map.generation)
+                case effects.ReadWatermarks():
+                    assert isinstance(event, events.RebaseRequested), event
+                    nexts = self.servers.watermarks(effect.job, effect.map, effect.worker)
+                    return events.WatermarksRead(event, effect.map.generation, nexts)
+                case effects.SkipLostPushes():
+                    assert isinstance(event, events.RebaseRequested), event
+                    self.servers.pass_over(effect)
+                    return events.LostPushesSkipped(event, effect.lost)
+                case _:
+                    continue
+        raise Internal(f"{type(event).__name__} has no answer")
+
+
+@dataclass(frozen=True)
+class Rpc:
+    method: Method[Any, Any]
+    serve: Callable[[Backend, Any], Any]
+
+    def handler(self, backend: Backend) -> Handler:
+        return lambda request, _: self.serve(backend, request)
+
+
+def decided(
+    method: Method[Request, Response],
+    to_event: Callable[[Request], events.Event],
+    answer: type[A],
+    to_reply: Callable[[A], Response],
+) -> Rpc:
+    """An RPC that the machine decides."""
+    return Rpc(method, lambda backend, request: to_reply(backend.ask(to_event(request), answer)))
+
+
+def acknowledged(
+    method: Method[Request, Response], to_event: Callable[[Request], events.Event], reply: type[Response]
+) -> Rpc:
+    """An RPC that the machine decides and whose reply is empty."""
+    return decided(method, to_event, effects.Acknowledged, lambda _: reply())
+
+
+def served(method: Method[Request, Response], serve: Callable[[Backend, Request], Response]) -> Rpc:
+    return Rpc(method, serve)
