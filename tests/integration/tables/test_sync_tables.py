@@ -263,7 +263,7 @@ def test_nothing_comes_along_with_backup_workers_whose_steps_bring_no_values(con
     job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     assert job._training is not None
     for _ in job.look_ahead([1, 2], lambda _: {}):
-        assert not job._training.looks_ahead
+        assert not job._looks_ahead
 
 
 # ---- versions

@@ -24,6 +24,7 @@ from shardyard.domain.push_names import PushName
 from shardyard_worker.consistency.strategies import NEWEST, AsyncStrategy, LostWork
 from shardyard_worker.exchange.server_group import ExchangeResult, PullSpec, ServerGroup
 from shardyard_worker.rows.cache_rules import check_bound
+from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, StepInput, Trainer, explain
 
 log = logging.getLogger("shardyard.worker")
@@ -67,11 +68,11 @@ class BoundedStrategy(AsyncStrategy):
             self._switch()
         self._rest()
 
-    def contribute(self, name: PushName | None, sending: StepInput | None) -> None:
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
         name = name or self._own_name()  # first: nobody waits for who waits for a switch
         if self._bound is not None and self._resting and not self._leaves:
             self.resume()  # the script's own work, of which nobody could know before
-        super().contribute(name, sending)
+        super().contribute(name, sending, upcoming)
         if self._waits_at_once:
             self.drain()
         if self._session.consistency.number != self._consistency.number and not self._leaves:

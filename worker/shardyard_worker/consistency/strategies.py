@@ -28,6 +28,7 @@ from shardyard.domain.pushes import Outcome
 from shardyard_worker.consistency.decisions import Decisions
 from shardyard_worker.exchange.server_group import ExchangeResult, MapChanged, PullSpec, PushRequest
 from shardyard_worker.rows.row_prefetch import RowPrefetch
+from shardyard_worker.training.table_binding import Upcoming
 from shardyard_worker.training.trainer import SLICE_MS, StepInput, Trainer, explain
 
 log = logging.getLogger("shardyard.worker")
@@ -56,10 +57,6 @@ class Strategy(ABC):
     def __init__(self, training: Trainer) -> None:
         self._training = training
         self._session = training.session
-        training.ask_again = self._ask_again
-        training.go_over = self._go_over_beside
-        training.version_of_rows = self._version_of_rows
-        training.version_passed = self._version_passed
 
     @property
     @abstractmethod
@@ -71,8 +68,9 @@ class Strategy(ABC):
         """Brings the targets to a version to compute on, if this worker has anything to compute."""
 
     @abstractmethod
-    def contribute(self, name: PushName | None, sending: StepInput | None) -> None:
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
         """Pushes work under its name, or under one of this worker's own; `sending` None: it shall not count.
+        `upcoming`: rows that come along with the values.
 
         Raises LostWork where another worker has taken it over.
         """
@@ -98,20 +96,18 @@ class Strategy(ABC):
     def close(self) -> None:
         """Ends threads. Nothing is contributed from now on."""
 
+    # ---- the step at hand (training.trainer, StepContext)
+
     @abstractmethod
-    def _ask_again(self) -> None:
-        """Loads values that were on their way to the targets, and were lost with a server."""
+    def reload(self) -> None: ...
 
-    def _go_over_beside(self) -> None:
-        """To the newest map, while a push may be under way. The targets stay as they are."""
-        self._training.follow_map()
+    @abstractmethod
+    def follow_map(self) -> None: ...
 
-    def _version_of_rows(self) -> int | None:
-        """The version of which rows are looked up, None: the newest."""
+    def rows_version(self) -> int | None:
         return None
 
-    def _version_passed(self, error: errors.NotFound) -> None:
-        """Rows of that version are there no more."""
+    def on_rows_version_passed(self, error: errors.NotFound) -> None:
         raise error
 
     def _note(self, answer: ExchangeResult, sending: StepInput | None) -> None:
@@ -211,29 +207,29 @@ class AsyncStrategy(Strategy):
         """Puts the newest values into the targets."""
         return self._training.pull_newest()
 
-    def _ask_again(self) -> None:
+    def reload(self) -> None:
         flight = self._flight
         if flight is not None:
             with self._session.wait_registry.over(lambda: f"push {flight.name} to be answered"):
                 wait([flight.answer])  # the router is for one thread at a time
         self._take_newest()
 
-    def _go_over_beside(self) -> None:
+    def follow_map(self) -> None:
         flight = self._flight
         if flight is not None:
             with self._session.wait_registry.over(lambda: f"push {flight.name} to be answered"):
                 wait([flight.answer])  # the router is for one thread at a time
-        super()._go_over_beside()
+        self._training.follow_map()
         self._moved = True
 
-    def contribute(self, name: PushName | None, sending: StepInput | None) -> None:
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
         name = name or self._own_name()
         self._training.complete()
         self._open_again(name)
         sending = self._judge(name, sending)
         if self._training.feedback is not None:
             self.drain()  # one push can be undone, so there is one at a time
-        shipment = self._training.ship(name, sending)
+        shipment = self._training.ship(name, sending, upcoming)
         if self._pool is None:
             self._wish = self._make_wish()
             self._land(name, sending, partial(self._push, shipment))
@@ -429,7 +425,7 @@ class SyncStrategy(Strategy):
     def close(self) -> None:
         """Has no threads."""
 
-    def _ask_again(self) -> None:
+    def reload(self) -> None:
         before = self._version
         try:
             self.catch_up(0)
@@ -438,17 +434,17 @@ class SyncStrategy(Strategy):
             self._mixed = True
         self._mixed = self._mixed or self._version != before
 
-    def _go_over_beside(self) -> None:
+    def follow_map(self) -> None:
         """In the midst of a forward, or between two batches. The targets stay as they are, and may be of a step that is
         to be computed again."""
         with contextlib.suppress(ModeChanged):  # told when the work is contributed
             self._go_over()
         self._mixed = True
 
-    def _version_of_rows(self) -> int | None:
+    def rows_version(self) -> int | None:
         return None if self._mixed else self._version
 
-    def _version_passed(self, error: errors.NotFound) -> None:
+    def on_rows_version_passed(self, error: errors.NotFound) -> None:
         """The step of that version is complete everywhere, and another one too: this worker's part in it was another's,
         or came too late."""
         log.info("rows are read as they are now, and the batch does not count: %s", error.what)
@@ -552,7 +548,7 @@ class SyncStrategy(Strategy):
         if self.due() is None:
             self._settle()
 
-    def contribute(self, name: PushName | None, sending: StepInput | None) -> None:
+    def contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None = None) -> None:
         self._training.complete()
         self.check_mode()
         if self._mixed:
@@ -562,7 +558,7 @@ class SyncStrategy(Strategy):
             self._following(self._find_work)
             raise LostWork
         try:
-            self._contribute(name, sending)
+            self._contribute(name, sending, upcoming)
         except MapChanged:
             # counted or not: the servers' ledgers say so, and the next batch is what they wait for
             self._training.not_counted()
@@ -577,7 +573,7 @@ class SyncStrategy(Strategy):
         else:
             self._wait_for_ranks()
 
-    def _contribute(self, name: PushName | None, sending: StepInput | None) -> None:
+    def _contribute(self, name: PushName | None, sending: StepInput | None, upcoming: Upcoming | None) -> None:
         if name is None:
             rank = self.due()
             if rank is None:
@@ -597,7 +593,8 @@ class SyncStrategy(Strategy):
             if sending is not None and not self._training.may_count(name, sending, self._version):
                 sending = None
             pulls = not others and self._decisions is None
-            shipment = self._ship(name, sending and self._training.of_rank(rank, sending), ends=pulls)
+            sending = sending and self._training.of_rank(rank, sending)
+            shipment = self._ship(name, sending, upcoming if pulls else None)
             if not pulls:
                 answer = self._training.router.push(shipment)
             else:
@@ -664,17 +661,13 @@ class SyncStrategy(Strategy):
 
     # ---- versions
 
-    def _ship(self, name: PushName, sending: StepInput | None, *, ends: bool) -> PushRequest:
-        """`ends`: the next version is pulled with it."""
+    def _ship(self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None) -> PushRequest:
+        """`upcoming`: rows of the next step, which come with its version, as that has them."""
+        assert self._version is not None
         self._training.pushes_rows(sending)
-        ahead = self._ask_along() if ends else None  # first: what a script says may be refused
+        ahead = self._training.prefetch_rows(self._version + 1, upcoming)  # first: what a script says may be refused
         shipment = self._training.ship(name, sending)
         return shipment if ahead is None else replace(shipment, ahead=ahead)
-
-    def _ask_along(self) -> RowPrefetch | None:
-        """Rows of the next step, which come with its version, as that has them."""
-        assert self._version is not None
-        return self._training.ask_ahead(self._version + 1, 0, along=True)
 
     def _arrive(self, answer: ExchangeResult) -> None:
         assert self._version is not None

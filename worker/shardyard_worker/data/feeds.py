@@ -31,7 +31,7 @@ from shardyard_worker.data.look_ahead import Depth, LookAhead, announced
 from shardyard_worker.data.makeup_steps import MakeupSteps, MissedBatch
 from shardyard_worker.data.poison_guard import announce
 from shardyard_worker.data.seeding import GeneratorStates, restore, seed_everything, states, undisturbed
-from shardyard_worker.training.table_binding import Announced
+from shardyard_worker.training.table_binding import Announced, Upcoming
 from shardyard_worker.training.trainer import StepInput, Trainer
 
 log = logging.getLogger("shardyard.worker")
@@ -95,6 +95,7 @@ class Feed(ABC):
         number: int,
         settings: FeedSettings,
         opened: wire.OpenFeedReply,
+        look_ahead: LookAhead | None,
     ) -> None:
         self._training = training
         self._strategy = strategy
@@ -105,7 +106,8 @@ class Feed(ABC):
         self._opened = opened
         self._orders = Orders(self._session.seed, number, reader.samples, settings.shuffle)
         self._warned = False
-        self.look_ahead: LookAhead | None = None
+        self._look_ahead = look_ahead
+        self.upcoming: Upcoming | None = None if look_ahead is None else self._announced
         self.work: Work | None = None
 
     @property
@@ -117,11 +119,21 @@ class Feed(ABC):
         """Yields batches until all samples of all epochs are counted, by this worker or others. Raises ModeChanged
         where the job goes on in another mode: `anew` does, with what is left."""
 
+    @abstractmethod
+    def _announced(self) -> Sequence[Announced]:
+        """The ids of the batches that will be computed on what the next exchange brings, as far as none of them may end
+        this process."""
+
     def anew(self, strategy: Strategy) -> Feed:
         """The same in the mode that the job goes by now."""
-        made = open_feed(self._training, strategy, self._reader, number=self._number, settings=self._settings)
-        made.look_ahead = self.look_ahead
-        return made
+        return open_feed(
+            self._training,
+            strategy,
+            self._reader,
+            number=self._number,
+            settings=self._settings,
+            look_ahead=self._look_ahead,
+        )
 
     def push(self, sending: StepInput | None) -> None:
         """Pushes what was computed on the batch (or batches) since the last push. None: it shall not count."""
@@ -132,7 +144,7 @@ class Feed(ABC):
         work.taken = True
         weighted = replace(sending, weight=float(work.samples), highest=work.highest)
         try:
-            self._strategy.contribute(work.name, weighted)
+            self._strategy.contribute(work.name, weighted, self.upcoming)
         except LostWork:
             work.lost = True
 
@@ -170,7 +182,7 @@ class Feed(ABC):
     def _push_empty(self, work: Work) -> None:
         work.taken = True
         try:
-            self._strategy.contribute(work.name, None)
+            self._strategy.contribute(work.name, None, self.upcoming)
         except LostWork:
             work.lost = True
 
@@ -207,18 +219,17 @@ class AsyncFeed(Feed):
     _strategy: AsyncStrategy
     _shard: _Shard | None = None
 
-    def announced(self) -> Sequence[Announced]:
-        """Of the batches that will be computed on what the next exchange brings, as far as they are of the same data
-        shard, and none of them may end this process."""
+    def _announced(self) -> Sequence[Announced]:
+        """Of batches of the same data shard."""
         shard = self._shard
-        if shard is None or self.look_ahead is None or self._is_told_to_stop:
+        if shard is None or self._look_ahead is None or self._is_told_to_stop:
             return ()
         depth = Depth(self._session.settings.worker.window, self._settings.accumulate)
         due = range(shard.sequence + 1 + depth.begin, min(shard.sequence + 1 + depth.end, shard.batches))
         if not due or due[0] < shard.careful_below:
             return ()
         read = [self._read_ahead(shard, sequence) for sequence in due]
-        return announced(self.look_ahead, [each.batch for each in read if each.error is None])
+        return announced(self._look_ahead, [each.batch for each in read if each.error is None])
 
     def _read_ahead(self, shard: _Shard, sequence: int) -> _Read:
         read = self._read_before(self._key(shard.source, sequence), self._chosen(shard.samples, sequence))
@@ -407,13 +418,18 @@ class SyncFeed(Feed):
         number: int,
         settings: FeedSettings,
         opened: wire.OpenFeedReply,
+        look_ahead: LookAhead | None,
     ) -> None:
-        super().__init__(training, strategy, reader, number=number, settings=settings, opened=opened)
+        super().__init__(
+            training, strategy, reader, number=number, settings=settings, opened=opened, look_ahead=look_ahead
+        )
         begun = opened.begun_epochs, opened.begun_samples
         if begun[0] > settings.epochs or begun[1] >= reader.samples or (begun[1] and begun[0] == settings.epochs):
             raise MalformedPayload(f"feed {number} of {settings.epochs} epochs, of which {begun} were begun")
         self._course = StepPlan(self._units, opened.units_per_epoch, settings.epochs, opened.first_step, *begun)
         backups = self._session.job_settings.consistency.backup_workers
+        if backups:
+            self.upcoming = None  # a step brings no values
         self._make_up = MakeupSteps(self._session, number, self._course.end, makes_up=bool(backups))
         self._read: dict[tuple[Rank, int, int], _Read] = {}
         """Batches that were read before their turn, by rank, step and number."""
@@ -494,18 +510,18 @@ class SyncFeed(Feed):
         if not work.taken:
             self._end_unasked()
 
-    def announced_for(self, step: int, later: int) -> Sequence[Announced]:  # noqa: ARG002 - a step has a number
-        """Of the batches of a step that this worker's ranks will compute, as far as none of them may end this
-        process."""
-        if self.look_ahead is None or self._is_told_to_stop:
+    def _announced(self) -> Sequence[Announced]:
+        """Of the batches of the next step that this worker's ranks will compute."""
+        if self._look_ahead is None or self._is_told_to_stop:
             return ()
+        step = self._strategy.step + 1
         if step < self._opened.first_step or not self._has(step):
             return ()
         read: list[_Read] = []
         for rank in self._strategy.ranks:
             if step >= self._strategy.careful_below(rank):
                 read += self._read_ahead(MissedBatch(rank, step))
-        return announced(self.look_ahead, [each.batch for each in read if each.error is None])
+        return announced(self._look_ahead, [each.batch for each in read if each.error is None])
 
     def _read_ahead(self, of: MissedBatch) -> list[_Read]:
         chosen = self._samples(of)
@@ -603,6 +619,7 @@ def open_feed(
     *,
     number: int,
     settings: FeedSettings,
+    look_ahead: LookAhead | None = None,
     local: LocalRounds | None = None,
     end_round: Callable[[], object] | None = None,
 ) -> Feed:
@@ -621,10 +638,11 @@ def open_feed(
         accumulate=settings.accumulate,
     )
     opened = session.ask(methods.OPEN_FEED, request)
+    given: dict[str, Any] = {"number": number, "settings": settings, "opened": opened, "look_ahead": look_ahead}
     if session.mode is UpdateMode.ASYNC:
-        return AsyncFeed(training, strategy, reader, number=number, settings=settings, opened=opened)
+        return AsyncFeed(training, strategy, reader, **given)
     if local is None or end_round is None:
-        return SyncFeed(training, strategy, reader, number=number, settings=settings, opened=opened)
-    feed = LocalFeed(training, strategy, reader, number=number, settings=settings, opened=opened)
+        return SyncFeed(training, strategy, reader, **given)
+    feed = LocalFeed(training, strategy, reader, **given)
     feed.follow(local, end_round)
     return feed

@@ -74,10 +74,10 @@ class ReadAhead(Generic[B]):
         if self._error is not None:
             raise self._error
 
-    def announced(self, later: int | None = None, ranks: int = 1) -> Sequence[Announced]:
-        """Of the batches that will be computed on what the next exchange brings; or, with `later`, when so many steps
-        more were taken, each of so many logical ranks of this worker."""
-        depth = self._depth if later is None else Depth(later, ranks * self._depth.accumulate)
+    def announced(self, ranks: int | None = None) -> Sequence[Announced]:
+        """Of the batches that will be computed on what the next exchange brings. `ranks`: a step is synchronous, and
+        this worker computes so many logical ranks of it."""
+        depth = self._depth if ranks is None else Depth(0, ranks * self._depth.accumulate)
         while len(self._next) < depth.end and self._read():
             pass
         return announced(self._look_ahead, list(self._next)[depth.begin : depth.end])

@@ -49,7 +49,7 @@ from shardyard_worker.consistency.local_sgd import (
 )
 from shardyard_worker.consistency.strategies import LostWork, ModeChanged, Strategy, SyncStrategy
 from shardyard_worker.data.dataset import Reader
-from shardyard_worker.data.feeds import AsyncFeed, Feed, FeedSettings, LocalFeed, SyncFeed, open_feed
+from shardyard_worker.data.feeds import Feed, FeedSettings, LocalFeed, open_feed
 from shardyard_worker.data.look_ahead import Depth, LookAhead, ReadAhead
 from shardyard_worker.data.seeding import seed_everything
 from shardyard_worker.embedding.table import Table, tables_of
@@ -62,7 +62,7 @@ from shardyard_worker.optimizers.server_optimizer import Scaled, ServerOptimizer
 from shardyard_worker.session.session import ProcessPlace, Session
 from shardyard_worker.session.tensorboard import TensorBoardWriter
 from shardyard_worker.training.remote_rows import RemoteRows
-from shardyard_worker.training.table_binding import Announced, TableBinding
+from shardyard_worker.training.table_binding import Announced, TableBinding, Upcoming
 from shardyard_worker.training.trainer import BufferPlace, StepInput, Trainer, Variable
 
 log = logging.getLogger("shardyard.worker")
@@ -157,6 +157,8 @@ class Job:
         self._names: dict[str, int] = {}
         self._own_steps = 0
         self._rows: RemoteRows | None = None
+        self._upcoming: Upcoming | None = None
+        """Of a script's own batches (`look_ahead`)."""
         self._scaler: JobScaler | None = None
         self._told_of_scaler = False
         self._settings_now: Callable[[], tuple[tuple[float, ...], ...]] = tuple
@@ -481,12 +483,12 @@ class Job:
                 reader,
                 number=self._feeds,
                 settings=settings,
+                look_ahead=look_ahead,
                 local=self._local,
                 end_round=self._end_round,
             )
             self._feeds += 1
-        feed.look_ahead = look_ahead if self._asks_ahead else None
-        return self._iterate(feed, look_ahead)
+        return self._iterate(feed)
 
     def look_ahead(self, batches: Iterable[B], ids_of: LookAhead, *, accumulate: int = 1) -> Iterator[B]:
         """The same batches, a script's own, with `ids_of(batch)` as job.batches' `look_ahead`: they are read a step
@@ -494,69 +496,44 @@ class Job:
 
         Raises InvalidRequest.
         """
-        training = self._need_training()
+        self._need_training()
         if accumulate < 1:
             raise InvalidRequest(f"accumulate {accumulate}; expected at least 1")
-        if not self._asks_ahead:
-            return iter(batches)
+        if self.mode is UpdateMode.SYNC and self._session.job_settings.consistency.backup_workers:
+            return iter(batches)  # a step brings no values
         window = self._session.settings.worker.window
-        return self._announce(training, ReadAhead(batches, ids_of, Depth(window, accumulate)))
+        return self._announce(ReadAhead(batches, ids_of, Depth(window, accumulate)))
 
-    @property
-    def _asks_ahead(self) -> bool:
-        """Whether rows can come before a forward asks for them. With backup workers a step brings no values."""
-        if self.mode is UpdateMode.ASYNC:
-            return True
-        return isinstance(self._strategy, SyncStrategy) and not self._session.job_settings.consistency.backup_workers
+    def _announce(self, ahead: ReadAhead[B]) -> Iterator[B]:
+        if self._upcoming is not None or self._feed is not None:
+            raise _two_look_aheads()
 
-    def _announce(self, training: Trainer, ahead: ReadAhead[B]) -> Iterator[B]:
-        self._refuse_two_look_aheads(training)
-
-        def announced(later: int | None = None, ranks: int = 1) -> Sequence[Announced]:
-            if self._feed is not None:  # whose batches are work, to be done one by one
-                raise _two_look_aheads()
-            return ahead.announced(later, ranks)
-
-        if self.mode is UpdateMode.ASYNC:
-            training.announced = announced
-        else:
+        def upcoming() -> Sequence[Announced]:
             strategy = self._strategy
-            assert isinstance(strategy, SyncStrategy)
-            training.announced_for = lambda _, later: announced(later, len(strategy.ranks))
+            return ahead.announced(len(strategy.ranks) if isinstance(strategy, SyncStrategy) else None)
+
+        self._upcoming = upcoming
         try:
             yield from ahead
         finally:
-            training.announced = training.announced_for = None
+            self._upcoming = None
 
-    def _refuse_two_look_aheads(self, training: Trainer) -> None:
-        if training.looks_ahead:
-            raise _two_look_aheads()
+    @property
+    def _looks_ahead(self) -> bool:
+        return self._upcoming is not None or (self._feed is not None and self._feed.upcoming is not None)
 
     def _refuse_nesting(self) -> None:
         if self._feed is not None:
             raise InvalidRequest("job.batches inside of job.batches", todo="finish the one before the other")
 
-    def _enter(self, feed: Feed) -> None:
-        if feed.look_ahead is not None:
-            training = self._need_training()
-            self._refuse_two_look_aheads(training)
-            if isinstance(feed, AsyncFeed):
-                training.announced = feed.announced
-            elif isinstance(feed, SyncFeed):
-                training.announced_for = feed.announced_for
-        self._feed = feed
-
-    def _go_through(self, feed: Feed, look_ahead: LookAhead | None) -> Generator[Any, None, None]:
+    def _go_through(self, feed: Feed) -> Generator[Any, None, None]:
         """All batches, in whatever mode the job goes by."""
         while True:
+            self._feed = feed
             try:
                 yield from feed.batches()
             except ModeChanged:
-                training = self._need_training()
-                training.announced = training.announced_for = None
                 feed = feed.anew(self._follow_mode())
-                feed.look_ahead = look_ahead if self._asks_ahead else None
-                self._enter(feed)
             else:
                 return
 
@@ -572,11 +549,13 @@ class Job:
                 strategy.begin()
         return strategy
 
-    def _iterate(self, feed: Feed, look_ahead: LookAhead | None) -> Iterator[Any]:
+    def _iterate(self, feed: Feed) -> Iterator[Any]:
         self._refuse_nesting()
-        self._enter(feed)
+        if self._upcoming is not None:
+            raise _two_look_aheads()
+        self._feed = feed
         try:
-            with contextlib.closing(self._go_through(feed, look_ahead)) as batches:
+            with contextlib.closing(self._go_through(feed)) as batches:
                 while True:
                     with self._session.interrupts:
                         batch = next(batches, _END)
@@ -587,8 +566,6 @@ class Job:
             self._feed = None
             if self._training is not None:
                 self._training.accumulates = False
-                if look_ahead is not None:
-                    self._training.announced = self._training.announced_for = None
             if self._local is not None and not self._closed:
                 self._local.abandon()
         self._look_around()
@@ -778,12 +755,18 @@ class Job:
                 todo="put the models into one torch.nn.ModuleList, and their parameters into groups of one optimizer",
             )
         with self._session.interrupts:
-            self._training = Trainer(self._session, variables, spec, model, tables)
+            self._training = Trainer(self._session, variables, spec, model, tables, context=self._present_strategy)
             if tables is not None:
-                self._rows = RemoteRows(self._training, tables)
+                self._rows = RemoteRows(
+                    self._training, tables, context=self._present_strategy, looks_ahead=lambda: self._looks_ahead
+                )
                 tables.begin(self._rows)
             self._names = {variable.spec.name: index for index, variable in enumerate(self._training.variables)}
             self._step_told = self._follow_mode().step
+
+    def _present_strategy(self) -> Strategy:
+        assert self._strategy is not None
+        return self._strategy
 
     def _make_strategy(self, training: Trainer) -> Strategy:
         if self._scaler is not None:
@@ -868,7 +851,7 @@ class Job:
         assert self._strategy is not None
         self._own_steps += 1
         try:
-            self._strategy.contribute(None, sending)
+            self._strategy.contribute(None, sending, self._upcoming)
         except ModeChanged:
             self._own_steps -= 1
             self._follow_mode()

@@ -36,7 +36,6 @@ def cache_rules(worker: WorkerSettings, job: JobSettings) -> CacheRules | None:
         staleness=worker.cached_rows_steps,
         includes_own=worker.cached_rows_own == "included",
         under_way=worker.window,
-        ahead=consistency.rows_lacking or 0,
     )
 
 

@@ -72,10 +72,6 @@ class RowPrefetch:
             self._questions[owned] = made[0] if made else None
         return self._questions[owned]
 
-    def questions(self, owned: tuple[PartitionId, ...]) -> list[RowLookup]:
-        """As `question`, of rows that come by themselves."""
-        return questions(self._asked, owned)
-
     @property
     def rows(self) -> Sequence[Float32s]:
         """The memory that all answers go into, for each table."""

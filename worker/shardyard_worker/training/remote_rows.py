@@ -21,7 +21,7 @@ from shardyard_worker.rows.dedup import Float32s, Int64s, UniqueIds
 from shardyard_worker.rows.row_codec import questions
 from shardyard_worker.rows.row_prefetch import Bools, RowQuery, complete
 from shardyard_worker.training.table_binding import TableBinding
-from shardyard_worker.training.trainer import Trainer
+from shardyard_worker.training.trainer import StepContext, Trainer
 
 R = TypeVar("R")
 
@@ -29,8 +29,18 @@ R = TypeVar("R")
 class RemoteRows:
     """Of one job, for the thread that trains."""
 
-    def __init__(self, training: Trainer, tables: TableBinding) -> None:
+    def __init__(
+        self,
+        training: Trainer,
+        tables: TableBinding,
+        *,
+        context: Callable[[], StepContext],
+        looks_ahead: Callable[[], bool],
+    ) -> None:
+        """`looks_ahead`: whether the script announces the ids of its next batches now."""
         self._training = training
+        self._context = context
+        self._looks_ahead = looks_ahead
         self._tables = tables
         self.looked_up, self.came_ahead = 0, 0
         """Rows that forwards have asked for while there was look-ahead, and how many of them had come."""
@@ -53,7 +63,7 @@ class RemoteRows:
         """Those that came ahead, what they lack from the cache, and what that lacks from the servers."""
         asked = [RowQuery(self._tables.number(each.table), each.found, each.table.dim) for each in wanted]
         ahead = self._tables.ahead
-        if self._training.looks_ahead:
+        if self._looks_ahead():
             self.looked_up += _count(asked)
         if ahead is None:
             return self._find(asked)
@@ -65,7 +75,7 @@ class RemoteRows:
             return self._find(more)
 
         found = complete(asked, lambda each: ahead.take(*each), rest)
-        if self._training.looks_ahead:
+        if self._looks_ahead():
             self.came_ahead += _count(asked) - lacking
         return found
 
@@ -92,14 +102,14 @@ class RemoteRows:
 
         def ask(router: ServerGroup) -> None:
             by_server = {server: questions(asked, owned) for server, owned in router.owned.items()}
-            number = self._training.version_of_rows()
+            number = self._context().rows_version()
             if number is not None:
                 try:
                     router.look_up(by_server, found, number)
                 except NotFound as error:
                     if "newest" not in error.facts:
                         raise
-                    self._training.version_passed(error)
+                    self._context().on_rows_version_passed(error)
                 else:
                     return
             router.look_up(by_server, found)
@@ -131,7 +141,7 @@ class RemoteRows:
                 try:
                     return ask(self._training.router)
                 except MapChanged:
-                    self._training.go_over()
+                    self._context().follow_map()
 
 
 def _count(asked: Sequence[RowQuery]) -> int:

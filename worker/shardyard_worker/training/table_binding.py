@@ -8,7 +8,7 @@ table's rate follows that of the parameter group which has its weight. Must not 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ from shardyard_worker.rows.row_prefetch import PartialRows, RowPrefetch, RowQuer
 Groups = tuple[tuple[float, ...], ...]
 Announced = tuple[Table, Int64s]
 """Ids, shape (n,), repeated or not, that will be looked up."""
+Upcoming = Callable[[], Sequence[Announced]]
+"""The ids that will be looked up while the model holds the values that the next exchange brings."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,7 @@ class TableBinding:
             by_table.setdefault(self.number(table), []).append(ids)
         return {number: np.concatenate(ids) for number, ids in by_table.items()}
 
-    def look_ahead(
-        self, joined: Mapping[int, Int64s], *, along: bool = True, step: int = 0, as_of: int = 0
-    ) -> RowPrefetch | None:
+    def look_ahead(self, joined: Mapping[int, Int64s], *, step: int = 0, as_of: int = 0) -> RowPrefetch | None:
         """What is asked for ahead, but what is in the cache; None where there is nothing, or more than comes along with
         values. `step`: at which it is used; `as_of`: that as of which servers answer."""
         asked = [
@@ -153,7 +153,7 @@ class TableBinding:
         here: dict[int, PartialRows] = {}
         if self.cache is not None:
             asked = [part for each in asked if (part := _lacking(each, self.cache, step, here)) is not None]
-        if not (asked or here) or (along and not RowPrefetch.fit(asked)):
+        if not (asked or here) or not RowPrefetch.fit(asked):
             return None
         lives = 0 if self.cache is None else self.cache.lives
         return RowPrefetch(asked, joined, here, as_of=as_of, lives=lives)

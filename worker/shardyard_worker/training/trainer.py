@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -46,7 +46,7 @@ from shardyard_worker.training.clipping import Clipper
 from shardyard_worker.training.forward_prefetch import ForwardPrefetch
 from shardyard_worker.training.grad_hooks import GradHooks
 from shardyard_worker.training.nonfinite import NonFiniteCheck
-from shardyard_worker.training.table_binding import Announced, TableBinding, TakenRows
+from shardyard_worker.training.table_binding import TableBinding, TakenRows, Upcoming
 
 log = logging.getLogger("shardyard.worker")
 
@@ -117,6 +117,22 @@ class Residual:
     sending: StepInput
 
 
+class StepContext(Protocol):
+    """What is known of the step at hand. A job's strategy knows it; another mode has another strategy."""
+
+    def reload(self) -> None:
+        """Loads the values again that were on their way to the targets, and were lost with a server."""
+
+    def follow_map(self) -> None:
+        """Goes over to the newest map, while a push may be under way. The targets stay as they are."""
+
+    def rows_version(self) -> int | None:
+        """The version of which rows are looked up; None: the newest."""
+
+    def on_rows_version_passed(self, error: errors.NotFound) -> None:
+        """The servers do not have rows of that version any more."""
+
+
 class Trainer:
     """Registers the variables with the coordinator, and sees to it that the servers have first values."""
 
@@ -127,25 +143,16 @@ class Trainer:
         optimizer: OptimizerSpec,
         model: torch.nn.Module | None = None,
         tables: TableBinding | None = None,
+        *,
+        context: Callable[[], StepContext],
     ) -> None:
-        """`tables`: of the model, if it has any; their rows are the servers' once first values are there."""
+        """`tables`: of the model, if it has any; their rows are the servers' once first values are there. `context`:
+        gives that of the job's present mode; it is called from the first step on."""
         self.session = session
         self._tables = tables
-        self.go_over: Callable[[], object] = self.follow_map
-        """To the newest map, beside what is under way; the strategy knows what is."""
-        self.ask_again: Callable[[], object] = self.pull_newest
-        """Loads the values that were on their way to the targets, and were lost; the strategy knows which."""
-        self.version_of_rows: Callable[[], int | None] = lambda: None
-        """The version of which rows are to be looked up, None: the newest; the strategy knows it."""
-        self.version_passed: Callable[[errors.NotFound], object] = lambda _: None
-        """Rows of that version are there no more; the strategy knows what becomes of the work at hand."""
+        self._context = context
         self.optimizer = optimizer
         self._pushes = 0
-        self.announced: Callable[[], Sequence[Announced]] | None = None
-        """The ids that will be looked up while the model holds what the next exchange brings."""
-        self.announced_for: Callable[[int, int], Sequence[Announced]] | None = None
-        """The ids that will be looked up at a step, by its number, and how many batches of a rank are before it; of a
-        job in hybrid mode."""
         self.variables = tuple(variables)
         reply = session.ask(methods.REGISTER_VARIABLES, self._registration())
         layout, map_ = layout_messages.layout_from_wire(reply.layout), layout_messages.map_from_wire(reply.map)
@@ -372,9 +379,10 @@ class Trainer:
         ]
         return replace(sending, tensors=kept)
 
-    def ship(self, name: PushName, sending: StepInput | None) -> PushRequest:
-        """Puts what is sent into the buckets. None: a named empty push."""
-        joined = self._announced()  # first: what a script says may be refused
+    def ship(self, name: PushName, sending: StepInput | None, upcoming: Upcoming | None = None) -> PushRequest:
+        """Puts what is sent into the buckets. None: a named empty push. `upcoming`: the rows that come along. Raises
+        what the script raises when it announces ids, and InvalidRequest."""
+        joined = self._announced(upcoming)  # first: what a script says may be refused
         shipment = self._ship(name, sending)
         if self._tables is None:
             return shipment
@@ -387,12 +395,12 @@ class Trainer:
         ahead = self._tables.look_ahead(joined, step=step + self.session.settings.worker.window, as_of=step)
         return shipment if ahead is None else replace(shipment, ahead=ahead)
 
-    def _announced(self) -> Mapping[int, Int64s]:
-        """By table the ids that a script says it will look up. Raises what it raises, and InvalidRequest."""
+    def _announced(self, upcoming: Upcoming | None) -> Mapping[int, Int64s]:
+        """By table the ids that a script says it will look up."""
         # values that come in an order, as they are used, leave no place for rows
-        if self._tables is None or self.announced is None or self._prefetch is not None:
+        if self._tables is None or upcoming is None or self._prefetch is not None:
             return {}
-        return self._tables.joined(self.announced())
+        return self._tables.joined(upcoming())
 
     def pushes_rows(self, sending: StepInput | None) -> None:
         """These gradients of rows, if there are any, are sent with the step at hand, and clipped."""
@@ -400,26 +408,10 @@ class Trainer:
             is_exact = self.session.job_settings.compression.rows_push is RowCode.FLOAT32
             self._tables.pushed(sending.rows, exact=is_exact and self.session.mode is UpdateMode.ASYNC)
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the script says what it will look up."""
-        return self.announced is not None or self.announced_for is not None
-
-    def ask_ahead(self, step: int, later: int, *, along: bool) -> RowPrefetch | None:
-        """What is asked for ahead, for a step of a job in hybrid mode. `later`: so many steps are computed before it;
-        `along`: it comes with values. Raises what a script raises where it says what it will look up."""
-        if self._tables is None or self.announced_for is None or self._prefetch is not None:
-            return None
-        # what comes along with values has all pushes before its step; what comes by itself, those of now
-        as_of = step if along or self._tables.cache is None else self._tables.cache.step
-        joined = self._tables.joined(self.announced_for(step, later))
-        return self._tables.look_ahead(joined, along=along, step=step, as_of=as_of)
-
-    def asking(self, ahead: RowPrefetch) -> Callable[[], None]:
-        """Puts what the servers of this map answer into `ahead`; for a thread of its own."""
-        router = self.router
-        by_server = {server: ahead.questions(owned) for server, owned in router.owned.items()}
-        return partial(router.look_up, by_server, ahead.rows)
+    def prefetch_rows(self, step: int, upcoming: Upcoming | None) -> RowPrefetch | None:
+        """The rows of a step's batches, which come along with its values. Raises as `ship`."""
+        joined = self._announced(upcoming)
+        return self._tables.look_ahead(joined, step=step, as_of=step) if joined and self._tables is not None else None
 
     def _ship(self, name: PushName, sending: StepInput | None) -> PushRequest:
         if sending is None:
@@ -596,7 +588,7 @@ class Trainer:
             log.info("values that were on their way are asked for again (%s)", error.what)
             self._asking_again = True
             try:
-                self.ask_again()
+                self._context().reload()
             finally:
                 self._asking_again = False
             return
