@@ -1,11 +1,10 @@
 """Hybrid mode against synchronous steps: what it gains where calls take long, and what it loses in quality.
 
 hybrid_speed: steps a second with a table, where each call to a server takes 5 ms more, over those of a synchronous job
-whose forwards look rows up: rows along with the parameters, and one step before. hybrid_speed_ahead: over those of one
-that has look_ahead too. One worker, one server, one thread a process; before they are
-measured the rows of both after some steps are those of a plain model, but for those that come a step before, which are
-held to a bound by tests. hybrid_gap: AUC of the recommender on the day after the last that it has learned from, of a
-synchronous job minus that of a hybrid one, in points of a hundred, a pair for each seed; two workers, two servers.
+whose forwards look rows up. hybrid_speed_ahead: over those of one that has look_ahead too. One worker, one server, one
+thread a process; before they are measured the rows of all after some steps are those of a plain model. hybrid_gap: AUC
+of the recommender on the day after the last that it has learned from, of a synchronous job minus that of a
+hybrid one, in points of a hundred, a pair for each seed; two workers, two servers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from claims import Found
-from claims.table_steps import CALL_MS, WARM_S, one_measurement, verified
+from claims.table_steps import CALL_MS, one_measurement, verified
 from harness.pairs import Figures, column, measure_pairs, ratios
 from harness.report import Panel
 from harness.rows import Task
@@ -29,12 +28,11 @@ from harness.sides import Side, shardyard_side
 ROOT = Path(__file__).resolve().parent.parent.parent
 FIGURE = "tables-hybrid"
 SYNC, SYNC_AHEAD = "shardyard, sync, rows looked up", "shardyard, sync, look_ahead"
-ALONG, BEFORE = "shardyard, hybrid, rows along", "shardyard, hybrid, rows a step before"
+HYBRID = "shardyard, hybrid, rows along"
 MODES: Mapping[str, Mapping[str, object]] = {
     SYNC: {"job.consistency.mode": "sync"},
     SYNC_AHEAD: {"job.consistency.mode": "sync"},
-    ALONG: {"job.consistency.mode": "hybrid", "job.consistency.rows_in_flight": 0},
-    BEFORE: {"job.consistency.mode": "hybrid", "job.consistency.rows_in_flight": 1},
+    HYBRID: {"job.consistency.mode": "hybrid"},
 }
 TASK = Task(rows=100_000, ids=512)
 """The time of a step is that of its calls, and little else."""
@@ -48,12 +46,8 @@ def side_of(name: str, task: Task) -> Iterator[Side]:
     arguments = [*task.arguments(), "--delay-ms", str(CALL_MS), *(() if name == SYNC else ("--ahead",))]
     settings = {"job.partitions": 1, "job.consistency.logical_ranks": 1, **MODES[name]}
     with shardyard_side("rows_shardyard", *arguments, workers=1, settings=settings) as side:
-        if name != BEFORE:
-            with verified(side, task) as ready:
-                yield ready
-        else:
-            side.ask("train", seconds=WARM_S)
-            yield side
+        with verified(side, task) as ready:
+            yield ready
 
 
 def measure_speed(task: Task, pairs: int, seconds: float) -> dict[str, list[Figures]]:
@@ -85,7 +79,7 @@ class Recommender:
 
 
 def measure_quality(pairs: int, days: int, clicks: int) -> dict[str, list[Figures]]:
-    return measure_pairs({name: Recommender(MODES[name], days, clicks) for name in (SYNC, ALONG, BEFORE)}, pairs)
+    return measure_pairs({name: Recommender(MODES[name], days, clicks) for name in (SYNC, HYBRID)}, pairs)
 
 
 def differences(over: list[Figures], under: list[Figures], figure: str) -> list[float]:
@@ -96,11 +90,9 @@ def measure(pairs: int, seconds: float, clicks: int) -> Found:
     speed = measure_speed(TASK, pairs, seconds)
     quality = measure_quality(pairs, DAYS, clicks)
     found = {
-        "hybrid_speed": ratios(speed[BEFORE], speed[SYNC], "steps_per_s"),
-        "hybrid_speed_along": ratios(speed[ALONG], speed[SYNC], "steps_per_s"),
-        "hybrid_speed_ahead": ratios(speed[BEFORE], speed[SYNC_AHEAD], "steps_per_s"),
-        "hybrid_gap": differences(quality[SYNC], quality[BEFORE], "auc_percent"),
-        "hybrid_gap_along": differences(quality[SYNC], quality[ALONG], "auc_percent"),
+        "hybrid_speed": ratios(speed[HYBRID], speed[SYNC], "steps_per_s"),
+        "hybrid_speed_ahead": ratios(speed[HYBRID], speed[SYNC_AHEAD], "steps_per_s"),
+        "hybrid_gap": differences(quality[SYNC], quality[HYBRID], "auc_percent"),
     }
     panels = [
         Panel(f"{CALL_MS} ms a call, 512 ids", "steps/s", {n: column(f, "steps_per_s") for n, f in speed.items()}),

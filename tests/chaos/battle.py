@@ -66,7 +66,6 @@ def job_settings(plan: Plan) -> dict[str, object]:
         "job.partitions": plan.partitions,
         "job.block_bytes": BLOCK_BYTES,
         "job.consistency.mode": "hybrid" if plan.hybrid else "sync" if plan.sync else "async",
-        "job.consistency.rows_in_flight": 1,
         "job.consistency.logical_ranks": plan.logical_ranks,
         "job.data.batches_per_data_shard": plan.batches_per_data_shard,
         "job.checkpoint.every_steps": plan.every_steps,

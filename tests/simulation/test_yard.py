@@ -76,7 +76,7 @@ def test_a_soak_has_each_seed_once_and_jobs_with_a_table_of_each_mode() -> None:
     assert sorted(seed for mine in found.values() for seed in mine) == list(range(40))
     assert {kind: len(mine) for kind, mine in found.items()} == {"": 24} | dict.fromkeys(KINDS_OF_TEN.values(), 4)
     plans = [make_plan(mine[0], kind) for kind, mine in found.items() if kind]
-    assert {(plan.mode, plan.flight is not None) for plan in plans if plan.rows} == {
+    assert {(plan.mode, plan.hybrid) for plan in plans if plan.rows} == {
         ("async", False),
         ("sync", False),
         ("sync", True),

@@ -589,18 +589,6 @@ def rows_of_the_next_step_are_passed_over(patch: Patch) -> None:
 
 
 @mutation("C3", "hybrid", 1, 2)
-def rows_are_looked_up_too_early(patch: Patch) -> None:
-    """rows of a step are looked up a step earlier than is said"""
-    real = HybridStrategy.__init__
-
-    def init(self: Any, training: Any) -> None:
-        real(self, training)
-        self._depth += bool(self._depth)
-
-    patch.setattr(HybridStrategy, "__init__", init)
-
-
-@mutation("C3", "hybrid", 1, 2)
 def rows_of_a_step_are_used_for_the_next(patch: Patch) -> None:
     """rows that came ahead are kept for the steps after theirs"""
     real = HybridStrategy._load

@@ -156,8 +156,8 @@ class Plan:
     """Of an asynchronous job: samples share rows, and each push is of one sample."""
     cold: bool = False
     """Servers have no memory for rows: all go to files."""
-    flight: int | None = None
-    """Of a synchronous job that updates rows as they come: so many steps before their own they are looked up."""
+    hybrid: bool = False
+    """Of a synchronous job: rows are updated as they come."""
     looks_ahead: bool = False
     """The script says which rows it will look up."""
 
@@ -174,7 +174,7 @@ class Plan:
     @property
     def rows_count(self) -> bool:
         """Whether rows do."""
-        return bool(self.rows) and (self.counts or self.flight is not None)
+        return bool(self.rows) and (self.counts or self.hybrid)
 
     @property
     def coordinates(self) -> int:
@@ -207,7 +207,6 @@ class Plan:
             stops=False,
             switches=(),
             lag=0,
-            flight=None if self.flight is None else 0,
             looks_ahead=False,
             cold=False,
         )
@@ -334,11 +333,12 @@ def _with_steps(plan: Plan) -> Plan:
 
 def _with_rows(plan: Plan, *, hybrid: bool) -> Plan:
     rng, work = random.Random(f"rows {plan.seed}"), random.Random(f"rows {plan.seed % SYNC_WORKS}")
-    flight, looks_ahead = rng.choice((0, 1, 2)), rng.random() < 0.6
+    rng.choice((0, 1, 2))  # decides nothing; without it each seed would have another plan
+    looks_ahead = rng.random() < 0.6
     if plan.mode == "sync" and not hybrid:
         age = random.Random(f"age {plan.seed % SYNC_WORKS}").choice((0, 1, 2))
         return replace(plan, rows=work.choice(("sgd", "adagrad", "adam")), lives=Lives(age))
-    return replace(plan, rows="sgd", flight=flight if hybrid else None, looks_ahead=looks_ahead)
+    return replace(plan, rows="sgd", hybrid=hybrid, looks_ahead=looks_ahead)
 
 
 def _with_lives(plan: Plan) -> Plan:
@@ -455,7 +455,6 @@ class Yard:
                     logical_ranks=plan.ranks if sync or plan.takes_steps else "auto",
                     staleness=plan.staleness or 0,
                     backup_workers=plan.backups,
-                    rows_in_flight=1 if plan.flight is None else plan.flight,
                 ),
                 clip=ClipSettings(norm=plan.clipping.norm, value=plan.clipping.value),
                 workers_expected=plan.workers,
@@ -477,7 +476,7 @@ class Yard:
         )
 
     def _mode(self) -> ConsistencyMode:
-        if self.plan.flight is not None:
+        if self.plan.hybrid:
             return ConsistencyMode.HYBRID
         return ConsistencyMode(self.plan.mode if self.plan.staleness is None else "bounded")
 
@@ -583,7 +582,7 @@ class Yard:
         (chosen,), plan = batch, self.plan
         places = torch.arange(0, plan.coordinates, plan.samples)
         ids = self._row_ids(rows, (chosen[:, None] + places).flatten())
-        return rows.announced(ids if plan.flight is None else np.concatenate([ids, rows.last]))
+        return rows.announced(np.concatenate([ids, rows.last]) if plan.hybrid else ids)
 
     def _row_ids(self, rows: Rows, coordinates: torch.Tensor) -> Any:
         """Of what samples of these look up, where rows count."""
@@ -604,11 +603,8 @@ class Yard:
 
     def _judge_pushes(self, step: int, pushes: int) -> None:
         """Of a hybrid job: how many pushes are in the rows that a step was computed on which has counted, in the
-        partition that has least. They lack so many steps at most, of whichever rank."""
-        plan = self.plan
-        assert plan.flight is not None
-        lacking = plan.flight if plan.looks_ahead else 0
-        least = self.pushes_before.get(step - lacking, 0)
+        partition that has least. They lack none of the steps before, of whichever rank."""
+        least = self.pushes_before.get(step, 0)
         if pushes < least:
             self.world.violations.append(
                 f"{current().process} has computed step {step} on rows with {pushes} pushes, and not {least}"
@@ -662,7 +658,7 @@ class Yard:
             self.versions[job.step] = {name: value.numpy().tobytes() for name, value in values.items()}
             total = float(torch.cat([values[key] for key in names]).sum()) + float(chosen.sum())
             step, pushes = job._feed.work.name.first, None
-            if rows is not None and self.plan.flight is not None:
+            if rows is not None and self.plan.hybrid:
                 pushes = self._count_pushes(rows, coordinates)
                 self.pushes[step] = min(pushes, self.pushes.get(step, pushes))
             elif rows is not None:
@@ -1252,7 +1248,7 @@ def run_plan(plan: Plan, *, trace: Callable[[str], None] | None = None, judged: 
     was = gc.isenabled()
     gc.disable()  # what it finds ends in whichever task has the baton
     yard = Yard(plan, folder, trace)
-    if judged and plan.flight is not None:
+    if judged and plan.hybrid:
         yard.pushes_before = _undisturbed(plan.undisturbed).pushes
     _running.append(yard)
     former, os_.disk = os_.disk, yard.disk

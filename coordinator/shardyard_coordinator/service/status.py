@@ -62,7 +62,7 @@ class JobStatus:
     """`parameters`: elements that the optimizer changes; `waits`: what it waits for, see Waits; `checkpoint`: the
     newest; `restored`: what the latest recovery brought back; `recovering`: whether one is needed; `staleness`:
     its bound, if it has one; `not_finite`: gradients that were not, and do not count; `local_steps`: of a round, where
-    steps are local; `rows_in_flight`: the steps that rows may lack, in hybrid mode; `evaluation`, `best`: what
+    steps are local; `rows_at_once`: in hybrid mode; `evaluation`, `best`: what
     evaluators have reported last, and kept; `switch`: of a job that was switched."""
 
     job: JobId
@@ -89,7 +89,7 @@ class JobStatus:
     recovering: bool
     staleness: int | None
     local_steps: int | None
-    rows_in_flight: int | None
+    rows_at_once: bool
     stop: Stop | None
     not_finite: int
     workers_quarantined: int
@@ -189,7 +189,7 @@ def _job(job: Job, waits: tuple[str, ...], now_ms: int) -> JobStatus:
         recovering=job.keeping.recovery.needed,
         staleness=job.settings.consistency.bound,
         local_steps=job.settings.consistency.local_steps,
-        rows_in_flight=job.settings.consistency.rows_lacking,
+        rows_at_once=job.settings.consistency.rows_at_once,
         stop=job.stopping.stop,
         not_finite=job.not_finite.count,
         workers_quarantined=job.not_finite.quarantined,

@@ -184,7 +184,6 @@ def _job(report: YardReport, job: wire.JobStatus) -> dict[str, object]:
         else None,
         "lateness": _lateness(report, job.job),
         "local_steps": job.local_steps if job.HasField("local_steps") else None,
-        "rows_in_flight": job.rows_in_flight if job.HasField("rows_in_flight") else None,
         "workers": job.workers,
         "step": job.step,
         "samples": job.samples,
@@ -335,7 +334,7 @@ def _local(local: LocalReport) -> dict[str, object]:
 def _mode(job: wire.JobStatus) -> str:
     if job.HasField("local_steps"):
         return "local"
-    if job.HasField("rows_in_flight"):
+    if job.rows_at_once:
         return "hybrid"
     return "bounded" if job.HasField("staleness") else MODES.get(job.mode, "unknown")
 
@@ -515,7 +514,7 @@ def _job_tables(report: YardReport, job: wire.JobStatus) -> list[RenderableType]
     more = {
         "sync": f", {job.logical_ranks} ranks",
         "local": f", {job.logical_ranks} ranks, {job.local_steps} steps a round",
-        "hybrid": f", {job.logical_ranks} ranks, rows {job.rows_in_flight} steps old at most",
+        "hybrid": f", {job.logical_ranks} ranks",
         "bounded": f", {_staleness(report, job.job)} of {job.staleness} steps",
     }
     cells = [

@@ -58,14 +58,6 @@ class ConsistencySettings(Section):
         description="With backup workers: once as many ranks are there as a step needs, the others are waited for a"
         " little, as a share of the time that steps have taken lately. 0: not at all.",
     )
-    rows_in_flight: int = Field(
-        default=0,
-        ge=0,
-        le=limits.ROWS_IN_FLIGHT_MAX,
-        description="In hybrid mode, with look-ahead: the rows that a step is computed on are looked up so many steps"
-        " before, and lack as many steps at most. 0: they come with the parameters, and lack none.",
-    )
-
     staleness_scaling: Literal["never", "inverse"] = Field(
         default="never",
         description="inverse: the rate of an update is divided by its staleness, the updates applied since the version"
@@ -87,11 +79,6 @@ class ConsistencySettings(Section):
     def bound(self) -> int | None:
         """The bound on staleness; None where there is none."""
         return self.staleness if self.mode is ConsistencyMode.BOUNDED else None
-
-    @property
-    def rows_lacking(self) -> int | None:
-        """The steps that rows may lack; None where they are not asked for before their step."""
-        return self.rows_in_flight if self.rows_at_once else None
 
     @property
     def rows_at_once(self) -> bool:

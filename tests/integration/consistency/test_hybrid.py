@@ -1,5 +1,5 @@
-"""Hybrid jobs: variables take synchronous steps, rows of tables are updated as they come, and what comes ahead lacks no
-more steps than job.consistency.rows_in_flight."""
+"""Hybrid jobs: variables take synchronous steps, rows of tables are updated as they come, and rows that come along with
+a step lack no push of the steps before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import shardyard as sy
 from shardyard.domain import errors
 from shardyard.domain.failpoints import armed
 from shardyard_ps_server.partition.partition import Partition
-from shardyard_worker.consistency.hybrid import HybridStrategy
 from shardyard_worker.exchange.server_group import ServerGroup
 from tests.integration.tables.test_look_ahead import SPREAD, Drawn, Model, optimizer_of
 from tests.integration.tables.test_sync_tables import DEADLINE_S, NEVER, SETTINGS, digest, learn, together
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 HYBRID = {"job.consistency.mode": "hybrid", "job.consistency.logical_ranks": 1}
 HYBRID_2 = HYBRID | {"job.consistency.logical_ranks": 2}
-DEPTH = "job.consistency.rows_in_flight"
 STEPS = 9
 
 
@@ -62,7 +60,7 @@ def adds_one(model: sy.Embedding, optimizer: Any, ids: torch.Tensor) -> torch.Te
 # ---- variables are synchronous
 
 
-@pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}, {DEPTH: 1}])
+@pytest.mark.parametrize("given", [{}, {"worker.same_host": "never"}])
 def test_one_logical_rank_gives_the_bits_of_a_synchronous_job(connect: Connect, given: dict[str, Any]) -> None:
     found = []
     for mode in (HYBRID, SYNC):
@@ -71,8 +69,7 @@ def test_one_logical_rank_gives_the_bits_of_a_synchronous_job(connect: Connect, 
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_all_workers_hold_the_same_variables_after_each_step(depth: int) -> None:
+def test_all_workers_hold_the_same_variables_after_each_step() -> None:
     def work(job: sy.Job, _: int) -> list[dict[str, bytes]]:
         model = Model()
         layers = torch.nn.ModuleDict({"rows": model, "top": torch.nn.Linear(8, 1)})
@@ -87,7 +84,7 @@ def test_all_workers_hold_the_same_variables_after_each_step(depth: int) -> None
             seen.append(digest(layers["top"]))
         return seen
 
-    given = {"job.consistency.mode": "hybrid", "job.consistency.logical_ranks": 2, "yard.servers": 2, DEPTH: depth}
+    given = {"job.consistency.mode": "hybrid", "job.consistency.logical_ranks": 2, "yard.servers": 2}
     one, other = together(given, 2, work)
     assert len(one) == 8
     assert one == other
@@ -100,7 +97,7 @@ def test_all_workers_hold_the_same_variables_after_each_step(depth: int) -> None
 def test_rows_come_with_the_values_and_lack_nothing(
     connect: Connect, look_ups: list[threading.Thread], given: dict[str, Any]
 ) -> None:
-    job = connect(settings=NEVER | HYBRID | {DEPTH: 0} | given)
+    job = connect(settings=NEVER | HYBRID | given)
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
     ids = torch.tensor([5, 7])
@@ -112,31 +109,6 @@ def test_rows_come_with_the_values_and_lack_nothing(
     assert job._shown == {"look_ahead_hits": (STEPS - 1) / STEPS}
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_rows_are_looked_up_while_steps_before_theirs_are_computed_and_lack_no_more(
-    connect: Connect, look_ups: list[threading.Thread], depth: int
-) -> None:
-    """What came ahead is taken at its step, whatever has been pushed since."""
-    job = connect(settings=NEVER | HYBRID | {DEPTH: depth})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    ids = torch.tensor([5])
-    strategy = job._strategy
-    assert isinstance(strategy, HybridStrategy)
-    seen = []
-    for each in job.look_ahead([ids] * STEPS, lambda ids: {model: ids}):
-        flights = strategy._flights
-        assert flights is not None
-        for flight in flights._flights.values():  # all have landed, so that what each lacks is known
-            flight.landed.result(DEADLINE_S)
-        seen.append(int(adds_one(model, optimizer, each)[0]))
-    asked_at = [0, *[max(1, step - depth) for step in range(1, STEPS)]]  # nothing is asked before the first step
-    assert seen == asked_at
-    mine = [each for each in look_ups if each is threading.current_thread()]
-    assert len(mine) == 2
-    assert int(model(ids)) == STEPS
-
-
 def test_an_id_that_was_not_announced_is_looked_up_with_the_forward(connect: Connect) -> None:
     job = connect(settings=NEVER | HYBRID)
     model = counter()
@@ -146,9 +118,8 @@ def test_an_id_that_was_not_announced_is_looked_up_with_the_forward(connect: Con
         assert int(adds_one(model, optimizer, each)[0]) == step
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_push_whose_answer_is_lost_counts_once(connect: Connect, depth: int) -> None:
-    job = connect(settings=NEVER | HYBRID | {DEPTH: depth})
+def test_a_push_whose_answer_is_lost_counts_once(connect: Connect) -> None:
+    job = connect(settings=NEVER | HYBRID)
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
 
@@ -162,35 +133,14 @@ def test_a_push_whose_answer_is_lost_counts_once(connect: Connect, depth: int) -
     assert model(ids).flatten().tolist() == [STEPS] * 6
 
 
-def test_a_look_up_ahead_that_fails_is_made_by_the_forward(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = connect(settings=NEVER | HYBRID | {DEPTH: 1})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    look_up = ServerGroup.look_up
-    failed = threading.Event()
-
-    def fails_elsewhere(router: ServerGroup, *given: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            failed.set()
-            raise errors.ServerUnavailable("there is no answer")
-        look_up(router, *given)
-
-    monkeypatch.setattr(ServerGroup, "look_up", fails_elsewhere)
-    ids = torch.tensor([5])
-    for step, each in enumerate(job.look_ahead([ids] * STEPS, lambda ids: {model: ids})):
-        assert int(adds_one(model, optimizer, each)[0]) == step
-    assert failed.is_set()
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("depth", [0, 1, 4])
 def test_batches_and_randomness_are_the_same_with_look_ahead_and_without(
-    connect: Connect, look_ups: list[threading.Thread], accumulate: int, depth: int
+    connect: Connect, look_ups: list[threading.Thread], accumulate: int
 ) -> None:
     """Of a worker with two logical ranks."""
     found, calls = [], []
     for ahead in (False, True):
-        job = connect(settings=NEVER | HYBRID_2 | {DEPTH: depth})
+        job = connect(settings=NEVER | HYBRID_2)
         model = counter()
         model, optimizer = job.prepare(model, optimizer_of(model))
         seen = []
@@ -229,8 +179,7 @@ def test_a_sample_that_cannot_be_read_is_told_in_its_turn(connect: Connect) -> N
 # ---- the bound
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-def test_promise_5_rows_lack_no_more_steps_than_may_be_in_flight(depth: int) -> None:
+def test_promise_5_rows_lack_no_push_of_the_steps_before() -> None:
     """Each of three workers counts its steps in rows of its own, of all partitions, and looks at those of others."""
     workers, steps = 3, 40
     places = torch.arange(workers * 8).reshape(workers, 8) * SPREAD
@@ -254,11 +203,9 @@ def test_promise_5_rows_lack_no_more_steps_than_may_be_in_flight(depth: int) -> 
         return job.step
 
     given = {"job.consistency.mode": "hybrid", "job.consistency.logical_ranks": workers, "yard.servers": 2}
-    assert together(given | {DEPTH: depth}, workers, train) == [steps] * workers
-    assert max(lacks) <= depth
+    assert together(given, workers, train) == [steps] * workers
+    assert max(lacks) <= 0
     assert len(lacks) == workers * steps
-    if depth:
-        assert max(lacks) > 0, "nothing was in flight"
 
 
 def test_a_hybrid_job_asks_for_no_version_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,8 +226,7 @@ def test_a_hybrid_job_asks_for_no_version_of_rows(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("depth", [0, 2])
-def test_promise_2_each_sample_counts_once_in_its_row(workers: int, depth: int) -> None:
+def test_promise_2_each_sample_counts_once_in_its_row(workers: int) -> None:
     """In whole numbers: a logical rank's part of a step is a quarter."""
     done = threading.Barrier(workers)
 
@@ -293,7 +239,7 @@ def test_promise_2_each_sample_counts_once_in_its_row(workers: int, depth: int) 
         done.wait(DEADLINE_S)
         return [float(value) for value in model(torch.arange(61)).detach().flatten()]
 
-    given = {"job.consistency.mode": "hybrid", "yard.servers": 2, DEPTH: depth}
+    given = {"job.consistency.mode": "hybrid", "yard.servers": 2}
     assert SETTINGS["job.consistency.logical_ranks"] == 4
     assert together(given, workers, train) == [[1.0] * 61] * workers
 
@@ -311,18 +257,6 @@ def test_work_that_is_not_finite_changes_no_row(connect: Connect) -> None:
     assert model(torch.tensor([1])).item() == -1.5  # a rank's part is a half, whatever became of the other
 
 
-def test_a_script_that_stops_in_the_midst_leaves_no_thread(connect: Connect) -> None:
-    job = connect(settings=NEVER | HYBRID | {DEPTH: 3})
-    model = counter()
-    model, optimizer = job.prepare(model, optimizer_of(model))
-    for step, each in enumerate(job.look_ahead([torch.tensor([5])] * STEPS, lambda ids: {model: ids})):
-        adds_one(model, optimizer, each)
-        if step == 4:
-            break
-    job.close()
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("rows ahead")]
-
-
 # ---- processes
 
 
@@ -335,7 +269,6 @@ def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(
     settings = {
         "job__consistency__mode": "hybrid",
         "job__consistency__logical_ranks": 2,
-        "job__consistency__rows_in_flight": 1,
         "job__durability": durability,
     }
     assert_each_sample_counts_once_in_its_row(tmp_path, yard, died, **settings)
@@ -343,7 +276,7 @@ def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(
 
 def test_threads_that_compute_two_ranks_each_agree() -> None:
     """Rows that came ahead for one rank of a worker are there for the other too."""
-    given = {"job.consistency.mode": "hybrid", "yard.servers": 2, DEPTH: 1}
+    given = {"job.consistency.mode": "hybrid", "yard.servers": 2}
 
     def train(job: sy.Job, _: int) -> tuple[int, float]:
         model = counter(table="t")

@@ -18,7 +18,7 @@ import shardyard as sy
 from shardyard.domain import errors
 from shardyard.domain.failpoints import armed
 from shardyard_worker.rows import row_prefetch
-from tests.integration.consistency.test_hybrid import DEPTH, HYBRID, HYBRID_2, adds_one, counter
+from tests.integration.consistency.test_hybrid import HYBRID, HYBRID_2, adds_one, counter
 from tests.integration.tables.test_look_ahead import (
     DEADLINE_S,
     NEVER,
@@ -251,14 +251,11 @@ def test_promise_5_holds_for_rows_that_are_kept(staleness: int, window: int, ste
 # ---- hybrid
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("ranks", [HYBRID, HYBRID_2])
-def test_rows_of_a_hybrid_job_are_kept_for_steps_of_the_job(
-    connect: Connect, depth: int, ranks: dict[str, Any]
-) -> None:
+def test_rows_of_a_hybrid_job_are_kept_for_steps_of_the_job(connect: Connect, ranks: dict[str, Any]) -> None:
     """A row that is read by somebody else's pushes alone: none, so it is read at the first step, and again when it is
     too old; one that is pushed with each step lacks what it lacks without a cache."""
-    job = connect(settings=NEVER | ranks | CACHED | {DEPTH: depth})
+    job = connect(settings=NEVER | ranks | CACHED)
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
     ids = torch.tensor([5])
@@ -268,17 +265,14 @@ def test_rows_of_a_hybrid_job_are_kept_for_steps_of_the_job(
         seen.append((job.step, float(adds_one(model, optimizer, ids)[0])))
     assert len(seen) == len(data)
     for step, value in seen:
-        assert step - depth <= value <= step + 1
+        assert step <= value <= step + 1
     cache = job._need_training().cache
     assert cache is not None
     assert cache.counts.hits == 0
 
 
-@pytest.mark.parametrize("depth", [0, 2])
-def test_rows_of_a_hybrid_job_that_may_lack_own_pushes_are_read_once_in_so_many_steps(
-    connect: Connect, depth: int
-) -> None:
-    job = connect(settings=NEVER | HYBRID | LACKING | {DEPTH: depth})
+def test_rows_of_a_hybrid_job_that_may_lack_own_pushes_are_read_once_in_so_many_steps(connect: Connect) -> None:
+    job = connect(settings=NEVER | HYBRID | LACKING)
     model = counter()
     model, optimizer = job.prepare(model, optimizer_of(model))
     ids = torch.tensor([5])

@@ -12,7 +12,7 @@ from tests.support.yards import Probes, RoleYard, Script, computed, finish
 
 SAMPLES, EPOCHS = 203, 3
 SYNC = {"job__consistency__mode": "sync", "job__consistency__logical_ranks": 2}
-HYBRID = SYNC | {"job__consistency__mode": "hybrid", "job__consistency__rows_in_flight": 1}
+HYBRID = SYNC | {"job__consistency__mode": "hybrid"}
 MODES = pytest.mark.parametrize("mode", [{}, SYNC, HYBRID], ids=["async", "sync", "hybrid"])
 
 

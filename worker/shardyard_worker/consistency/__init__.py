@@ -6,6 +6,6 @@ when the step is over. In: the work at hand (a data shard's batch, or a logical 
 
 Read `strategies` first: asynchronous, synchronous, and synchronous with backup workers. `decisions` asks the
 coordinator who counts in a step with backup workers. Then the modes that build on these: `bounded` (no worker more
-than so many steps ahead), `hybrid` (variables synchronous, rows asynchronous; `async_lookups` reads their rows ahead)
+than so many steps ahead), `hybrid` (variables synchronous, rows asynchronous)
 and `local_sgd` (several local steps for each push).
 """

@@ -68,7 +68,7 @@ def _job_status(job: JobStatus) -> wire.JobStatus:
         logical_ranks=job.logical_ranks,
         staleness=job.staleness,
         local_steps=job.local_steps,
-        rows_in_flight=job.rows_in_flight,
+        rows_at_once=job.rows_at_once,
         workers=job.workers,
         step=job.step,
         samples=job.samples,

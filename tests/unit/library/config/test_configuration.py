@@ -487,7 +487,7 @@ def test_all_examples_load_and_mean_what_they_are_for() -> None:
     loaded = {file.stem: load(file).settings for file in sorted((ROOT / "configs").glob("*.yaml"))}
     assert loaded["sync"].job.consistency.mode is ConsistencyMode.SYNC
     assert loaded["sync"].job.logical_rank_count == 2
-    assert (loaded["hybrid"].job.consistency.rows_lacking, loaded["sync"].job.consistency.rows_lacking) == (0, None)
+    assert (loaded["hybrid"].job.consistency.rows_at_once, loaded["sync"].job.consistency.rows_at_once) == (True, False)
     assert loaded["async"].job.consistency.mode is ConsistencyMode.ASYNC
     assert (loaded["bounded"].job.consistency.bound, loaded["async"].job.consistency.bound) == (3, None)
     assert (loaded["recommender"].job.consistency.bound, loaded["recommender"].job.checkpoint.every_s) == (4, 60)

@@ -351,7 +351,6 @@ def test_the_coordinator_refuses_tables_that_a_hybrid_job_cannot_have(
         ({"backup_workers": 1, "logical_ranks": 3}, "backup workers in sync mode only"),
         ({"staleness_scaling": "inverse"}, "mode async or bounded with staleness_scaling"),
         ({"delay_compensation": 1.0}, "mode async or bounded with delay_compensation"),
-        ({"rows_in_flight": 65}, "expected a whole number from 0 to 64, got 65"),
     ],
 )
 def test_settings_that_do_not_fit_hybrid_mode_are_refused(given: dict[str, Any], text: str) -> None:
