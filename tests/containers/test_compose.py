@@ -284,7 +284,8 @@ def test_servers_use_the_kernels_of_the_image(yard: Yard) -> None:
 
 
 def test_another_processor_compiles_its_own_kernels_on_a_read_only_root(built: Yard) -> None:
-    work = "from shardyard_ps_server.values import optimizers; optimizers.warm(['float32'])\n" + KERNELS
+    warm = "from shardyard_ps_server.jit import optimizer_warmup as jit; jit.warm(jit.every_loop(['float32']))\n"
+    work = warm + KERNELS
     confined = ["--read-only", "--tmpfs=/tmp", "--env=NUMBA_CPU_NAME=generic", "--entrypoint=entrypoint.sh"]
     python = ["python", "-P", "-W", "error", "-c", work]
     told = json.loads(run(["docker", "run", "--rm", *confined, built.image("server"), *python], timeout_s=300))

@@ -534,7 +534,6 @@ class Yard:
             settings=self.settings,
             stop=Event(),  # type: ignore[arg-type]
             ready=lambda _: None,
-            preparing=lambda _: None,
         )
 
     def _worker(self) -> None:
@@ -1193,12 +1192,11 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
     from shardyard.transport.grpc_client import GrpcNetwork
     from shardyard.transport.grpc_server import GrpcServer
     from shardyard.transport.malloc import tune_malloc
-    from shardyard_ps_server.jit.optimizer_warmup import load_optimizer_loops
+    from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables
     from shardyard_ps_server.tables import disk_tier
-    from shardyard_ps_server.values import optimizers
 
-    optimizers.warm(("float64",))
+    optimizer_warmup.warm(optimizer_warmup.every_loop(("float64",)))
     partition_tables.warm()
     os_ = SimulatedOs()
     more = {
@@ -1206,7 +1204,6 @@ def simulation(level: int = logging.ERROR) -> Iterator[None]:
         id(GrpcServer): _Listener,
         id(Journal): SimulatedJournal,
         id(tune_malloc): lambda: True,
-        id(load_optimizer_loops): lambda wait_registry, tell, stop: None,
     }
     watch, root = _Watch(level), logging.getLogger("shardyard")
     former, propagates = root.level, root.propagate

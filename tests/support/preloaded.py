@@ -197,10 +197,10 @@ def load() -> None:
     from shardyard.codecs import warm_decoders
     from shardyard.codecs.format import finiteness
     from shardyard.domain import failpoints
+    from shardyard_ps_server.jit import optimizer_warmup
     from shardyard_ps_server.rows import partition_tables
-    from shardyard_ps_server.values import optimizers
 
-    optimizers.warm(("float32", "float64"))
+    optimizer_warmup.warm(optimizer_warmup.every_loop())
     warm_decoders()
     finiteness.warm()
     partition_tables.warm()

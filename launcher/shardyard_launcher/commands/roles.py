@@ -113,7 +113,6 @@ def server(
             settings=settings,
             stop=signals.stop,
             ready=_ready,
-            preparing=_preparing,
         )
     return 0
 
@@ -251,9 +250,4 @@ def _pass_on(given: Given) -> None:
 
 def _ready(address: str) -> None:
     sys.stdout.write(f"ready {address}\n")
-    sys.stdout.flush()
-
-
-def _preparing(what: str) -> None:
-    sys.stdout.write(f"preparing: {what}\n")
     sys.stdout.flush()

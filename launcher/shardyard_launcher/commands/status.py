@@ -80,7 +80,7 @@ def look_here(folder: Path, coordinator: str) -> LocalReport | None:
         return None
     yard = RunningYard(folder, state)
     supervisor = state.supervisor.pid if state.supervisor is not None and yard.supervised else 0
-    unready = tuple(f"{process.start}; its log is {process.log}" for process in state.roles if not process.ready)
+    unready = tuple(f"{process}; its log is {process.log}" for process in state.roles if not process.ready)
     return LocalReport(supervisor, state.restarts, state.given_up, unready)
 
 

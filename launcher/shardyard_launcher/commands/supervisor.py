@@ -168,7 +168,7 @@ def _begin(folder: Path, state: YardState) -> tuple[RunningYard, RunningRole]:
 def _await_ready(yard: RunningYard, child: RunningRole, stop: threading.Event) -> None:
     from shardyard.domain import errors
     from shardyard.runtime.waits import ExplainedWait
-    from shardyard_launcher.yard.local_cluster import Interrupted, start_ms_max
+    from shardyard_launcher.yard.local_cluster import READY_MS_MAX, Interrupted
     from shardyard_launcher.yard.role_process import POLL_S
 
     begun = time.monotonic()
@@ -176,7 +176,7 @@ def _await_ready(yard: RunningYard, child: RunningRole, stop: threading.Event) -
         while not child.read_ready():
             if not child.alive:
                 raise _failed(child)
-            if time.monotonic() >= begun + (start_ms_max(yard.state) + LATE_MS) / 1000:
+            if time.monotonic() >= begun + (READY_MS_MAX + LATE_MS) / 1000:
                 raise errors.DeadlineExceeded(f"the yard was not ready in time: {yard.waited_for}")
             wait.tick()
             if stop.wait(POLL_S):

@@ -32,8 +32,6 @@ from shardyard_launcher.yard.role_process import FORMER, POLL_S, RoleProcess, Ru
 from shardyard_launcher.yard.state_file import JOURNAL, LOGS, RESTARTS_KEPT, SUPERVISOR, RoleRestart, YardState
 
 READY_MS_MAX: Final = 60_000
-PREPARED_MS_MAX: Final = 900_000
-"""For where a process has said that it takes long."""
 STATUS_TIMEOUT_MS: Final = 2_000
 STOP_MS: Final = {SUPERVISOR: 30_000, "agent": 10_000, "server": 5_000, "coordinator": 5_000}
 """How long each role may take to end after SIGTERM; then it is killed. In the order in which they are stopped. A
@@ -72,7 +70,7 @@ class RoleSlot:
     @property
     def waited_for(self) -> str:
         process = self.running.process
-        return f"{process.start} to be ready after restart {self._number}; its log is {process.log}"
+        return f"{process} to be ready after restart {self._number}; its log is {process.log}"
 
     def look(self) -> bool:
         """Whether the process that was started again has become ready since the last look."""
@@ -141,7 +139,7 @@ class LocalCluster:
         self._changed()
 
     def start(self, *, stop: threading.Event) -> None:
-        """Starts everything and waits until all are registered, `start_ms_max` at most. What was started is stopped
+        """Starts everything and waits until all are registered, READY_MS_MAX at most. What was started is stopped
         again if that fails. Raises AddressInUse, Unavailable or a subclass with the end of the log of who failed, and
         Interrupted once `stop` is set."""
         begun = time.monotonic()
@@ -309,7 +307,7 @@ class LocalCluster:
                 self._pause(begun, stop, wait, what)
 
     def _pause(self, begun: float, stop: threading.Event, wait: ExplainedWait, waiting_for: str) -> None:
-        if time.monotonic() >= begun + start_ms_max(self.state) / 1000:
+        if time.monotonic() >= begun + READY_MS_MAX / 1000:
             raise errors.DeadlineExceeded(f"the yard was not ready in time: {waiting_for}")
         wait.tick()
         if stop.wait(POLL_S):
@@ -321,11 +319,6 @@ class LocalCluster:
                 process = place.running.process
                 said = " ".join(part for part in (str(process), place.running.ending, when) if part)
                 raise lost(process, said, starting=bool(when))
-
-
-def start_ms_max(state: YardState) -> int:
-    """For how long a yard may be started."""
-    return PREPARED_MS_MAX if any(process.preparing for process in state.roles) else READY_MS_MAX
 
 
 def lost(process: RoleProcess, said: str, *, starting: bool = False) -> errors.ShardyardError:
@@ -399,7 +392,7 @@ def environment_of_roles() -> dict[str, str]:
 
 
 def _names(roles: Iterable[RunningRole]) -> str:
-    return ", ".join(role.process.start for role in roles)
+    return ", ".join(str(role.process) for role in roles)
 
 
 def check_free(host: str, port: int) -> None:

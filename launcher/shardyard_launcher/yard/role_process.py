@@ -28,8 +28,6 @@ CREATED_TOLERANCE_S: Final = 1.0
 """psutil derives a process's time of creation from the time of boot, which moves when the clock is set."""
 READY: Final = "ready "
 """A role prints this and its address, on a line of its own, once it can be used."""
-PREPARING: Final = "preparing: "
-"""Before, and what it does, where that takes long."""
 GO: Final = b"go\n"
 """What a process that was started with --awaits-go reads before it begins."""
 POLL_S: Final = 0.02
@@ -41,9 +39,8 @@ FORMER: Final = ".former"
 
 @dataclass(frozen=True, slots=True)
 class RoleProcess:
-    """A process as the state file knows it. `address` is where it listens, or will once it is `ready`, since the
-    process whose place it takes did; empty where nobody knows yet. `preparing`: what it does before it is ready, for
-    after its name, where it has said that this takes long."""
+    """A process as the state file knows it. `address`: where it listens, or will listen once it is `ready`; empty
+    where that is not known yet. A process that takes a dead one's place gets its address."""
 
     name: str
     role: str
@@ -52,12 +49,6 @@ class RoleProcess:
     log: Path
     address: str = ""
     ready: bool = False
-    preparing: str = ""
-
-    @property
-    def start(self) -> str:
-        """Who it is, and what it does before it is ready, if that is known."""
-        return f"{self.name} (pid {self.pid}; it {self.preparing})" if self.preparing else str(self)
 
     @property
     def port(self) -> int:
@@ -124,12 +115,9 @@ class RunningRole:
         return True
 
     def read_ready(self) -> bool:
-        """Whether the process has printed that it is ready. Notes the address that it printed, and what it does
-        before."""
+        """Whether the process has printed that it is ready. Notes the address that it printed."""
         if not self.process.ready:
             for line in _read(self.process.log).splitlines():
-                if line.startswith(PREPARING):
-                    self.process = replace(self.process, preparing=line.removeprefix(PREPARING).strip())
                 if line.startswith(READY):
                     address = line.removeprefix(READY).strip()
                     self.process = replace(self.process, address=address, ready=True)

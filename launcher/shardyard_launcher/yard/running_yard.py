@@ -66,7 +66,7 @@ class RunningYard:
     @property
     def waited_for(self) -> str:
         """What is not ready yet, in words."""
-        unready = [process.start for process in self.state.roles if not process.ready] or ["all to be registered"]
+        unready = [str(process) for process in self.state.roles if not process.ready] or ["all to be registered"]
         return f"the yard of {self._folder}: {', '.join(unready)}; logs are in {self._folder / LOGS}"
 
     def refresh(self) -> None:
@@ -124,7 +124,7 @@ class RunningYard:
             return "; ".join(f"{each} {self.state.given_up.get(each.name, 'is gone')}" for each in gone)
         unready = [process for process in self.state.roles if not process.ready]
         if unready:
-            return f"{', '.join(process.start for process in unready)} is not ready yet"
+            return f"{', '.join(str(process) for process in unready)} is not ready yet"
         try:
             absent = unregistered(self.coordinator, [each for each in self.state.roles if each.role != "coordinator"])
         except errors.CoordinatorUnavailable as error:

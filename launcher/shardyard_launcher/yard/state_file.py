@@ -83,7 +83,6 @@ class YardState:
                 "log": str(process.log),
                 "address": process.address,
                 "ready": process.ready,
-                "preparing": process.preparing,
             }
             for process in self.processes
         ]
@@ -157,7 +156,6 @@ def _process(entry: Any) -> RoleProcess:
         log=Path(entry["log"]),
         address=str(entry["address"]),
         ready=bool(entry.get("ready", entry["address"])),
-        preparing=str(entry.get("preparing", "")),
     )
 
 

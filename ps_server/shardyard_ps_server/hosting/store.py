@@ -60,7 +60,7 @@ from shardyard_ps_server.hosting.pacing import SspPacing
 from shardyard_ps_server.hosting.pins import await_pin
 from shardyard_ps_server.hosting.provisioning import Provisioning
 from shardyard_ps_server.hosting.thread_pool import BatchPool
-from shardyard_ps_server.jit.table_warmup import TableLoops
+from shardyard_ps_server.jit.job_loops import JobLoops
 from shardyard_ps_server.partition.dense_state import Contribution
 from shardyard_ps_server.partition.partition import Partition, RowsToRead
 from shardyard_ps_server.partition.update_rules import UpdateRules
@@ -146,7 +146,7 @@ class Store:
         self.counters = Counters()
         self.wait_registry = WaitRegistry(logger=log)
         """Whatever this server waits for is said here: in its log, and to the coordinator."""
-        self._loops = TableLoops(self.wait_registry)
+        self._loops = JobLoops(self.wait_registry)
         self._hosting = Provisioning(
             shareable=shareable, logs=logs, on_failure=self._on_failure, budget=budget, wait_registry=self.wait_registry
         )
@@ -226,13 +226,16 @@ class Store:
         restore.check(job, rules)
         if any(partition >= len(layout.partitions) for partition in owned):
             raise InvalidRequest(f"partitions {list(owned)} of a layout with {len(layout.partitions)}")
-        if layout.tables:
-            self._loops.load(f"the tables of job {job}")
         if rules.logged and self._logs is None:
             raise InvalidRequest(
                 f"partitions of job {job}, which wants a log, on a server that keeps none",
                 todo="give the server a folder for logs (yard.wal), or set job.durability to checkpoint",
             )
+        self._loops.begin(job, layout, rules.stale, rules.clipping)
+        if restore.entries:  # they are open at once; the coordinator waits long for this call
+            self._loops.await_loaded(job, wait_ms=None)
+        elif layout.tables:
+            self._loops.await_loaded(job)
         with self._creating:
             with self._lock:
                 hosted = self._jobs.get(job)
@@ -349,8 +352,10 @@ class Store:
         hosted.pacing.switch(staleness, switches)
 
     def open(self, job: JobId, generation: Generation) -> None:
+        """Raises NotReady while the job's loops are being compiled."""
         hosted = self._find(job)
         hosted.check_generation(generation)
+        self._loops.await_loaded(job)
         for number in sorted(hosted.partitions):
             hosted.partitions[number].open()
         hosted.open = True

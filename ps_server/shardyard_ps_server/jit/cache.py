@@ -1,8 +1,8 @@
-"""What is known of loops' machine code on disk, in a folder of numba's (beside the source, or $NUMBA_CACHE_DIR).
+"""The folder in which numba keeps machine code (beside the source, or $NUMBA_CACHE_DIR).
 
-Owns: the marks in that folder that say that all loops of a kind are there, and the lock of who compiles them.
-Invariants: of all processes that use a folder one at a time compiles a kind, which is done once on a machine. A mark
-that is wrong costs time, and no more. Must not know: what the loops do.
+Owns: the lock of the process that compiles a kind of loops, and the mark that says that all loops of a kind are there.
+Invariants: one process at a time compiles a kind. A wrong mark costs time, nothing else. Must not know: what the loops
+do.
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import llvmlite.binding as llvm
-
-LOOK_AGAIN_S: Final = 0.1
 
 
 def folder_of(loop: Callable[..., object]) -> Path | None:
     """Where numba keeps it; None where no folder can be written."""
     stats: Any = cast(Any, loop).stats
     return None if stats.cache_path is None else Path(stats.cache_path)
+
+
+@contextmanager
+def compiler_lock(folder: Path, kind: str) -> Iterator[None]:
+    """Held by the process that compiles loops of this kind; the others wait, and then load what it has compiled. The
+    kernel releases the lock of a process that dies. Raises OSError where the folder takes no file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{kind}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def is_marked(folder: Path, kind: str) -> bool:
@@ -35,23 +43,6 @@ def is_marked(folder: Path, kind: str) -> bool:
 def mark(folder: Path, kind: str) -> None:
     """All loops of that kind lie there, of this source, for this processor."""
     _mark_in(folder, kind).touch()
-
-
-def once(folder: Path, kind: str, work: Callable[[], None], stop: threading.Event) -> None:
-    """Compiles them, by `work`, unless they are there by the time that nobody else does so. Returns at once when `stop`
-    is set meanwhile. Raises OSError where the folder takes no file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{kind}.lock").open("w") as lock:
-        while not stop.is_set():
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                stop.wait(LOOK_AGAIN_S)
-                continue
-            if not is_marked(folder, kind):
-                work()
-                mark(folder, kind)
-            return
 
 
 def _mark_in(folder: Path, kind: str) -> Path:

@@ -1,58 +1,177 @@
-"""The loops of dense optimizers, when a server starts: read from disk, or compiled, which is done once on a machine.
+"""The loops of dense variables: which ones a job needs, and how they are loaded before its first push.
 
-    python -m shardyard_ps_server.jit.optimizer_warmup     compiles them to disk, where they are not there yet
+    python -m shardyard_ps_server.jit.optimizer_warmup     compiles the loops of all optimizers to disk
 
-A compiler needs half a minute and more for all of them, so servers that start together leave it to one of them. Owns:
-nothing. Must not know: what the loops do.
+One optimizer and dtype take about three seconds to compile, and a moment to load from disk. All of them take half a
+minute, so only tests and images compile all of them.
+
+Owns: the list of loops that a job needs. Invariants: a loop is called once, on one element, with arguments of the types
+that an update has; numba compiles it then, or loads it. A loop that is missing here is compiled by the first push that
+needs it. Must not know: jobs, what the loops do.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from shardyard.runtime.waits import WaitRegistry
+import numpy as np
+
+from shardyard.domain.consistency import Clipping, StaleRule
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import KINDS, make_group
+from shardyard.domain.variables import VariableKind
 from shardyard_ps_server.jit import cache
 from shardyard_ps_server.values import kernels, optimizers
 
 log = logging.getLogger("shardyard.server")
 
 KIND: Final = "optimizer_loops"
-COMPILES: Final = "compiles loops of optimizers, once on a machine"
-"""What a server does meanwhile, for after its name,"""
-COMPILES_ALWAYS: Final = "compiles loops of optimizers, since no folder for them can be written (NUMBA_CACHE_DIR)"
-"""and where it does so at each start."""
+MEAN: Final = "mean"
+CLIPPING: Final = "clipping"
+COMPENSATION: Final = "compensation"
+DTYPES: Final = ("float32", "float64")
+
+_VARIANTS: Final[dict[str, tuple[dict[str, float], ...]]] = {
+    "sgd": ({}, {"momentum": 0.9}),
+    "adam": ({}, {"amsgrad": 1.0}),
+    "adamw": ({}, {"amsgrad": 1.0}),
+    "rmsprop": ({}, {"momentum": 0.9}, {"centered": 1.0}, {"momentum": 0.9, "centered": 1.0}),
+}
+"""Settings that choose another loop of an optimizer. The other optimizers have one loop."""
 
 
-def load_optimizer_loops(wait_registry: WaitRegistry, tell: Callable[[str], None], stop: threading.Event) -> None:
-    """All loops are there when it returns, unless `stop` is set meanwhile, which is heard of while another process
-    compiles. `tell` hears why it takes long, if it does."""
+@dataclass(frozen=True, slots=True)
+class DenseLoop:
+    """`name`: an optimizer's kind, MEAN, CLIPPING or COMPENSATION. `slots`: the optimizer's state, which chooses its
+    loop; `settings`: one group of them, with which it can be called."""
+
+    name: str
+    dtype: str
+    slots: tuple[str, ...] = ()
+    settings: tuple[float, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype})"
+
+
+_loaded: Final[set[DenseLoop]] = set()
+"""Machine code belongs to a process, not to one of its servers."""
+
+
+def needed(layout: JobLayout, stale: StaleRule | None, clipping: Clipping) -> frozenset[DenseLoop]:
+    """The loops that updates of a job's variables call. Tables have their own."""
+    found: set[DenseLoop] = set()
+    for variable in layout.variables:
+        dtype = variable.dtype.value
+        if dtype not in DTYPES:
+            continue
+        if variable.kind is not VariableKind.PARAMETER:
+            found.add(DenseLoop(MEAN, dtype))
+            continue
+        found.add(_step(layout.optimizer.kind, layout.optimizer.groups[variable.group], dtype))
+        if clipping.norm or clipping.value:
+            found.add(DenseLoop(CLIPPING, dtype))
+        if stale is not None and stale.compensation:
+            found.add(DenseLoop(COMPENSATION, dtype))
+    return frozenset(found)
+
+
+def every_loop(dtypes: Iterable[str] = DTYPES) -> frozenset[DenseLoop]:
+    """The loops of all optimizers."""
+    found: set[DenseLoop] = set()
+    for dtype in dtypes:
+        found.update(DenseLoop(name, dtype) for name in (MEAN, CLIPPING, COMPENSATION))
+        for kind in KINDS:
+            found.update(_step(kind, make_group(kind, given), dtype) for given in _VARIANTS.get(kind, ({},)))
+    return frozenset(found)
+
+
+def missing(loops: Iterable[DenseLoop]) -> list[DenseLoop]:
+    """Those that this process has not loaded yet."""
+    return sorted(set(loops) - _loaded, key=str)
+
+
+def load(loops: Collection[DenseLoop]) -> None:
+    """Loads loops from disk, or compiles them to disk. Where another process of this machine compiles, it waits."""
     folder = cache.folder_of(kernels.mean)
     if folder is None:
-        tell(COMPILES_ALWAYS)
-    elif not cache.is_marked(folder, KIND):
-        tell(COMPILES)
-        with wait_registry.over(lambda: f"loops of optimizers to be compiled to {folder}, once on a machine"):
-            try:
-                cache.once(folder, KIND, _warm, stop)
-            except OSError as error:
-                log.warning("compiled loops cannot be kept in %s (%s)", folder, error)
-    if not stop.is_set():
-        _warm()
+        log.warning("optimizer loops are compiled at each start: no folder for them can be written (NUMBA_CACHE_DIR)")
+        warm(loops)
+        return
+    try:
+        with cache.compiler_lock(folder, KIND):
+            warm(loops)
+    except OSError as error:
+        log.warning("compiled loops cannot be kept in %s (%s); each start compiles them", folder, error)
+        warm(loops)
 
 
-def _warm() -> None:
-    optimizers.warm(("float32", "float64"))
+def warm(loops: Iterable[DenseLoop]) -> None:
+    """Calls each loop once, which compiles it or loads it."""
+    for loop in loops:
+        try:
+            _call(loop)
+        except OSError as error:
+            log.warning("the compiled loop of %s cannot be kept on disk (%s); each start compiles it", loop, error)
+            _call(loop)
+        _loaded.add(loop)
+
+
+def _step(kind: str, settings: Sequence[float], dtype: str) -> DenseLoop:
+    slots = tuple(slot.name for slot in optimizers.make(kind).slots(settings))
+    return DenseLoop(kind, dtype, slots, tuple(settings))
+
+
+def _call(loop: DenseLoop) -> None:
+    match loop.name:
+        case "mean":
+            _call_mean(loop.dtype)
+        case "clipping":
+            _call_clipping(loop.dtype)
+        case "compensation":
+            _call_compensation(loop.dtype)
+        case kind:
+            _memory(loop.dtype)
+            w_in, g, w_out = (np.ones(1, loop.dtype) for _ in range(3))
+            state = [np.zeros(1, loop.dtype) for _ in loop.slots]
+            optimizers.make(kind).step(loop.settings, 1, w_in, g, w_out, state)
+
+
+def _call_mean(dtype: str) -> None:
+    new, scratch, sources = _memory(dtype)
+    kernels.mean((new, new, sources, np.ones(2), scratch, scratch[:0], 0, 8))
+
+
+def _call_compensation(dtype: str) -> None:
+    new, scratch, sources = _memory(dtype)
+    task = (np.zeros(8, np.uint8), new, sources, np.ones(1), scratch[:0], scratch[:0], 0, 8)
+    kernels.compensate(task)
+    kernels.compensate_adaptively(task, np.zeros(8, np.uint8), np.ones(4, dtype))
+
+
+def _call_clipping(dtype: str) -> None:
+    new, scratch, sources = _memory(dtype)
+    task = (np.zeros(8, np.uint8), new, sources[:1], optimizers.LONE, scratch[:0], scratch[:0], 0, 8)
+    kernels.gather(task, 1.0)
+    kernels.square_norm(scratch)
+
+
+def _memory(dtype: str) -> tuple[kernels.Bytes, kernels.Array, kernels.Addresses]:
+    """Next values, scratch, and the addresses of two payloads: one that may be written, and one that may not."""
+    old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
+    addresses = [kernels.locate(old, new, payload, 1)]
+    payload.flags.writeable = False
+    addresses.append(kernels.locate(old, new, payload, 1))
+    return new, np.zeros(8, np.uint8).view(dtype), np.array(addresses)
 
 
 def main() -> None:
-    """Raises OSError."""
-    folder = cache.folder_of(kernels.mean)
-    if folder is None:
-        raise SystemExit("no folder for compiled loops can be written")
-    cache.once(folder, KIND, _warm, threading.Event())
+    if cache.folder_of(kernels.mean) is None:
+        raise SystemExit("no folder for compiled loops can be written (NUMBA_CACHE_DIR)")
+    load(every_loop())
 
 
 if __name__ == "__main__":

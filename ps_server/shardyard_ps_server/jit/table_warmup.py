@@ -60,6 +60,11 @@ class TableLoops:
         self._processes = threading.Lock()
         self._closed = False
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this process has all loops."""
+        return self._is_loaded()
+
     def load(self, what_for: str) -> None:
         """All loops are there when it returns. Raises NotReady where the server is being ended."""
         if self._is_loaded():
@@ -123,7 +128,10 @@ def main(arguments: Sequence[str]) -> None:
     folder = folder_of_loops()
     if folder is None:
         raise SystemExit("no folder for compiled loops can be written")
-    cache.once(folder, KIND, partition_tables.warm, threading.Event())
+    with cache.compiler_lock(folder, KIND):
+        if not cache.is_marked(folder, KIND):
+            partition_tables.warm()
+            cache.mark(folder, KIND)
 
 
 def _end_with(parent: int) -> None:

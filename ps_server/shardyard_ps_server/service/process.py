@@ -22,7 +22,6 @@ from shardyard.transport.malloc import tune_malloc
 from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_ps_server.hosting.store import Store
-from shardyard_ps_server.jit.optimizer_warmup import load_optimizer_loops
 from shardyard_ps_server.service.servicer import Servicer
 from shardyard_ps_server.tables.memory.budget import Budget, budget_in
 from shardyard_ps_server.wal.segments import ASIDE_KEPT_S, DAY_S, LogRoot
@@ -122,10 +121,8 @@ def serve(
     settings: Settings,
     stop: threading.Event,
     ready: Callable[[str], None],
-    preparing: Callable[[str], None],
 ) -> None:
-    """Runs a server until `stop` is set. `ready` is told its address once it can be used, and `preparing` before, why
-    that takes long, where it does.
+    """Runs a server until `stop` is set. `ready` is told its address once it can be used.
 
     Raises AddressInUse, CoordinatorUnavailable; CoordinatorLost or StaleIncarnation when its standing is lost;
     StorageUnavailable when a log cannot be written, or the folder for colder rows takes no file.
@@ -148,7 +145,6 @@ def serve(
     listener = GrpcServer(bind, [server.service()])
     listener.start()
     try:
-        load_optimizer_loops(server.store.wait_registry, preparing, stop)
         address = advertise or listener.address
         try:
             server.register(address, patience_ms=settings.membership.coordinator_grace_ms, stop=stop)

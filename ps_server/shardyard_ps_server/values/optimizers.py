@@ -9,22 +9,16 @@ Must not know: torch, partitions, where arrays live.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from shardyard.domain.errors import InvalidRequest
-from shardyard.domain.optimizers import make_group
 from shardyard_ps_server.values import kernels
 from shardyard_ps_server.values.kernels import Addresses, Array, Bytes, Shares, Task
-
-_LOG = logging.getLogger(__name__)
 
 LONE: Shares = np.empty(0, np.float64)
 """The shares of a lone gradient, which is taken as it is."""
@@ -356,75 +350,12 @@ _BY_KIND: dict[str, Optimizer] = {
     )
 }
 
-_EVERY_KERNEL: tuple[tuple[str, dict[str, float]], ...] = (
-    ("sgd", {}),
-    ("sgd", {"momentum": 0.9}),
-    ("adam", {}),
-    ("adam", {"amsgrad": 1.0}),
-    ("adagrad", {}),
-    ("rmsprop", {}),
-    ("rmsprop", {"momentum": 0.9}),
-    ("rmsprop", {"centered": 1.0}),
-    ("rmsprop", {"momentum": 0.9, "centered": 1.0}),
-    ("adamax", {}),
-    ("nadam", {}),
-    ("radam", {}),
-    ("lamb", {}),
-    ("lion", {}),
-    ("ftrl", {}),
-)
-
 
 def make(kind: str) -> Optimizer:
     """The update rule of that kind. Raises InvalidRequest for an unknown one."""
     if kind not in _BY_KIND:
         raise InvalidRequest(f"unknown optimizer {kind!r}; the servers know {', '.join(sorted(_BY_KIND))}")
     return _BY_KIND[kind]
-
-
-def warm(dtypes: Iterable[npt.DTypeLike]) -> None:
-    """Compiles every kernel for these dtypes, or loads it from disk; a server does so before it says it is ready."""
-    for dtype in dtypes:
-        _keep_or_go_on("mean", partial(_mean_once, dtype))
-        _keep_or_go_on("clipping", partial(_gather_once, dtype))
-        for kind, given in _EVERY_KERNEL:
-            _keep_or_go_on(kind, partial(_step_once, kind, given, dtype))
-
-
-def _keep_or_go_on(kind: str, once: Callable[[], None]) -> None:
-    try:
-        once()
-    except OSError as e:
-        _LOG.warning("compiled %s kernels could not be kept on disk (%s); each start compiles them", kind, e)
-        once()
-
-
-def _mean_once(dtype: npt.DTypeLike) -> None:
-    """With payloads that may be written and ones that may not, which have types of their own."""
-    old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
-    left = kernels.locate(old, new, payload, 1)
-    payload.flags.writeable = False
-    right = kernels.locate(old, new, payload, 1)
-    scratch = np.zeros(8, np.uint8).view(dtype)
-    kernels.mean((new, new, np.array([left, right]), np.ones(2), scratch, scratch[:0], 0, 8))
-    task = (old, new, np.array([left, right]), np.ones(1), scratch[:0], scratch[:0], 0, 8)
-    kernels.compensate(task)
-    kernels.compensate_adaptively(task, np.zeros(8, np.uint8), np.ones(4, dtype))
-
-
-def _gather_once(dtype: npt.DTypeLike) -> None:
-    old, new, payload = (np.zeros(8, np.uint8) for _ in range(3))
-    source = kernels.locate(old, new, payload, 1)
-    scratch = np.zeros(8, np.uint8).view(dtype)
-    kernels.gather((old, new, np.array([source]), LONE, scratch[:0], scratch[:0], 0, 8), 1.0)
-    kernels.square_norm(scratch)
-
-
-def _step_once(kind: str, given: dict[str, float], dtype: npt.DTypeLike) -> None:
-    optimizer = make(kind)
-    settings = make_group(kind, given)
-    w_in, g, w_out = (np.ones(1, dtype) for _ in range(3))
-    optimizer.step(settings, 1, w_in, g, w_out, [np.zeros(1, dtype) for _ in optimizer.slots(settings)])
 
 
 def _sign(maximize: float) -> float:

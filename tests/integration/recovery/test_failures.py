@@ -121,7 +121,7 @@ def test_a_missing_coordinator_is_named_with_what_to_do(probes: Probes) -> None:
 
 def test_a_server_that_is_told_to_stop_while_it_looks_for_its_coordinator_ends_well() -> None:
     stop = threading.Event()
-    stop.set()  # also before it began to look, as by a signal while its kernels are compiled
+    stop.set()  # also before it began to look, as by a signal while it starts
     begin = time.monotonic()
     serve(
         coordinator="127.0.0.1:9",
@@ -130,6 +130,5 @@ def test_a_server_that_is_told_to_stop_while_it_looks_for_its_coordinator_ends_w
         settings=configuration.load(None, {}, {"worker.rpc_deadline_ms": 60_000}).settings,
         stop=stop,
         ready=lambda address: pytest.fail(f"ready at {address}"),
-        preparing=lambda what: None,
     )
     assert time.monotonic() - begin < 30

@@ -1,4 +1,5 @@
-"""Loops are compiled once on a machine, whoever starts at the same time, dies, or is told to stop; a server says so."""
+"""A job's loops are compiled when a server gets its partitions: only those that the job needs, once on a machine, while
+heartbeats and other calls go on."""
 
 from __future__ import annotations
 
@@ -8,17 +9,29 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from shardyard.domain.consistency import NO_CLIPPING, Clipping, StaleRule
+from shardyard.domain.errors import NotReady
+from shardyard.domain.ids import JobId
+from shardyard.domain.layout.layouts import JobLayout
+from shardyard.domain.optimizers import OptimizerSpec, make_group
+from shardyard.domain.variables import DType, VariableKind, VariableSpec
 from shardyard.runtime.waits import WaitRegistry
-from shardyard_ps_server.jit import cache, optimizer_warmup
-from shardyard_ps_server.jit.cache import is_marked, mark, once
-from shardyard_ps_server.jit.optimizer_warmup import COMPILES, COMPILES_ALWAYS, KIND, load_optimizer_loops
+from shardyard_ps_server.jit import cache, job_loops, optimizer_warmup
+from shardyard_ps_server.jit.cache import compiler_lock, is_marked, mark
+from shardyard_ps_server.jit.job_loops import JobLoops
+from shardyard_ps_server.jit.optimizer_warmup import KIND, DenseLoop, every_loop, missing, needed
 
 DEADLINE_S = 30
+JOB = JobId(7)
+
+
+def layout(kind: str = "adam", dtype: DType = DType.FLOAT32, **settings: float) -> JobLayout:
+    return JobLayout((VariableSpec("w", dtype, (4,)),), OptimizerSpec(kind, (make_group(kind, settings),)), ())
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -28,6 +41,10 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def names(loops: Iterable[DenseLoop]) -> list[str]:
+    return sorted(map(str, loops))
+
+
 @pytest.fixture
 def wait_registry() -> Iterator[WaitRegistry]:
     made = WaitRegistry(logger=logging.getLogger("shardyard.server"))
@@ -35,13 +52,181 @@ def wait_registry() -> Iterator[WaitRegistry]:
     made.close()
 
 
+class Compiler:
+    """Instead of numba's: notes what it is given, and takes as long as it is told."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.threads: set[str] = set()
+
+    def warm(self, loops: Collection[DenseLoop]) -> None:
+        self.given += names(loops)
+        self.threads.add(threading.current_thread().name)
+        assert self.go.wait(DEADLINE_S)
+        optimizer_warmup._loaded.update(loops)
+
+
 @pytest.fixture
-def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each time that a compiler ran, or read what there was: whether it had to compile."""
-    found: list[bool] = []
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
     monkeypatch.setattr(cache, "folder_of", lambda _: tmp_path)
-    monkeypatch.setattr(optimizer_warmup, "_warm", lambda: found.append(not is_marked(tmp_path, KIND)))
-    return found
+    monkeypatch.setattr(optimizer_warmup, "warm", made.warm)
+    monkeypatch.setattr(optimizer_warmup, "_loaded", set())
+    return made
+
+
+def test_a_job_needs_the_loops_of_its_optimizer_its_dtypes_and_its_rules() -> None:
+    assert names(needed(layout(), None, NO_CLIPPING)) == ["adam (float32)"]
+    assert names(needed(layout("sgd", DType.FLOAT64), None, NO_CLIPPING)) == ["sgd (float64)"]
+    momentum = needed(layout("sgd", momentum=0.9), None, NO_CLIPPING)
+    assert names(momentum) == ["sgd (float32)"]
+    assert momentum != needed(layout("sgd"), None, NO_CLIPPING)
+    clipped = needed(layout(), None, Clipping(norm=1.0))
+    assert names(clipped) == ["adam (float32)", "clipping (float32)"]
+    compensated = needed(layout(), StaleRule(compensation=0.1), NO_CLIPPING)
+    assert names(compensated) == ["adam (float32)", "compensation (float32)"]
+    buffers = (
+        VariableSpec("mean", DType.FLOAT32, (4,), VariableKind.BUFFER),
+        VariableSpec("batches", DType.INT64, (), VariableKind.BUFFER),
+    )
+    with_buffers = JobLayout((*layout().variables, *buffers), layout().optimizer, ())
+    assert names(needed(with_buffers, None, NO_CLIPPING)) == ["adam (float32)", "mean (float32)"]
+
+
+def test_what_any_job_needs_is_among_all_loops() -> None:
+    for loop in every_loop():
+        if loop.slots or loop.settings:
+            spec = OptimizerSpec(loop.name, (loop.settings,))
+            job = JobLayout((VariableSpec("w", DType(loop.dtype), (4,)),), spec, ())
+            assert needed(job, None, NO_CLIPPING) == {loop}
+
+
+def test_nothing_is_compiled_before_a_job_comes(compiler: Compiler, wait_registry: WaitRegistry) -> None:
+    loops = JobLoops(wait_registry)
+    loops.await_loaded(JOB)
+    assert compiler.given == []
+    loops.close()
+
+
+def test_a_later_job_with_another_optimizer_compiles_that_alone(
+    compiler: Compiler, wait_registry: WaitRegistry
+) -> None:
+    loops = JobLoops(wait_registry)
+    for number, kind in enumerate(("adam", "adam", "lion", "adam")):
+        loops.begin(JobId(number + 1), layout(kind), None, NO_CLIPPING)
+        loops.await_loaded(JobId(number + 1))
+    assert compiler.given == ["adam (float32)", "lion (float32)"]
+    loops.close()
+
+
+def test_a_caller_asks_again_while_loops_are_compiled_and_the_wait_is_explained(
+    compiler: Compiler, wait_registry: WaitRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardyard.domain.limits.SHOW_WAIT_MS", 0)
+    compiler.go.clear()
+    loops = JobLoops(wait_registry)
+    loops.begin(JOB, layout(), None, NO_CLIPPING)
+    loops.begin(JOB, layout(), None, NO_CLIPPING)  # the same order again
+    with pytest.raises(NotReady, match=r"the loops of job .* are being compiled"):
+        loops.await_loaded(JOB, wait_ms=10)
+    assert "to be compiled: adam (float32)" in wait_registry.waiting_for
+    compiler.go.set()
+    loops.await_loaded(JOB, wait_ms=None)
+    loops.await_loaded(JOB)
+    assert compiler.given == ["adam (float32)"]
+    assert not any(thread.name in compiler.threads for thread in threading.enumerate())
+    loops.close()
+
+
+def test_a_wait_is_shorter_than_the_call_of_the_coordinator() -> None:
+    from shardyard_coordinator.service import server_client
+
+    assert 2 * job_loops.WAIT_MS_MAX < server_client.CALL_MS
+
+
+def test_servers_that_start_together_compile_one_after_the_other(
+    tmp_path: Path, compiler: Compiler, wait_registry: WaitRegistry
+) -> None:
+    """Each asks numba, which compiles for the first one and reads for the others."""
+    compiler.go.clear()
+    servers = [JobLoops(wait_registry) for _ in range(3)]
+    for server in servers:
+        server.begin(JOB, layout(), None, NO_CLIPPING)
+    until(lambda: compiler.given == ["adam (float32)"])
+    with pytest.raises(NotReady):
+        servers[-1].await_loaded(JOB, wait_ms=50)
+    assert compiler.given == ["adam (float32)"]
+    compiler.go.set()
+    for server in servers:
+        server.await_loaded(JOB, wait_ms=None)
+        server.close()
+    assert compiler.given == ["adam (float32)"] * 3
+
+
+def test_loops_of_a_process_that_died_are_compiled_by_another_one(
+    tmp_path: Path, compiler: Compiler, wait_registry: WaitRegistry
+) -> None:
+    script = (
+        "import sys, pathlib; from shardyard_ps_server.jit.cache import compiler_lock\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        f"with compiler_lock(folder, {KIND!r}): (folder / 'begun').touch(); input()"
+    )
+    loops = JobLoops(wait_registry)
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE) as other:
+        until((tmp_path / "begun").exists)
+        loops.begin(JOB, layout(), None, NO_CLIPPING)
+        with pytest.raises(NotReady):
+            loops.await_loaded(JOB, wait_ms=100)
+        assert compiler.given == []
+        other.kill()
+    loops.await_loaded(JOB, wait_ms=None)
+    assert compiler.given == ["adam (float32)"]
+    loops.close()
+
+
+def test_where_a_folder_takes_no_file_each_process_compiles_and_says_so(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "compiler_lock", full)
+    optimizer_warmup.load(needed(layout(), None, NO_CLIPPING))
+    assert compiler.given == ["adam (float32)"]
+    assert "No space left on device" in caplog.text
+    monkeypatch.setattr(cache, "folder_of", lambda _: None)
+    optimizer_warmup.load(needed(layout("lion"), None, NO_CLIPPING))
+    assert compiler.given == ["adam (float32)", "lion (float32)"]
+    assert "no folder for them can be written" in caplog.text
+
+
+def test_loops_that_cannot_be_compiled_do_not_keep_a_job_waiting(
+    compiler: Compiler, wait_registry: WaitRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first push compiles them, and says what is wrong."""
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_type))
+
+    def fails(_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(optimizer_warmup, "warm", fails)
+    loops = JobLoops(wait_registry)
+    loops.begin(JOB, layout(), None, NO_CLIPPING)
+    loops.await_loaded(JOB, wait_ms=None)
+    until(lambda: failed == [RuntimeError])
+    assert missing(needed(layout(), None, NO_CLIPPING)) != []
+    loops.close()
+
+
+def test_the_command_compiles_all_loops(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer_warmup.main()
+    assert compiler.given == names(every_loop())
+    monkeypatch.setattr(cache, "folder_of", lambda _: None)
+    with pytest.raises(SystemExit, match="no folder"):
+        optimizer_warmup.main()
 
 
 def test_the_mark_is_of_this_source_and_this_compiler_and_of_these_loops(
@@ -55,94 +240,6 @@ def test_the_mark_is_of_this_source_and_this_compiler_and_of_these_loops(
     assert not is_marked(tmp_path, KIND)
 
 
-def test_servers_that_start_together_compile_once_and_all_say_why_they_take_long(
-    tmp_path: Path, compiled: list[bool], wait_registry: WaitRegistry
-) -> None:
-    told: list[str] = []
-    servers = [
-        threading.Thread(target=load_optimizer_loops, args=[wait_registry, told.append, threading.Event()])
-        for _ in range(4)
-    ]
-    for server in servers:
-        server.start()
-    for server in servers:
-        server.join(DEADLINE_S)
-    assert sum(compiled) == 1
-    assert len(compiled) == 5  # and each reads what is there
-    assert told == [COMPILES] * len(told)
-    load_optimizer_loops(wait_registry, lambda what: pytest.fail(what), threading.Event())
-    assert (sum(compiled), len(compiled)) == (1, 6)
-
-
-def test_loops_of_a_process_that_died_are_compiled_by_another_one(
-    tmp_path: Path, compiled: list[bool], wait_registry: WaitRegistry
-) -> None:
-    script = (
-        "import sys, pathlib, threading; from shardyard_ps_server.jit.cache import once\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        f"once(folder, {KIND!r}, lambda: ((folder / 'begun').touch(), input()), threading.Event())"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE) as other:
-        until((tmp_path / "begun").exists)
-        told = threading.Event()
-        server = threading.Thread(
-            target=load_optimizer_loops, args=[wait_registry, lambda _: told.set(), threading.Event()]
-        )
-        server.start()
-        assert told.wait(DEADLINE_S)
-        until(lambda: f"loops of optimizers to be compiled to {tmp_path}" in wait_registry.waiting_for)
-        assert compiled == []
-        other.kill()
-    server.join(DEADLINE_S)
-    assert compiled == [True, False]
-
-
-def test_who_is_told_to_stop_while_another_one_compiles_waits_for_nothing(
-    tmp_path: Path, compiled: list[bool], wait_registry: WaitRegistry
-) -> None:
-    begun, free, stop = threading.Event(), threading.Event(), threading.Event()
-
-    def compiles() -> None:
-        begun.set()
-        assert free.wait(DEADLINE_S)
-
-    other = threading.Thread(target=once, args=[tmp_path, KIND, compiles, threading.Event()])
-    other.start()
-    assert begun.wait(DEADLINE_S)
-    server = threading.Thread(target=load_optimizer_loops, args=[wait_registry, lambda _: stop.set(), stop])
-    server.start()
-    server.join(DEADLINE_S)
-    assert not server.is_alive()
-    assert compiled == []
-    free.set()
-    other.join(DEADLINE_S)
-
-
-def test_where_a_folder_takes_no_file_each_process_compiles_and_says_so(
-    tmp_path: Path,
-    compiled: list[bool],
-    wait_registry: WaitRegistry,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(cache, "once", full)
-    load_optimizer_loops(wait_registry, lambda _: None, threading.Event())
-    assert compiled == [True]
-    assert "No space left on device" in caplog.text
-    told: list[str] = []
-    monkeypatch.setattr(cache, "folder_of", lambda _: None)
-    load_optimizer_loops(wait_registry, told.append, threading.Event())
-    assert compiled == [True, True]
-    assert told == [COMPILES_ALWAYS]
-
-
-def test_the_command_compiles_to_disk(tmp_path: Path, compiled: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer_warmup.main()
-    optimizer_warmup.main()
-    assert compiled == [True]
-    monkeypatch.setattr(cache, "folder_of", lambda _: None)
-    with pytest.raises(SystemExit, match="no folder"):
-        optimizer_warmup.main()
+def test_the_lock_makes_its_folder(tmp_path: Path) -> None:
+    with compiler_lock(tmp_path / "new" / "folder", KIND):
+        assert (tmp_path / "new" / "folder").is_dir()

@@ -19,6 +19,8 @@ import torch
 
 from shardyard.domain.errors import InvalidRequest
 from shardyard.domain.optimizers import KINDS, check_group, make_group
+from shardyard_ps_server.jit import optimizer_warmup
+from shardyard_ps_server.jit.optimizer_warmup import DenseLoop
 from shardyard_ps_server.values import kernels, optimizers
 from shardyard_ps_server.values.optimizers import Slot
 from tests.support.torch_optimizers import TORCH
@@ -472,7 +474,7 @@ def _signatures(kernel: Any) -> list[Any]:
 
 
 def test_warm_server_compiles_nothing_later() -> None:
-    optimizers.warm([np.float32, np.float64])
+    optimizer_warmup.warm(optimizer_warmup.every_loop())
     for dtype in (np.float32, np.float64):
         for kind, given in CASES:
             for writable in (True, False):
@@ -486,9 +488,10 @@ def test_warm_server_compiles_nothing_later() -> None:
 
 def test_warm_reaches_every_kernel_without_torch() -> None:
     script = (
-        "import sys; from shardyard_ps_server.values import kernels, optimizers\n"
+        "import sys; from shardyard_ps_server.jit import optimizer_warmup\n"
+        "from shardyard_ps_server.values import kernels\n"
         "assert not any(kernel.signatures for kernel in kernels.ALL), 'compiled at import'\n"
-        "optimizers.warm(['float32'])\n"
+        "optimizer_warmup.warm(optimizer_warmup.every_loop(['float32']))\n"
         "print([kernel.__name__ for kernel in kernels.ALL if len(kernel.signatures) != 1], 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
@@ -517,24 +520,24 @@ def test_a_full_disk_costs_the_cache_and_not_the_server(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    steps: list[str] = []
+    calls: list[str] = []
 
     @numba.njit(nogil=True, cache=True)
     def sgd(task: Any, scalars: Any) -> None:
         task[1][0] = 5
 
-    def recorded(kind: str, given: dict[str, float], dtype: Any) -> None:
-        steps.append(kind)
-        step_once(kind, given, dtype)
+    def recorded(loop: DenseLoop) -> None:
+        calls.append(loop.name)
+        call(loop)
 
-    step_once = optimizers._step_once
+    call = optimizer_warmup._call
     cache = vars(sgd)["_cache"]
     monkeypatch.setattr(cache, "save_overload", full)
     monkeypatch.setattr(cache, "load_overload", lambda *_: None)
     monkeypatch.setattr(kernels, "sgd", sgd)
-    monkeypatch.setattr(optimizers, "_step_once", recorded)
+    monkeypatch.setattr(optimizer_warmup, "_call", recorded)
     with caplog.at_level(logging.WARNING):
-        optimizers.warm([np.float32])
-    assert steps[:3] == ["sgd", "sgd", "sgd"]
+        optimizer_warmup.warm(each for each in optimizer_warmup.every_loop(["float32"]) if each.name == "sgd")
+    assert calls == ["sgd", "sgd", "sgd"]  # one of the two loops is tried again
     assert len(_signatures(sgd)) == 1
     assert "No space left on device" in caplog.text
