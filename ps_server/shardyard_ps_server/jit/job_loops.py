@@ -46,7 +46,7 @@ class JobLoops:
             name = f"load-loops-of-{job}"
             thread = threading.Thread(target=self._load, args=(job, loops, has_tables), name=name, daemon=True)
             self._threads[job] = thread
-        thread.start()
+            thread.start()
 
     def await_loaded(self, job: JobId, wait_ms: int | None = WAIT_MS_MAX) -> None:
         """Returns when the job's loops are loaded. Raises NotReady after `wait_ms`, if that is not None."""
