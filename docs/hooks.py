@@ -1,4 +1,5 @@
-"""What `make docs` does beyond MkDocs: links to files outside of docs/ become pages that show the file.
+"""What `make docs` does beyond MkDocs: parts of pages come from the code (generated.py), and links to files outside of
+docs/ become pages that show the file.
 
 On GitHub such a link opens the file. The site has no other host to send its readers to, so it contains each linked file
 as a page below source/. A link to a file that does not exist is a warning, which --strict makes an error.
@@ -12,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from generated import fresh  # MkDocs loads a hook with its folder on the path
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +40,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             log.warning("%s links to %s, which does not exist", page.file.src_uri, outside)
         return posixpath.relpath(_page_of(outside), posixpath.dirname(page.file.src_uri))
 
-    return LINK.sub(redirect, markdown)
+    return LINK.sub(redirect, fresh(markdown))
 
 
 def _outside(page: str, target: str) -> str:

@@ -21,7 +21,7 @@ from shardyard.wire import methods
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
-PROTOCOL = Path(__file__).parents[4] / "docs" / "reference" / "protocol.md"
+PAGES = Path(__file__).parents[4] / "docs" / "reference"
 TIMEOUT_MS = 10_000
 INVALID, ABORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.ABORTED
 UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
@@ -132,13 +132,13 @@ WAYS = ("grpc", "in process")
 
 def test_every_error_has_a_row_here_and_in_the_protocol() -> None:
     assert set(EXPECTED) == set(errors.BY_CODE.values())
-    listed = re.findall(r"^\| `([A-Z]\w+)` \| ([A-Z_]+) \|", PROTOCOL.read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `([A-Z]\w+)` \| ([A-Z_]+) \|", (PAGES / "errors.md").read_text(), re.MULTILINE)
     assert dict(listed) == {kind.__name__: code.name for kind, code in EXPECTED.items()}
     assert len(listed) == len(EXPECTED)
 
 
 def test_limits_of_the_protocol_are_those_of_the_code() -> None:
-    listed = re.findall(r"^\| `([A-Z_]+)` \| (\d+) \|", PROTOCOL.read_text(), re.MULTILINE)
+    listed = re.findall(r"^\| `([A-Z_]+)` \| (\d+) \|", (PAGES / "protocol.md").read_text(), re.MULTILINE)
     assert len(listed) > 20
     assert {name: int(value) for name, value in listed} == {name: getattr(limits, name) for name, _ in listed}
 
