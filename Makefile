@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := $(wildcard protos/shardyard/wire/v1/*.proto)
+PROTOC  = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
+	--plugin=protoc-gen-methods=protos/methods_plugin.py
 STAMP  := $(VENV)/.installed
 # test processes side by side
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
@@ -44,12 +46,12 @@ down: ## stop the yard that `make up` started
 status: ## show members, jobs and partitions of the yard that `make up` started
 	@$(BIN)/shardyard status -c configs/local.yaml
 
-protos: $(STAMP) ## generate shardyard/wire/v1 from protos/
-	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. $(PROTOS)
+protos: $(STAMP) ## generate shardyard/wire/v1 and shardyard/wire/methods.py from protos/
+	@$(PROTOC) --python_out=. --pyi_out=. --methods_out=. $(PROTOS)
 
 protos-check: $(STAMP) ## fail if the generated code is not fresh
 	@rm -rf $(VENV)/protos-check && mkdir -p $(VENV)/protos-check
-	@$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=$(VENV)/protos-check --pyi_out=$(VENV)/protos-check \
+	@$(PROTOC) --python_out=$(VENV)/protos-check --pyi_out=$(VENV)/protos-check --methods_out=$(VENV)/protos-check \
 		$(PROTOS)
 	@for f in $$(cd $(VENV)/protos-check && find . -type f); do cmp "$(VENV)/protos-check/$$f" "$$f" || \
 		{ echo "$$f is not what protos/ generates: run make protos"; exit 1; }; done

@@ -11,7 +11,7 @@ from typing import Any
 
 from shardyard.domain import errors
 from shardyard.transport.interfaces import Network, Peer, Stream
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 
 SLOW = "server"
 """What the names of peers begin with that answer late."""

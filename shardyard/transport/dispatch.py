@@ -16,7 +16,7 @@ from shardyard.domain import errors
 from shardyard.domain.failpoints import failpoint
 from shardyard.runtime.log import bind
 from shardyard.transport.interfaces import AtOnce, Context, Handler, request_id
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 
 log = logging.getLogger("shardyard.serving")
 

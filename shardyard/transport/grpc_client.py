@@ -21,7 +21,7 @@ from shardyard.transport import TRIED
 from shardyard.transport.error_codes import from_rpc_error
 from shardyard.transport.grpc_private import Ended, PrivateCall
 from shardyard.transport.interfaces import REQUEST_ID_KEY, next_request_id
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

@@ -24,7 +24,8 @@ from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import DETAIL_KEY, status_of, status_text, to_detail
 from shardyard.transport.grpc_private import ServedCall
 from shardyard.transport.interfaces import REQUEST_ID_KEY, AtOnce, Context, Handler, Service
-from shardyard.wire.methods import PACKAGE, Method
+from shardyard.wire.method import Method
+from shardyard.wire.methods import PACKAGE
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),

@@ -15,7 +15,7 @@ from shardyard.domain import errors
 from shardyard.transport.dispatch import serve
 from shardyard.transport.error_codes import from_detail, to_detail
 from shardyard.transport.interfaces import Context, Service, next_request_id
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
 Request = TypeVar("Request")

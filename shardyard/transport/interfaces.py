@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from shardyard.domain import errors
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")

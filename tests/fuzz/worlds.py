@@ -25,7 +25,7 @@ from shardyard.domain.ids import Incarnation, MemberRole, PartitionId, Term
 from shardyard.domain.tables.row_ids import partition_of
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.interfaces import AtOnce, Context, Service
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import agent_pb2 as agent
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as coordinator

@@ -20,7 +20,7 @@ from shardyard.domain import errors
 from shardyard.transport.dispatch import serve, serve_at_once
 from shardyard.transport.error_codes import from_detail, to_detail
 from shardyard.transport.interfaces import Context, Service
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as wire
 
 from .world import MS, SECOND, Process, Task, World, current

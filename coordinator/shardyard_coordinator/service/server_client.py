@@ -21,7 +21,7 @@ from shardyard.domain.push_names import DataShardSource, SourceKey, WorkerSource
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Network, Peer
 from shardyard.wire import common_messages, layout_messages, lease_messages, methods
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import parameter_server_pb2 as wire
 from shardyard_coordinator.core import effects

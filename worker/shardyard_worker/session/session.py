@@ -26,7 +26,7 @@ from shardyard.transport.error_codes import from_detail
 from shardyard.transport.interfaces import Network
 from shardyard.transport.membership_client import Membership, MembershipClient
 from shardyard.wire import common_messages, lease_messages, methods
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import coordinator_pb2 as wire
 from shardyard_worker.session.interrupts import Interrupts
 from shardyard_worker.session.retry import RetryPolicy

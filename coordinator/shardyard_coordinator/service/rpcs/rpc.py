@@ -18,7 +18,7 @@ from shardyard.config.settings import MembershipSettings
 from shardyard.domain.errors import Internal
 from shardyard.runtime.waits import WaitRegistry
 from shardyard.transport.interfaces import Handler
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard_coordinator.core import effects, events
 from shardyard_coordinator.service.checkpoint_io import CheckpointIO
 from shardyard_coordinator.service.mailbox import Mailbox

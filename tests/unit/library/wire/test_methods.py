@@ -9,7 +9,7 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from shardyard.domain.errors import MalformedPayload, TooLarge
 from shardyard.wire import frames, methods
-from shardyard.wire.methods import Method
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import agent_pb2, coordinator_pb2, parameter_server_pb2
 
 FILES = (agent_pb2, coordinator_pb2, parameter_server_pb2)

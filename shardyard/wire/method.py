@@ -1,0 +1,68 @@
+"""What a method of a service is: how its requests and answers become bytes and back.
+
+`shardyard.wire.methods`, which `make protos` generates, has all of them. Must not know: channels, servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from shardyard.domain.errors import MalformedPayload
+from shardyard.wire import frames
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+
+
+@dataclass(frozen=True)
+class Wire(Generic[Request]):
+    """How one kind of message becomes bytes and back. `decode` raises MalformedPayload or TooLarge."""
+
+    encode: Callable[[Request], bytes]
+    decode: Callable[[bytes], Request]
+
+
+@dataclass(frozen=True)
+class Method(Generic[Request, Response]):
+    """A method of a service. `streams_in`, `streams_out`: whether the request, the answer is a stream."""
+
+    service: str
+    name: str
+    request: Wire[Request]
+    response: Wire[Response]
+    streams_in: bool = False
+    streams_out: bool = False
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.name}"
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Method) and other.path == self.path
+
+
+Generated = TypeVar("Generated", bound=Message)
+
+
+def message(kind: type[Generated]) -> Wire[Generated]:
+    def decode(data: bytes) -> Generated:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            raise MalformedPayload(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}: {error}") from error
+
+    def encode(sent: Generated) -> bytes:
+        return sent.SerializeToString()
+
+    return Wire(encode, decode)
+
+
+FRAME: Final[Wire[frames.Frame]] = Wire(frames.encode, frames.decode)
+"""A message with a payload, which is not copied into a protobuf message."""
