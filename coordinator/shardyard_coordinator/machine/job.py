@@ -354,9 +354,10 @@ class Job:
         assert self.stopping.stop is not None
         return [*self.records(settled), LogMessage(f"{self.title} stops before step {self.stopping.stop.step:,}")]
 
-    def forget_steps(self) -> None:
+    def forget_steps(self) -> list[Effect]:
         """They could not be read."""
         self._reads_steps = False
+        return []
 
     # ---- another consistency
 
@@ -374,6 +375,11 @@ class Job:
                 f"{self.title}: all servers go by {self.switching.latest}; so do its workers from their next step"
             )
         ]
+
+    def fail_pacing(self, now_ms: int) -> list[Effect]:
+        """Some server was not told the consistency mode; all are told again later."""
+        self.switching.fail(now_ms)
+        return []
 
     def hear_of_switch(self, worker: Incarnation, number: int) -> list[Effect]:
         return [] if self.state.ended else self.records(self.switching.hear(worker, number))

@@ -10,8 +10,8 @@ Must not know: the clock (`now_ms` is an argument), threads, messages, the netwo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Final, Self
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from shardyard.config.configuration import parse_job_settings
 from shardyard.config.settings import JobSettings
@@ -109,113 +109,9 @@ class Machine:
 
     def handle(self, event: events.Event, now_ms: int) -> list[Effect]:
         """Takes one event. Raises ShardyardError, without a change, for a request that is refused."""
-        effects = [*self._dispatch(event, now_ms), *self._forget_old_jobs()]
+        effects = [*_DISPATCH[type(event)](self, event, now_ms), *self._forget_old_jobs()]
         records = [effect for effect in effects if isinstance(effect, Persist)]
         return [*records, *(effect for effect in effects if not isinstance(effect, Persist))]
-
-    def _dispatch(self, event: events.Event, now_ms: int) -> list[Effect]:
-        match event:
-            case events.MemberRegistered():
-                return self._register(event, now_ms)
-            case events.HeartbeatReceived():
-                return self._heartbeat(event, now_ms)
-            case events.MemberLeft():
-                return self._leave(event, now_ms)
-            case events.ExitReported():
-                return self._report_exit(event, now_ms)
-            case events.Ticked():
-                return self._tick(now_ms)
-            case events.JobJoined():
-                return self._join(event, now_ms)
-            case events.VariablesRegistered(caller):
-                servers = [_server(member) for member in self._members.servers()]
-                return self._require_job(caller).register_variables(event, servers)
-            case events.VariablesCommitted(caller, generation):
-                return self._require_job(caller).commit_variables(caller.incarnation, generation)
-            case events.FeedOpened(caller, feed, spec):
-                return self._require_job(caller).leasing.open_feed(feed, spec)
-            case events.LeaseRequested(caller, feed):
-                return self._require_job(caller).leasing.lease(caller.incarnation, feed)
-            case events.LeaseReturned(caller):
-                return self._require_job(caller).leasing.return_lease(event)
-            case events.BatchBegun(caller):
-                return self._require_job(caller).counting.begin_batch(event)
-            case events.NotFiniteReported():
-                return self._report_not_finite(event, now_ms)
-            case events.StepReported(caller, step, ranks):
-                return self._require_job(caller).counting.decide_step(step, ranks, now_ms)
-            case events.MakeupRequested(caller, feed, step):
-                return self._require_job(caller).counting.read_make_up(feed, step)
-            case events.LedgerRead(returned, next_sequence, generation):
-                return self._require_job(returned.caller).leasing.close_lease(returned, next_sequence, generation)
-            case events.CheckpointRequested(asker, job_name, ticket):
-                asked = self._find_job(job_name) if asker is None else self._require_job(asker)
-                return asked.ask_checkpoint(ticket)
-            case events.StopRequested(asker, job_name, reason):
-                told = self._find_job(job_name) if asker is None else self._require_job(asker)
-                return told.stop(None if asker is None else asker.incarnation, reason)
-            case events.SwitchRequested(job_name, mode, staleness):
-                return self._find_job(job_name).going_over.switch(mode, staleness, now_ms)
-            case events.FeedbackRead(caller):
-                return self._require_job(caller).handing_over.take(event)
-            case events.ReaderHeard():
-                return self._find_followed(event).hear_reader(event, now_ms)
-            case events.EvaluationReported(job):
-                return self._find_by_number(job).take_evaluation(event)
-            case events.RestoreOrdered(origin):
-                return self._order_restore(origin, now_ms)
-            case events.RestoreCancelled(job_name):
-                return self._cancel_restore(job_name)
-            case events.RebaseRequested(caller):
-                return self._require_job(caller).rebasing.rebase(event)
-            case events.WatermarksRead(asked):
-                return self._require_job(asked.caller).rebasing.declare_lost(event)
-            case events.LostPushesSkipped(asked, lost):
-                self._require_job(asked.caller)
-                return [Reply(Rebased(lost))]
-            case _:
-                return self._end_effect(event, now_ms)
-
-    def _end_effect(self, event: events.Event, now_ms: int) -> list[Effect]:
-        match event:
-            case events.PartitionsCreated(job, generation) if job in self._jobs:
-                return self._jobs[job].end_creation(generation, created=True)
-            case events.PartitionsRefused(job, generation) if job in self._jobs:
-                return self._jobs[job].end_creation(generation, created=False)
-            case events.PartitionsOpened(job, generation) if job in self._jobs:
-                return self._jobs[job].end_opening(generation, opened=True, now_ms=now_ms)
-            case events.OpeningFailed(job, generation) if job in self._jobs:
-                return self._jobs[job].end_opening(generation, opened=False, now_ms=now_ms)
-            case events.CheckpointTaken(job) if job in self._jobs:
-                began_with = self._jobs[job].keeping.origin
-                ended = self._jobs[job].end_checkpoint(event)
-                return [*ended, *self._forget_order(self._jobs[job], began_with)]
-            case events.CheckpointFailed(job, draft, failure) if job in self._jobs:
-                return self._jobs[job].fail_checkpoint(draft, failure, now_ms)
-            case events.PartitionsRestored(job, generation) if job in self._jobs:
-                began_with = self._jobs[job].keeping.origin
-                ended = self._jobs[job].end_recovery(generation, now_ms)
-                return [*ended, *self._forget_order(self._jobs[job], began_with)]
-            case events.RestoreFailed(job, generation, failure) if job in self._jobs:
-                return self._jobs[job].fail_recovery(generation, failure, now_ms)
-            case events.DepartedRead(job, generation, found) if job in self._jobs:
-                return self._jobs[job].rebasing.declare_lost_of_departed(generation, dict(found), now_ms)
-            case events.DepartedUnread(job) if job in self._jobs:
-                return self._jobs[job].rebasing.fail_departed(now_ms)
-            case events.StepsRead(job, generation, step) if job in self._jobs:
-                return self._jobs[job].settle(generation, step)
-            case events.StepsUnread(job) if job in self._jobs:
-                self._jobs[job].forget_steps()
-                return []
-            case events.ServersPaced(job, generation, number) if job in self._jobs:
-                return self._jobs[job].end_pacing(generation, number)
-            case events.ServersUnpaced(job) if job in self._jobs:
-                self._jobs[job].switching.fail(now_ms)
-                return []
-            case events.WorkersFenced(job, workers, reached) if job in self._jobs:
-                return self._jobs[job].free(workers, now_ms, dict(reached))
-            case _:
-                return []
 
     # ---- members
 
@@ -283,6 +179,10 @@ class Machine:
         how = f"{QUARANTINED}: {failure.what}"
         return [*effects, *self._remove(member, how), *job.lose(member.incarnation, how, now_ms, died=False)]
 
+    def _end_rebase(self, event: events.LostPushesSkipped, _: int) -> list[Effect]:
+        self._require_job(event.asked.caller)
+        return [Reply(Rebased(event.lost))]
+
     def _tick(self, now_ms: int) -> list[Effect]:
         gap_ms = now_ms - self._ticked_ms
         self._ticked_ms = now_ms
@@ -295,7 +195,7 @@ class Machine:
             )
         for member, how in self._members.expired(now_ms):
             effects += self._lose(member, how, now_ms)
-        servers = [_server(member) for member in self._members.servers()]
+        servers = self._servers()
         for job in self.jobs:
             effects += job.tick(now_ms, servers)
         return [*effects, *self.waits.look(self.jobs, now_ms)]
@@ -318,6 +218,9 @@ class Machine:
             Persist(*membership.removed(member, how)),
             LogMessage(f"{member.title} {how}", warning=how != "left"),
         ]
+
+    def _servers(self) -> list[Server]:
+        return [_server(member) for member in self._members.servers()]
 
     def _fenced_on(self, server: Incarnation) -> tuple[Incarnation, ...]:
         """Workers that the server must refuse, of all its jobs. Named again with each heartbeat, since a Fence may not
@@ -396,6 +299,20 @@ class Machine:
             raise errors.NotFound(f"nothing was ordered for the next run of job {name!r}", todo="")
         return [Persist("restore_forgotten", {"name": name}), Reply(RestorePlanned(running=False))]
 
+    def _end_checkpoint(self, event: events.CheckpointTaken, _: int) -> list[Effect]:
+        job = self._jobs.get(event.job)
+        if job is None:
+            return []
+        began_with = job.keeping.origin
+        return [*job.end_checkpoint(event), *self._forget_order(job, began_with)]
+
+    def _end_recovery(self, event: events.PartitionsRestored, now_ms: int) -> list[Effect]:
+        job = self._jobs.get(event.job)
+        if job is None:
+            return []
+        began_with = job.keeping.origin
+        return [*job.end_recovery(event.generation, now_ms), *self._forget_order(job, began_with)]
+
     def _forget_order(self, job: Job, began_with: RestorePoint | None) -> list[Effect]:
         """The order to begin with that checkpoint, if the job has begun now, and needs it no more."""
         if began_with is None or job.keeping.origin is not None:
@@ -416,6 +333,10 @@ class Machine:
             consistency=job.consistency,
             halt=job.halting.halt,
         )
+
+    def _asked(self, caller: Caller | None, job_name: str) -> Job:
+        """The caller's job; without a caller, a person's, by its name."""
+        return self._find_job(job_name) if caller is None else self._require_job(caller)
 
     def _require_job(self, caller: Caller) -> Job:
         """The unfinished job of a living worker that asks about it."""
@@ -508,3 +429,140 @@ def _settings_of(body: Body) -> JobSettings:
 
 def _server(member: Member) -> Server:
     return Server(member.incarnation, member.address, member.registration.logs)
+
+
+# ---- dispatch: which function decides each type of event
+
+Decide = Callable[[Machine, Any, int], list[Effect]]
+E = TypeVar("E")
+
+
+class _FromWorker(Protocol):
+    @property
+    def caller(self) -> Caller: ...
+
+
+class _OfJob(Protocol):
+    @property
+    def job(self) -> JobId: ...
+
+
+FromWorker = TypeVar("FromWorker", bound=_FromWorker)
+OfJob = TypeVar("OfJob", bound=_OfJob)
+
+
+def _on(event: type[E], decide: Callable[[Machine, E, int], list[Effect]]) -> tuple[type, Decide]:
+    return event, decide
+
+
+def _on_worker(event: type[FromWorker], decide: Callable[[Job, FromWorker, int], list[Effect]]) -> tuple[type, Decide]:
+    """A living worker asks about its unfinished job."""
+    return event, lambda machine, asked, now_ms: decide(machine._require_job(asked.caller), asked, now_ms)
+
+
+def _on_effect(event: type[OfJob], decide: Callable[[Job, OfJob, int], list[Effect]]) -> tuple[type, Decide]:
+    """An effect of a job has ended. Nothing happens if the job was forgotten."""
+
+    def handle(machine: Machine, ended: OfJob, now_ms: int) -> list[Effect]:
+        job = machine._jobs.get(ended.job)
+        return [] if job is None else decide(job, ended, now_ms)
+
+    return event, handle
+
+
+_DISPATCH: Final[dict[type, Decide]] = dict(
+    [
+        # members
+        _on(events.MemberRegistered, Machine._register),
+        _on(events.HeartbeatReceived, Machine._heartbeat),
+        _on(events.MemberLeft, Machine._leave),
+        _on(events.ExitReported, Machine._report_exit),
+        _on(events.Ticked, lambda machine, _, now: machine._tick(now)),
+        # jobs
+        _on(events.JobJoined, Machine._join),
+        _on(
+            events.VariablesRegistered,
+            lambda machine, event, _: machine._require_job(event.caller).register_variables(event, machine._servers()),
+        ),
+        _on_worker(
+            events.VariablesCommitted,
+            lambda job, event, _: job.commit_variables(event.caller.incarnation, event.generation),
+        ),
+        _on(
+            events.StopRequested,
+            lambda machine, event, _: machine._asked(event.caller, event.job_name).stop(
+                None if event.caller is None else event.caller.incarnation, event.reason
+            ),
+        ),
+        _on(
+            events.SwitchRequested,
+            lambda machine, event, now: machine._find_job(event.job_name).going_over.switch(
+                event.mode, event.staleness, now
+            ),
+        ),
+        _on(events.ReaderHeard, lambda machine, event, now: machine._find_followed(event).hear_reader(event, now)),
+        _on(
+            events.EvaluationReported,
+            lambda machine, event, _: machine._find_by_number(event.job).take_evaluation(event),
+        ),
+        # data, and what counts
+        _on_worker(events.FeedOpened, lambda job, event, _: job.leasing.open_feed(event.feed, event.spec)),
+        _on_worker(
+            events.LeaseRequested, lambda job, event, _: job.leasing.lease(event.caller.incarnation, event.feed)
+        ),
+        _on_worker(events.LeaseReturned, lambda job, event, _: job.leasing.return_lease(event)),
+        _on(
+            events.LedgerRead,
+            lambda machine, event, _: machine._require_job(event.returned.caller).leasing.close_lease(
+                event.returned, event.next_sequence, event.generation
+            ),
+        ),
+        _on_worker(events.BatchBegun, lambda job, event, _: job.counting.begin_batch(event)),
+        _on(events.NotFiniteReported, Machine._report_not_finite),
+        _on_worker(events.StepReported, lambda job, event, now: job.counting.decide_step(event.step, event.ranks, now)),
+        _on_worker(events.MakeupRequested, lambda job, event, _: job.counting.read_make_up(event.feed, event.step)),
+        _on_worker(events.RebaseRequested, lambda job, event, _: job.rebasing.rebase(event)),
+        _on(
+            events.WatermarksRead,
+            lambda machine, event, _: machine._require_job(event.asked.caller).rebasing.declare_lost(event),
+        ),
+        _on(events.LostPushesSkipped, Machine._end_rebase),
+        # checkpoints
+        _on(
+            events.CheckpointRequested,
+            lambda machine, event, _: machine._asked(event.caller, event.job_name).ask_checkpoint(event.ticket),
+        ),
+        _on_worker(events.FeedbackRead, lambda job, event, _: job.handing_over.take(event)),
+        _on(events.RestoreOrdered, lambda machine, event, now: machine._order_restore(event.origin, now)),
+        _on(events.RestoreCancelled, lambda machine, event, _: machine._cancel_restore(event.job_name)),
+        # what became of effects
+        _on_effect(events.PartitionsCreated, lambda job, event, _: job.end_creation(event.generation, created=True)),
+        _on_effect(events.PartitionsRefused, lambda job, event, _: job.end_creation(event.generation, created=False)),
+        _on_effect(
+            events.PartitionsOpened,
+            lambda job, event, now: job.end_opening(event.generation, opened=True, now_ms=now),
+        ),
+        _on_effect(
+            events.OpeningFailed,
+            lambda job, event, now: job.end_opening(event.generation, opened=False, now_ms=now),
+        ),
+        _on(events.CheckpointTaken, Machine._end_checkpoint),
+        _on_effect(
+            events.CheckpointFailed, lambda job, event, now: job.fail_checkpoint(event.draft, event.failure, now)
+        ),
+        _on(events.PartitionsRestored, Machine._end_recovery),
+        _on_effect(
+            events.RestoreFailed, lambda job, event, now: job.fail_recovery(event.generation, event.failure, now)
+        ),
+        _on_effect(
+            events.DepartedRead,
+            lambda job, event, now: job.rebasing.declare_lost_of_departed(event.generation, dict(event.found), now),
+        ),
+        _on_effect(events.DepartedUnread, lambda job, _, now: job.rebasing.fail_departed(now)),
+        _on_effect(events.StepsRead, lambda job, event, _: job.settle(event.generation, event.step)),
+        _on_effect(events.StepsUnread, lambda job, *_: job.forget_steps()),
+        _on_effect(events.ServersPaced, lambda job, event, _: job.end_pacing(event.generation, event.number)),
+        _on_effect(events.ServersUnpaced, lambda job, _, now: job.fail_pacing(now)),
+        _on_effect(events.WorkersFenced, lambda job, event, now: job.free(event.workers, now, dict(event.reached))),
+    ]
+)
