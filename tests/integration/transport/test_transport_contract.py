@@ -24,6 +24,7 @@ from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Context, Network, Peer, Service, Stream, request_id
 from shardyard.wire import frames, methods
 from shardyard.wire.frames import Frame
+from shardyard.wire.method import Method, Wire
 from shardyard.wire.v1 import agent_pb2 as agent
 from shardyard.wire.v1 import coordinator_pb2 as coordinator
 from shardyard.wire.v1 import parameter_server_pb2 as server
@@ -473,11 +474,11 @@ def test_unknown_method_is_a_mismatch_of_protocols(stage: Stage) -> None:
 @pytest.mark.parametrize("make", ["grpc", "in process"])
 def test_answer_that_is_no_message_is_malformed(make: str) -> None:
     lying = Service("Coordinator")
-    wrong = methods.Method(
+    wrong = Method(
         methods.STATUS.service,
         methods.STATUS.name,
         methods.STATUS.request,
-        methods.Wire(lambda _: b"\x0a\xff", lambda data: data),
+        Wire(lambda _: b"\x0a\xff", lambda data: data),
     )
     lying.on(wrong, lambda request, _: None)
     listener = None

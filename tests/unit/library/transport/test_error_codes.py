@@ -18,6 +18,7 @@ from shardyard.transport.grpc_server import GrpcServer
 from shardyard.transport.in_process import InProcessNetwork
 from shardyard.transport.interfaces import Context, Peer, Service, request_id
 from shardyard.wire import methods
+from shardyard.wire.method import Method
 from shardyard.wire.v1 import common_pb2 as common
 from shardyard.wire.v1 import coordinator_pb2 as wire
 
@@ -232,9 +233,9 @@ def test_refusals_are_no_lines_in_the_log(thrower: Thrower, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("method", [methods.REGISTER, methods.STATUS, methods.JOIN_JOB], ids=lambda method: method.name)
-def test_method_that_is_not_there_is_a_mismatch(method: methods.Method, thrower: Thrower) -> None:  # type: ignore[type-arg]
+def test_method_that_is_not_there_is_a_mismatch(method: Method, thrower: Thrower) -> None:  # type: ignore[type-arg]
     if method is methods.STATUS:
-        method = methods.Method("shardyard.wire.v9.Coordinator", "Status", method.request, method.response)
+        method = Method("shardyard.wire.v9.Coordinator", "Status", method.request, method.response)
     for peer in thrower.peers.values():
         with pytest.raises(errors.ProtocolMismatch, match=method.name):
             peer.call(method, method.request.decode(b""), timeout_ms=TIMEOUT_MS)
