@@ -1,10 +1,8 @@
 """A whole yard under faults whose job is switched from synchronous to asynchronous updates, or back, or by turns:
-whatever dies on the way, it is in one mode, and each sample counts once an epoch (rules B8, B10). SHARDYARD_SEEDS says
-how many seeds are run."""
+whatever dies on the way, it is in one mode, and each sample counts once an epoch (rules B8, B10)."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +21,7 @@ from tests.simulator.mutations import first_red
 from tests.simulator.parallel import run_seeds
 from tests.simulator.yard import make_plan, simulation
 
-SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
+SEEDS = 100
 SEEDS_FOR_A_MUTATION = 60
 RED_FIRST = {"goes_on_behind_the_halt": (23,), "settles_once": (33,)}
 """Seeds that were red with a part switched off; they are tried first, which saves time and nothing else."""

@@ -1,9 +1,8 @@
 """A whole yard under faults whose workers tell their job to stop: it ends, a synchronous one at one step for all, with
-the bits of an undisturbed run there (rule B9). SHARDYARD_SEEDS says how many seeds are run."""
+the bits of an undisturbed run there (rule B9)."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -15,7 +14,7 @@ from tests.simulator.mutations import first_red
 from tests.simulator.parallel import run_seeds
 from tests.simulator.yard import make_plan, simulation
 
-SEEDS = int(os.environ.get("SHARDYARD_SEEDS", "100"))
+SEEDS = 100
 SEEDS_FOR_A_MUTATION = 200
 
 

@@ -260,7 +260,7 @@ def test_work_that_is_not_finite_changes_no_row(connect: Connect) -> None:
 # ---- processes
 
 
-@pytest.mark.long("server-wal", "nobody-checkpoint")
+@pytest.mark.long("server-wal")
 @pytest.mark.parametrize("durability", ["checkpoint", "wal"])
 @pytest.mark.parametrize("died", ["nobody", "worker", "server"])
 def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(

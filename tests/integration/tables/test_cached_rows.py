@@ -369,7 +369,7 @@ def test_a_job_without_tables_has_nothing_to_keep(connect: Connect) -> None:
 # ---- processes
 
 
-@pytest.mark.long("worker")
+@pytest.mark.long
 @pytest.mark.parametrize("died", ["nobody", "worker", "server"])
 def test_promise_1_and_2_hold_with_rows_that_are_kept_over_grpc(tmp_path: Path, died: str) -> None:
     begun = RoleYard(tmp_path)

@@ -541,7 +541,7 @@ def test_promise_5_holds_for_rows_that_come_ahead(staleness: int, window: int) -
 # ---- processes
 
 
-@pytest.mark.long("worker")
+@pytest.mark.long
 @pytest.mark.parametrize("died", ["nobody", "worker", "server"])
 def test_promise_1_and_2_hold_for_rows_that_come_ahead_over_grpc(tmp_path: Path, died: str) -> None:
     begun = RoleYard(tmp_path)

@@ -44,6 +44,7 @@ def test_promise_6_bits_are_equal_over_grpc_with_one_worker(
     assert result["digest"] == undisturbed
 
 
+@pytest.mark.long
 def test_promise_6_bits_are_equal_with_three_workers(yard: LocalCluster, probes: Probes, undisturbed: str) -> None:
     common = {"coordinator": yard.coordinator, "job": "three", "job__workers_expected": 3, **SYNC}
     started = [probes.start("model", **common) for _ in range(3)]
@@ -103,6 +104,7 @@ def test_rule_b1_workers_beyond_the_ranks_stand_by_and_step_in(
     assert all(result["computed"] > 0 for result in results)
 
 
+@pytest.mark.long
 def test_promise_2_each_sample_counts_once_with_three_workers(yard: LocalCluster, probes: Probes) -> None:
     common = {"coordinator": yard.coordinator, "job": "counted", "job__workers_expected": 3}
     started = [probes.start("count", "--epochs", "3", "--pause-ms", "2", **common) for _ in range(3)]
